@@ -1,0 +1,1 @@
+"""A checkpoint store for recommendation models."""

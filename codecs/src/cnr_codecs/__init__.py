@@ -1,0 +1,1 @@
+"""Row-wise codecs for embedding tables."""
