@@ -1,0 +1,1 @@
+"""Training side of the store: finding tables, tracking changed rows, and moving tensors. Needs torch."""

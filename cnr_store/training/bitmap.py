@@ -1,0 +1,153 @@
+"""Packed bitmaps of rows: bit ``i & 7`` of byte ``i >> 3`` stands for row ``i``.
+
+Every bitmap is a ``uint8`` array of ``ceil(rows / 8)`` bytes whose bits past the last row are zero. Kernels
+are serial and release the GIL. The ``*_reference`` functions say the same in plain numpy; tests compare
+the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Bitmap = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.int64]
+AnyArray = np.ndarray[Any, Any]
+
+
+def bitmap_bytes(rows: int) -> int:
+    """Bytes of a bitmap of `rows` rows."""
+    return (rows + 7) // 8
+
+
+def empty_bitmap(rows: int) -> Bitmap:
+    """A bitmap with no row set."""
+    return np.zeros(bitmap_bytes(rows), np.uint8)
+
+
+def full_bitmap(rows: int) -> Bitmap:
+    """A bitmap with every row set, and zeros past the last one."""
+    bitmap = np.full(bitmap_bytes(rows), 0xFF, np.uint8)
+    if rows % 8:
+        bitmap[-1] = (1 << rows % 8) - 1
+    return bitmap
+
+
+@njit(nogil=True, cache=True)
+def _mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
+    for position in range(ids.size):
+        row = np.int64(ids[position])
+        if row < 0 or row >= rows:
+            return position
+        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+    return -1
+
+
+def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
+    """Set the bits of `ids`, an ``(n,)`` array of integers.
+
+    Returns -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
+    """
+    return int(_mark(bitmap, rows, ids))
+
+
+def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
+    outside = np.flatnonzero((ids < 0) | (ids >= rows))
+    good = ids[: outside[0]] if outside.size else ids
+    np.bitwise_or.at(bitmap, good >> 3, (1 << (good & 7)).astype(np.uint8))
+    return int(outside[0]) if outside.size else -1
+
+
+@njit(nogil=True, cache=True)
+def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
+    for row in range(words.shape[0]):
+        # An OR without an early exit, so that the compiler can use vectors.
+        seen = words[row, 0]
+        for column in range(1, words.shape[1]):
+            seen |= words[row, column]
+        if seen != 0:
+            bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+
+
+def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
+    """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
+    _mark_nonzero(bitmap, words)
+
+
+def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
+    bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
+
+
+@njit(nogil=True, cache=True)
+def _popcount(word: Any) -> Any:
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+@njit(nogil=True, cache=True)
+def _count(words: npt.NDArray[np.uint64], tail: Bitmap) -> int:
+    total = np.uint64(0)
+    for word in words:
+        total += _popcount(word)
+    for byte in tail:
+        total += _popcount(np.uint64(byte))
+    return np.int64(total)  # type: ignore[return-value]  # numba's integer
+
+
+def _words(bitmap: Bitmap) -> tuple[npt.NDArray[np.uint64], Bitmap]:
+    """The bitmap as whole 64-bit words and the bytes behind them."""
+    whole = bitmap.size // 8 * 8
+    return bitmap[:whole].view(np.uint64), bitmap[whole:]
+
+
+def count(bitmap: Bitmap) -> int:
+    """Rows that are set."""
+    return int(_count(*_words(bitmap)))
+
+
+def count_reference(bitmap: Bitmap) -> int:
+    return int(np.unpackbits(bitmap).sum())
+
+
+@njit(nogil=True, cache=True)
+def _rows_of_bytes(bitmap: Bitmap, first: int, last: int, out: Rows, filled: int) -> int:
+    for index in range(first, last):
+        byte = bitmap[index]
+        if byte == 0:
+            continue
+        for bit in range(8):
+            if (byte >> bit) & 1:
+                out[filled] = index * 8 + bit
+                filled += 1
+    return filled
+
+
+@njit(nogil=True, cache=True)
+def _rows_of(bitmap: Bitmap, words: npt.NDArray[np.uint64], out: Rows) -> int:
+    filled = 0
+    for index in range(words.size):
+        if words[index] != 0:
+            filled = _rows_of_bytes(bitmap, index * 8, index * 8 + 8, out, filled)
+    return _rows_of_bytes(bitmap, words.size * 8, bitmap.size, out, filled)
+
+
+def rows_of(bitmap: Bitmap, rows: int) -> Rows:
+    """The rows below `rows` that are set, ascending, ``(n,)`` int64."""
+    words, _ = _words(bitmap)
+    out = np.empty(count(bitmap), np.int64)
+    _rows_of(bitmap, words, out)
+    return out[: np.searchsorted(out, rows)]
+
+
+def rows_of_reference(bitmap: Bitmap, rows: int) -> Rows:
+    return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:rows]).astype(np.int64)
+
+
+def or_into(target: Bitmap, source: Bitmap) -> None:
+    """Set in `target` every bit that is set in `source`; both have the same size."""
+    np.bitwise_or(target, source, out=target)

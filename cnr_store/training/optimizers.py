@@ -1,0 +1,255 @@
+"""What optimizers do to tables, and their state as a tree: row by row where it follows rows, else by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.training.tables import Table
+from cnr_store.training.tensors import SLOT_DTYPES
+
+Group = dict[str, Any]
+Tree = dict[str, Any]
+_SHOWN = 3
+
+
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """None, one optimizer, or several, as a list.
+
+    Raises
+    ------
+    StateError
+        Something in it is not a `torch.optim.Optimizer`.
+    """
+    if optimizer is None:
+        return []
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return [_proven(one) for one in several]
+
+
+def _proven(one: object) -> Optimizer:
+    if not isinstance(one, Optimizer):
+        raise StateError(f"optimizer is a {type(one).__name__}; give a torch.optim.Optimizer or several")
+    return one
+
+
+def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtype) -> str | None:
+    """Why a step may move rows of `dtype` that have no gradient in one parameter group; None if it can't.
+
+    Only exact classes whose update is known are trusted, with their present settings.
+    """
+    group, kind = optimizer.param_groups[position], type(optimizer)
+    where = f"{kind.__name__}, parameter group {position}"
+    if kind is SparseAdam:
+        return None
+    if kind not in (SGD, Adagrad):
+        return f"{where}: a step of this class may move every row"
+    for setting in ("momentum", "weight_decay"):
+        if group.get(setting, 0) != 0:
+            return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
+    if not math.isfinite(group["lr"]):
+        return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
+    # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
+    if kind is Adagrad and torch.tensor(group["eps"], dtype=dtype) == 0:
+        return f"{where}: eps={group['eps']} is 0 in {dtype}, so rows without a gradient become NaN"
+    return None
+
+
+def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
+    """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
+
+    Also None if the optimizer does not own the parameter. Settings are read at each call: they change.
+    """
+    for position, group in enumerate(optimizer.param_groups):
+        if any(owned is parameter for owned in group["params"]):
+            return group_moves_untouched(optimizer, position, parameter.dtype)
+    return None
+
+
+def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The optimizer's state tensors that follow the rows of `parameter`, by the optimizer's own key.
+
+    They are ``(rows,)``, ``(rows, k)`` or of the parameter's shape. The tensors are the optimizer's own.
+    """
+    state = optimizer.state.get(parameter, {})
+    return {key: value for key, value in state.items() if _follows_rows(key, value, parameter)}
+
+
+def _follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
+    if not isinstance(key, str) or key == "step" or not isinstance(value, torch.Tensor):
+        return False
+    if value.layout is not torch.strided or value.dtype not in SLOT_DTYPES:
+        return False
+    # One number is no row state, even beside a table of one row; unless the parameter is one number, too.
+    if value.shape == parameter.shape:
+        return True
+    return value.ndim in (1, 2) and value.shape[0] == parameter.shape[0] and value.numel() > 1
+
+
+def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of each group's parameters."""
+    for position, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise UnsupportedModelError(
+                    f"{type(optimizer).__name__}, parameter group {position}: a parameter of shape "
+                    f"{tuple(parameter.shape)} is not in the model, so it has no name; give the whole model, "
+                    "or an optimizer of its parameters"
+                )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Sequence[Table]) -> Tree:
+    """The optimizer's state without the slots of tables, by parameter name.
+
+    Parameters
+    ----------
+    names
+        ``id(parameter)`` to name, see `tables.parameter_names`.
+    tables
+        Their `row_slots` are left out, and only named.
+
+    Returns
+    -------
+    ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
+    {table name: [slot]}, "other": {key: value}}``. Tensors in it are the optimizer's own.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The optimizer has a parameter that is not in the model.
+    """
+    groups = _named_groups(optimizer, names)
+    slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
+    state = optimizer.state_dict()
+    name_of = dict(_numbers(state["param_groups"], groups))
+    by_name: dict[str, dict[str, Any]] = {}
+    other: dict[Any, Any] = {}
+    for number, values in state["state"].items():
+        name = name_of.get(number)
+        if name is None:
+            other[number] = values
+        else:
+            left_out = slots.get(name, {})
+            by_name[name] = {key: value for key, value in values.items() if key not in left_out}
+    return {
+        "class": type(optimizer).__name__,
+        "param_groups": [
+            {**group, "params": params} for group, params in zip(state["param_groups"], groups, strict=True)
+        ],
+        "state": by_name,
+        "slots": {
+            table.name: sorted(slots[table.parameter_name]) for table in tables if slots[table.parameter_name]
+        },
+        "other": other,
+    }
+
+
+def _numbers(groups: Sequence[Group], named: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """torch's number of each parameter beside its name."""
+    return [
+        pair
+        for group, params in zip(groups, named, strict=True)
+        for pair in zip(group["params"], params, strict=True)
+    ]
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    tables: Sequence[Table],
+    tree: Tree,
+    slots: Mapping[str, Mapping[str, torch.Tensor]],
+) -> None:
+    """Give an optimizer the state that `optimizer_tree` took, through its own ``load_state_dict``.
+
+    Parameters
+    ----------
+    slots
+        ``{table name: {slot: tensor}}``. A tensor of the parameter's device and element type becomes the
+        optimizer's own without a copy; others are converted by torch. State that is not there yet is made.
+
+    Raises
+    ------
+    ModelMismatchError
+        The optimizer is of another class, its groups hold other parameters, or a slot is missing or has
+        other rows. The optimizer is unchanged.
+    """
+    if tree["class"] != type(optimizer).__name__:
+        raise ModelMismatchError(
+            f"the checkpoint's optimizer is {tree['class']}, this one {type(optimizer).__name__}; give one "
+            "of the same class"
+        )
+    groups = _named_groups(optimizer, names)
+    numbered = dict(enumerate(name for params in groups for name in params))
+    by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
+    values = {
+        name: {**tree["state"].get(name, {}), **by_table.get(name, {})}
+        for name in numbered.values()
+        if name in tree["state"] or by_table.get(name)
+    }
+    state = {number: values[name] for number, name in numbered.items() if name in values}
+    saved = _match_groups(tree["param_groups"], groups)
+    start = 0
+    for group in saved:
+        size = len(group["params"])
+        group["params"] = list(range(start, start + size))
+        start += size
+    optimizer.load_state_dict({"state": {**tree["other"], **state}, "param_groups": saved})
+
+
+def _slots_of(
+    table: Table, tree: Tree, slots: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Mapping[str, torch.Tensor]:
+    given, wanted = slots.get(table.name, {}), tree["slots"].get(table.name, [])
+    if set(given) != set(wanted):
+        raise ModelMismatchError(
+            f"table {table.name!r}: the checkpoint's optimizer has the state {sorted(wanted)}, but "
+            f"{sorted(given)} was read; the checkpoint is not complete"
+        )
+    for slot, tensor in given.items():
+        if tensor.ndim == 0 or tensor.shape[0] != table.rows:
+            raise ModelMismatchError(
+                f"table {table.name!r}, slot {slot!r}: shape {tuple(tensor.shape)} does not fit the model's "
+                f"{table.rows} rows"
+            )
+    return given
+
+
+def _match_groups(saved: Sequence[Group], groups: Sequence[Sequence[str]]) -> list[Group]:
+    """For each group of names, a copy of the saved group with the same names; their order may differ."""
+    left = list(saved)
+    matched = []
+    for position, params in enumerate(groups):
+        found = next((group for group in left if set(group["params"]) == set(params)), None)
+        if found is None:
+            raise ModelMismatchError(_group_difference(position, params, saved))
+        # By identity: groups hold tensors, which have no truth value when compared.
+        left = [group for group in left if group is not found]
+        matched.append({**found, "params": list(params)})
+    if left:
+        raise ModelMismatchError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(groups)}; it "
+            f"lacks a group of {_some(left[0]['params'])}"
+        )
+    return matched
+
+
+def _group_difference(position: int, params: Sequence[str], saved: Sequence[Group]) -> str:
+    held = [list[str](group["params"]) for group in saved]
+    nearest = max(held, key=lambda names: len({*names} & {*params}), default=[])
+    return (
+        f"the optimizer's parameter group {position} is in no group of the checkpoint; against the most "
+        f"similar one, it adds {_some([name for name in params if name not in nearest])} and lacks "
+        f"{_some([name for name in nearest if name not in params])}"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN])) or "nothing"
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

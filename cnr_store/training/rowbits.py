@@ -1,0 +1,79 @@
+"""The bitmap of one table on the device where its ids are, so that marking never waits for the device."""
+
+from __future__ import annotations
+
+import torch
+
+from cnr_store.training import bitmap
+from cnr_store.training.bitmap import Bitmap
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mark_on_device(bits: torch.Tensor, ids: torch.Tensor) -> None:
+    """Set the bits of `ids`, integers in ``[0, rows)`` of any shape; the host does not wait for the device.
+
+    `bits` is ``(ceil(rows / 8) + 1,)`` uint8 on the device of `ids`; its last byte takes what is thrown away.
+    """
+    flat = ids.detach().reshape(-1).to(torch.int64)
+    byte, bit = flat >> 3, flat & 7
+    nowhere = torch.full_like(byte, bits.numel() - 1)
+    # Bit by bit, so that ids that meet in one byte all write the same value.
+    for position in range(8):
+        index = torch.where(bit == position, byte, nowhere)
+        bits[index] = bits[index] | (1 << position)
+
+
+def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set the bits of the rows of `gradient`, ``(rows, dim)``, whose bits are not all zero."""
+    changed = (_as_integers(gradient) != 0).any(dim=1)
+    padded = changed.new_zeros((bits.numel() - 1) * 8)
+    padded[: changed.numel()] = changed
+    weights = torch.tensor([1 << position for position in range(8)], dtype=torch.uint8, device=bits.device)
+    bits[:-1] |= (padded.view(-1, 8).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
+
+
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().view(_INTEGERS[values.element_size()])
+
+
+class RowBits:
+    """One bit a row: host memory and compiled kernels for tables on the CPU, tensors elsewhere."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._host = bitmap.empty_bitmap(rows) if device.type == "cpu" else None
+        size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def mark(self, ids: torch.Tensor) -> bool:
+        """Set the bits of integer `ids` of any shape.
+
+        Returns False if one is out of range, on the host; on another device ids must be in range.
+        """
+        flat = ids.detach().reshape(-1)
+        if self._host is None:
+            mark_on_device(self._device, flat.to(self._device.device, non_blocking=True))
+            return True
+        return bitmap.mark(self._host, self.rows, flat.cpu().numpy()) < 0
+
+    def mark_gradient(self, gradient: torch.Tensor) -> None:
+        """Set the bits of the rows that `gradient`, ``(rows, dim)`` dense or sparse, may change.
+
+        Of a sparse gradient these are the rows it holds; of a dense one, those with a value that is not +0.
+        """
+        if gradient.is_sparse:
+            self.mark(gradient._indices()[0])
+        elif self._host is None:
+            mark_nonzero_on_device(self._device, gradient)
+        else:
+            bitmap.mark_nonzero(self._host, _as_integers(gradient).numpy())
+
+    def take(self) -> Bitmap:
+        """The bits in host memory; none is set afterwards."""
+        if self._host is None:
+            taken = self._device[:-1].cpu().numpy()
+            self._device.zero_()
+            return taken
+        taken, self._host = self._host, bitmap.empty_bitmap(self.rows)
+        return taken

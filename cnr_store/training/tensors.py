@@ -1,0 +1,152 @@
+"""Rows and values between torch tensors and numpy arrays.
+
+Tables appear to the store in an *array type*: float32 and float16 as they are, bfloat16 widened exactly to
+float32, integers as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+
+AnyArray = np.ndarray[Any, Any]
+
+TABLE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Element types that a table may have."""
+
+SLOT_DTYPES = TABLE_DTYPES | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""Element types of optimizer state that may be stored row by row."""
+
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's own name without its prefix: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch element type of that name.
+
+    Raises
+    ------
+    ModelMismatchError
+        This torch has no such type.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelMismatchError(
+            f"a stored tensor has the element type {name!r}, which torch {torch.__version__} does not have: "
+            "install the torch it was saved with"
+        )
+    return dtype
+
+
+def has_numpy_type(dtype: torch.dtype) -> bool:
+    """Whether numpy has the same element type."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
+def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The array type that stands for rows of a tensor of `dtype`."""
+    if dtype is torch.bfloat16:
+        return np.dtype(np.float32)
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def numpy_view(tensor: torch.Tensor) -> AnyArray:
+    """The same memory as a numpy array, without a copy.
+
+    The tensor is on the CPU. Element types without a numpy equal (bfloat16, float8) appear as unsigned
+    integers of their size.
+    """
+    plain = tensor.detach()
+    if not has_numpy_type(plain.dtype):
+        plain = plain.view(_UNSIGNED[plain.element_size()])
+    return plain.numpy()
+
+
+def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | None = None) -> AnyArray:
+    """Copy the rows `ids` of a tensor on any device.
+
+    Parameters
+    ----------
+    tensor
+        ``(rows,)`` or ``(rows, k)``.
+    ids
+        ``(n,)`` int64, each in ``[0, rows)``.
+    out
+        Where to put them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
+
+    Returns
+    -------
+    ``(n,)`` or ``(n, k)`` of `array_dtype`.
+    """
+    source = tensor.detach()
+    index = torch.from_numpy(ids).to(source.device)
+    if out is None:
+        out = np.empty((ids.size, *source.shape[1:]), array_dtype(source.dtype))
+    target = torch.from_numpy(out)
+    if target.dtype == source.dtype and source.device.type == "cpu":
+        torch.index_select(source, 0, index, out=target)
+    else:
+        target.copy_(torch.index_select(source, 0, index))
+    return out
+
+
+def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
+    """Write `values`, ``(n, ...)`` of the array type, over the rows ``start`` to ``start + n`` of a tensor.
+
+    float32 is rounded to nearest for a bfloat16 tensor; values that came from one are restored exactly.
+    """
+    with torch.no_grad():
+        tensor.detach()[start : start + len(values)].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+
+def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
+    """A copy of a strided tensor of any element type as a C-contiguous numpy array of the same shape.
+
+    Returns the array and, where numpy lacks the element type and the array is a view as unsigned integers,
+    torch's name of it (``"bfloat16"``); None elsewhere.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The tensor is sparse, quantized or on the meta device.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedModelError(
+            f"a tensor of layout {tensor.layout}, type {tensor.dtype} on {tensor.device} has no plain values "
+            "to store; convert it to a dense tensor"
+        )
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    copy = torch.empty(plain.shape, dtype=plain.dtype)
+    copy.copy_(plain)
+    name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)
+    # A tensor without dimensions can be viewed as another type only through one with a dimension.
+    return numpy_view(copy.reshape(-1)).reshape(tuple(plain.shape)), name
+
+
+def dense_tensor(array: AnyArray, torch_dtype: str | None) -> torch.Tensor:
+    """The tensor that `dense_numpy` took; it shares the memory of a writable, C-contiguous array.
+
+    Raises
+    ------
+    ModelMismatchError
+        This torch has no such element type.
+    """
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = np.array(array, order="C")
+    flat = torch.from_numpy(array.reshape(-1))
+    if torch_dtype is not None:
+        flat = flat.view(dtype_named(torch_dtype))
+    return flat.reshape(array.shape)

@@ -1,0 +1,298 @@
+"""Knows which rows of each table may have changed since the last save, or that it can't know.
+
+Two witnesses flag rows. Forward hooks mark every id looked up. Step hooks mark each row that an optimizer had
+a gradient for, and compare the parameter's version counter, which torch raises at each change in place: a
+change that no hook accounts for makes the table *whole*, so that all its rows are saved.
+
+A row looked up before a save may be updated after it. If a given optimizer owns the table, the step itself
+flags the row, in whatever order forwards, backwards, steps and saves come: batches in a pipeline, gradients
+accumulated over many. For other tables a step may go unseen; there every row looked up in one interval is
+flagged in the next one, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cnr_store.errors import ModelMismatchError
+from cnr_store.training import bitmap
+from cnr_store.training.bitmap import Bitmap
+from cnr_store.training.hooks import hook_module, hook_steps, remove_all
+from cnr_store.training.optimizers import group_moves_untouched
+from cnr_store.training.rowbits import RowBits
+from cnr_store.training.tables import Lookup, Table
+
+logger = logging.getLogger("cnr_store")
+
+_LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+_OUTSIDE = "it was changed outside lookups and optimizer steps (Tracker.mark tells of changes made by hand)"
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What is known of one table in the present interval."""
+
+    table: Table
+    bits: RowBits
+    carried: Bitmap
+    """Flagged, although not in this interval: looked up in the last one, or given back by a failed save."""
+    seen: tuple[int, int]
+    """Memory and version counter of the parameter when the last change was accounted for."""
+    whole: str | None = None
+    marked: bool = False
+
+    @classmethod
+    def of(cls, table: Table) -> _Watch:
+        bits = RowBits(table.rows, table.parameter.device)
+        return cls(table, bits, bitmap.empty_bitmap(table.rows), _fingerprint(table.parameter))
+
+    @property
+    def unaccounted(self) -> bool:
+        return _fingerprint(self.table.parameter) != self.seen
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether it changed although no row is flagged."""
+        return self.unaccounted and not self.marked and not self.carried.any()
+
+    def mark(self, ids: torch.Tensor) -> bool:
+        self.marked = True
+        return self.bits.mark(ids)
+
+    def account(self) -> None:
+        self.seen = _fingerprint(self.table.parameter)
+
+    def make_whole(self, reason: str) -> None:
+        if self.whole is None:
+            self.whole = reason
+
+
+def _fingerprint(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version
+
+
+class Tracker:
+    """Flags the rows of tables that may have changed, from one `swap` to the next.
+
+    Parameters
+    ----------
+    tables
+        As `tables.find_tables` gives them.
+    optimizers
+        Those that update them. Steps of other optimizers are noticed, too.
+
+    Lookups, steps, `swap`, `restore` and `clear` belong to the training thread. Replays of a captured CUDA
+    graph run no hooks: tell of their rows with `mark`.
+    """
+
+    def __init__(self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = ()) -> None:
+        self._optimizers = list(optimizers)
+        self._watches = {table.name: _Watch.of(table) for table in tables}
+        self._by_parameter = {id(watch.table.parameter): watch for watch in self._watches.values()}
+        self._logged: set[tuple[str, str]] = set()
+        self._owned = self._find_owned()
+        handles = hook_steps(self, Tracker._before_step, Tracker._after_step)
+        calls = (Tracker._before_lookup, Tracker._after_lookup, Tracker._after_load)
+        for watch in self._watches.values():
+            for module in watch.table.modules:
+                handles += hook_module(module, self, *calls, watch)
+        self._close = weakref.finalize(self, remove_all, handles)
+
+    def close(self) -> None:
+        """Remove every hook; nothing is flagged any more."""
+        self._close()
+
+    # Hooks
+
+    def _before_lookup(self, watch: _Watch, module: Lookup, *_: object) -> None:
+        # A lookup with max_norm changes rows itself; what is not accounted for by now came from elsewhere.
+        if module.max_norm is not None and watch.unaccounted:
+            watch.make_whole(_OUTSIDE)
+
+    def _after_lookup(
+        self, watch: _Watch, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: object
+    ) -> None:
+        renorms = module.max_norm is not None
+        if not (renorms or torch.is_grad_enabled()):
+            return
+        if module._parameters.get("weight") is not watch.table.parameter:
+            watch.make_whole("a module looked up another tensor in its place")
+        elif _overrides_forward(module):
+            # Its ids need not be rows. Steps still flag what they change; nothing else would.
+            if renorms or watch.table.name not in self._owned:
+                watch.make_whole(
+                    f"{type(module).__name__} has a forward of its own, so its rows are not known"
+                )
+        else:
+            ids = args[0] if args else kwargs["input"]
+            if not watch.mark(ids):
+                watch.make_whole("an id was out of range")
+        if renorms:
+            watch.account()
+
+    def _after_load(self, watch: _Watch, *_: object) -> None:
+        watch.make_whole("a state dict was loaded into it")
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        for _position, watch in self._stepped(optimizer):
+            if watch.unexplained or (watch.unaccounted and watch.table.name in self._owned):
+                watch.make_whole(_OUTSIDE)
+            watch.account()
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        for position, watch in self._stepped(optimizer):
+            parameter = watch.table.parameter
+            if not watch.unaccounted:
+                continue
+            memory, version = watch.seen
+            watch.account()
+            reason = group_moves_untouched(optimizer, position, parameter.dtype)
+            if reason is not None:
+                watch.make_whole(reason)
+            # The optimizers that are trusted change a parameter once; a second change is someone else's.
+            elif parameter.grad is None or watch.seen != (memory, version + 1):
+                watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
+            else:
+                watch.marked = True
+                watch.bits.mark_gradient(parameter.grad)
+
+    def _stepped(self, optimizer: Optimizer) -> list[tuple[int, _Watch]]:
+        """The tables of an optimizer, each with the position of its parameter group."""
+        return [
+            (position, self._by_parameter[id(parameter)])
+            for position, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in self._by_parameter
+        ]
+
+    def _find_owned(self) -> frozenset[str]:
+        """Names of the tables that the given optimizers own; parameter groups may be added at any time."""
+        found = (watch for optimizer in self._optimizers for _, watch in self._stepped(optimizer))
+        return frozenset(watch.table.name for watch in found)
+
+    # What a checkpointer asks
+
+    def mark(self, name: str, ids: object) -> None:
+        """Flag rows that were changed by hand, after the change.
+
+        Parameters
+        ----------
+        name
+            A table's.
+        ids
+            Integers of any shape: a tensor, an array, or a sequence.
+
+        Raises
+        ------
+        ModelMismatchError
+            No such table, or an id is no integer in ``[0, rows)``; nothing was flagged.
+        """
+        watch = self._watches.get(name)
+        if watch is None:
+            raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._watches)}")
+        tensor = torch.as_tensor(ids)
+        rows = watch.table.rows
+        if tensor.numel():
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+                raise ModelMismatchError(f"table {name!r}: ids are {tensor.dtype}; give integers")
+            low, high = int(tensor.min()), int(tensor.max())
+            if low < 0 or high >= rows:
+                raise ModelMismatchError(f"table {name!r}: ids from {low} to {high}, but it has {rows} rows")
+            watch.mark(tensor)
+        watch.account()
+
+    def whole_reasons(self) -> dict[str, str]:
+        """Tables that must be saved whole if the interval ends now, with the reason; ask before `swap`.
+
+        Each reason is logged once for a table.
+        """
+        self._owned = self._find_owned()
+        moved = self._moved()
+        reasons: dict[str, str] = {}
+        for name, watch in self._watches.items():
+            reason = self._reason(watch) or moved.get(name)
+            if reason is not None:
+                reasons[name] = reason
+        for name, reason in reasons.items():
+            if (name, reason) not in self._logged:
+                self._logged.add((name, reason))
+                logger.warning("table %r is saved whole: %s", name, reason)
+        return reasons
+
+    def _reason(self, watch: _Watch) -> str | None:
+        table, parameter = watch.table, watch.table.parameter
+        if watch.whole is not None:
+            return watch.whole
+        if table.shared_with:
+            return f"its memory is shared with {', '.join(table.shared_with)}"
+        if any(module._parameters.get("weight") is not parameter for module in table.modules):
+            return "its parameter was replaced in the model; make a new checkpointer"
+        if watch.unexplained or (watch.unaccounted and table.name in self._owned):
+            return _OUTSIDE
+        return None
+
+    def _moved(self) -> dict[str, str]:
+        """Tables whose given optimizer, with its present settings, may move any row."""
+        moved: dict[str, str] = {}
+        for optimizer in self._optimizers:
+            for position, watch in self._stepped(optimizer):
+                parameter = watch.table.parameter
+                reason = group_moves_untouched(optimizer, position, parameter.dtype)
+                if reason is not None and parameter.requires_grad:
+                    moved[watch.table.name] = reason
+        return moved
+
+    def swap(self) -> dict[str, Bitmap]:
+        """End the interval: the packed bitmaps of the rows that may have changed in it, by table name.
+
+        Of a table that must be saved whole every bit is set. A new interval begins.
+        """
+        whole = self.whole_reasons()
+        return {name: self._swap(watch, name in whole) for name, watch in self._watches.items()}
+
+    def _swap(self, watch: _Watch, whole: bool) -> Bitmap:
+        rows = watch.table.rows
+        taken = watch.bits.take()
+        flagged = bitmap.full_bitmap(rows) if whole else taken | watch.carried
+        watch.carried = bitmap.empty_bitmap(rows) if watch.table.name in self._owned else taken
+        watch.whole = None
+        watch.marked = False
+        watch.account()
+        return flagged
+
+    def restore(self, bitmaps: Mapping[str, Bitmap]) -> None:
+        """Give the bitmaps of a failed save back: their rows are flagged again.
+
+        Raises
+        ------
+        ModelMismatchError
+            A bitmap of no table, or of another size; nothing was flagged.
+        """
+        for name, flagged in bitmaps.items():
+            watch = self._watches.get(name)
+            if watch is None or flagged.shape != watch.carried.shape:
+                raise ModelMismatchError(f"a bitmap of {flagged.shape} bytes fits no table {name!r}")
+        for name, flagged in bitmaps.items():
+            carried = self._watches[name].carried
+            self._watches[name].carried = carried | flagged
+
+    def clear(self) -> None:
+        """Begin a new interval in which nothing has changed yet: the tables were just loaded."""
+        for watch in self._watches.values():
+            watch.bits.take()
+            watch.carried = bitmap.empty_bitmap(watch.table.rows)
+            watch.whole = None
+            watch.marked = False
+            watch.account()
+
+
+def _overrides_forward(module: nn.Module) -> bool:
+    return type(module).forward not in _LOOKUPS or "forward" in vars(module)
