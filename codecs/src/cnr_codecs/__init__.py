@@ -1,1 +1,35 @@
-"""Row-wise codecs for embedding tables."""
+"""Row-wise codecs for embedding tables: rows of a chunk to bytes and back, for numcodecs and Zarr v3 too."""
+
+from cnr_codecs.decode import decode_into, present_rows
+from cnr_codecs.elements import array_dtype, element_of, fill_value
+from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
+from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment, parse, reseal
+from cnr_codecs.protocol import RowCodec, row_codec
+from cnr_codecs.rows import LosslessRows
+from cnr_codecs.rowset import RowSet, RowSetKind
+from cnr_codecs.uniform import UniformRows
+
+__all__ = [
+    "RowCodec",
+    "UniformRows",
+    "LosslessRows",
+    "row_codec",
+    "parse",
+    "present_rows",
+    "decode_into",
+    "reseal",
+    "Payload",
+    "Segment",
+    "Scheme",
+    "ParameterType",
+    "RowSet",
+    "RowSetKind",
+    "element_of",
+    "array_dtype",
+    "fill_value",
+    "CodecError",
+    "CodecConfigError",
+    "RowsError",
+    "PayloadError",
+    "PayloadLimitError",
+]

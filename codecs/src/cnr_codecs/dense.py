@@ -1,0 +1,60 @@
+"""Whole chunks to payloads and back, as array libraries want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.decode import decode_into
+from cnr_codecs.elements import array_dtype, element_of, fill_value
+from cnr_codecs.payload import Payload
+from cnr_codecs.protocol import RowCodec
+
+Chunk = npt.NDArray[Any]
+
+
+def encode_dense(codec: RowCodec, values: Chunk) -> bytes:
+    """The payload of a chunk (rows, dim) of at least one row.
+
+    Rows of nothing but the fill value's NaN are not stored: they decode to the same bits, and are what
+    array libraries pad the last chunk with.
+
+    Raises:
+        RowsError: the codec doesn't store arrays of this dtype.
+    """
+    element = element_of(values.dtype)
+    values = np.ascontiguousarray(values, array_dtype(element))
+    empty = _is_fill(values)
+    if not empty.any():
+        return codec.encode_rows(values, None, len(values), element=element)
+    held = np.flatnonzero(~empty)
+    return codec.encode_rows(values[held], held, len(values), element=element)
+
+
+def _is_fill(values: Chunk) -> npt.NDArray[np.bool_]:
+    """The rows, bool (rows,), whose values are all, bit for bit, the NaN that absent rows decode to."""
+    if values.dtype.kind != "f":
+        return np.zeros(len(values), np.bool_)
+    bits = np.dtype(f"u{values.dtype.itemsize}")
+    fill = np.full(1, fill_value(element_of(values.dtype)), values.dtype).view(bits)[0]
+    # Nearly every row differs in its first value already.
+    empty = values[:, 0].view(bits) == fill if values.shape[1] == 1 else values.view(bits)[:, 0] == fill
+    suspects = np.flatnonzero(empty)
+    empty[suspects] = (values[suspects].view(bits) == fill).all(axis=1)
+    return empty
+
+
+def decode_dense(payload: Payload, out: Chunk | None = None) -> Chunk:
+    """The chunk (rows, dim), with the fill value in rows that are not stored; into `out` if given.
+
+    Raises:
+        RowsError: `out` is not (rows, dim) of the payload's array dtype, with rows in one piece.
+    """
+    if out is None:
+        out = np.empty((payload.rows, payload.dim), array_dtype(payload.element))
+    need = np.ones(len(out), np.uint8)
+    if decode_into(payload, out, need) < len(out):
+        out[need != 0] = fill_value(payload.element)
+    return out

@@ -1,0 +1,102 @@
+"""Element types: what a number of a table is, in the payload and as a numpy array."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.errors import RowsError
+
+# The smallest magnitudes that round to infinity, ties to even, in the two 16-bit floats.
+_FLOAT16_OVERFLOW = 65520.0
+_BFLOAT16_OVERFLOW = math.ldexp(511, 119)
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element type.
+
+    `code` names it in a payload. `array` is the dtype of decoded arrays, `stored` the little-endian dtype
+    of a value in a raw segment. Magnitudes from `overflow` on become infinite when rounded to this type (0
+    where rows can't be quantized).
+    """
+
+    code: int
+    name: str
+    array: np.dtype[np.generic]
+    stored: np.dtype[np.generic]
+    overflow: float = 0.0
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether rows of this type may be stored as codes."""
+        return self.overflow > 0
+
+
+def _element(code: int, name: str, stored: str, array: str | None = None, overflow: float = 0.0) -> Element:
+    return Element(code, name, np.dtype(array or stored), np.dtype(stored).newbyteorder("<"), overflow)
+
+
+ELEMENTS = (
+    _element(1, "float32", "f4", overflow=math.inf),
+    _element(2, "float16", "f2", overflow=_FLOAT16_OVERFLOW),
+    _element(3, "bfloat16", "u2", array="f4", overflow=_BFLOAT16_OVERFLOW),
+    _element(4, "float64", "f8"),
+    _element(5, "int8", "i1"),
+    _element(6, "int16", "i2"),
+    _element(7, "int32", "i4"),
+    _element(8, "int64", "i8"),
+    _element(9, "uint8", "u1"),
+    _element(10, "uint16", "u2"),
+    _element(11, "uint32", "u4"),
+    _element(12, "uint64", "u8"),
+    _element(13, "bool", "?"),
+)
+BY_NAME = {element.name: element for element in ELEMENTS}
+BY_CODE = {element.code: element for element in ELEMENTS}
+
+
+def element_named(name: str) -> Element:
+    """The element type of that name.
+
+    Raises:
+        RowsError: the name is unknown.
+    """
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise RowsError(f"unknown element type {name!r}; use one of {', '.join(BY_NAME)}") from None
+
+
+def element_of(dtype: npt.DTypeLike) -> str:
+    """The element type's name for arrays of `dtype`, whatever its byte order.
+
+    Raises:
+        RowsError: no element type holds that dtype.
+    """
+    name = np.dtype(dtype).name
+    if name not in BY_NAME:
+        raise RowsError(f"arrays of dtype {name} can't be stored; use one of {', '.join(BY_NAME)}")
+    return name
+
+
+def array_dtype(element: str) -> np.dtype[np.generic]:
+    """The numpy dtype of decoded arrays of an element type; bfloat16 appears as float32.
+
+    Raises:
+        RowsError: the name is unknown.
+    """
+    return element_named(element).array
+
+
+def fill_value(element: str) -> np.generic:
+    """What rows that are not present read as: NaN for floats, 0 for integers, False for bool.
+
+    Raises:
+        RowsError: the name is unknown.
+    """
+    dtype = array_dtype(element)
+    return dtype.type(np.nan if dtype.kind == "f" else 0)

@@ -1,0 +1,87 @@
+"""Packed codes: each row starts on a byte; code j is bits [j * bits, (j + 1) * bits), lowest bit first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+@njit(nogil=True, cache=True)
+def pack_row(codes: Any, bits: int, out: Any) -> None:
+    """Pack `codes` (uint8, each below 2**bits) into `out` (uint8, ceil(len(codes) * bits / 8))."""
+    dim = codes.size
+    if bits == 8:
+        for j in range(dim):
+            out[j] = codes[j]
+    elif bits == 4:
+        for k in range(dim // 2):
+            out[k] = codes[2 * k] | (codes[2 * k + 1] << 4)
+        if dim % 2:
+            out[dim // 2] = codes[dim - 1]
+    elif bits == 2:
+        for k in range(dim // 4):
+            low = codes[4 * k] | (codes[4 * k + 1] << 2)
+            out[k] = low | (codes[4 * k + 2] << 4) | (codes[4 * k + 3] << 6)
+        _pack_tail(codes, dim // 4 * 4, bits, out, dim // 4)
+    else:
+        # Eight codes fill `bits` whole bytes.
+        for group in range(dim // 8):
+            word = np.uint64(0)
+            for k in range(8):
+                word |= np.uint64(codes[8 * group + k]) << np.uint64(bits * k)
+            for k in range(bits):
+                out[group * bits + k] = np.uint8((word >> np.uint64(8 * k)) & np.uint64(0xFF))
+        _pack_tail(codes, dim // 8 * 8, bits, out, dim // 8 * bits)
+
+
+@njit(nogil=True, cache=True)
+def _pack_tail(codes: Any, first: int, bits: int, out: Any, start: int) -> None:
+    """The last codes of a row, fewer than eight."""
+    word = np.uint64(0)
+    for j in range(first, codes.size):
+        word |= np.uint64(codes[j]) << np.uint64(bits * (j - first))
+    for k in range(start, out.size):
+        out[k] = np.uint8((word >> np.uint64(8 * (k - start))) & np.uint64(0xFF))
+
+
+@njit(nogil=True, cache=True)
+def unpack_row(packed: Any, bits: int, codes: Any) -> None:
+    """The inverse of `pack_row`: fill `codes` (uint8) from `packed` (uint8)."""
+    dim = codes.size
+    if bits == 8:
+        for j in range(dim):
+            codes[j] = packed[j]
+    elif bits == 4:
+        for k in range(dim // 2):
+            codes[2 * k] = packed[k] & 0xF
+            codes[2 * k + 1] = packed[k] >> 4
+        if dim % 2:
+            codes[dim - 1] = packed[dim // 2] & 0xF
+    elif bits == 2:
+        for k in range(dim // 4):
+            codes[4 * k] = packed[k] & 3
+            codes[4 * k + 1] = (packed[k] >> 2) & 3
+            codes[4 * k + 2] = (packed[k] >> 4) & 3
+            codes[4 * k + 3] = packed[k] >> 6
+        _unpack_tail(packed, dim // 4, bits, codes, dim // 4 * 4)
+    else:
+        mask = np.uint64((1 << bits) - 1)
+        for group in range(dim // 8):
+            word = np.uint64(0)
+            for k in range(bits):
+                word |= np.uint64(packed[group * bits + k]) << np.uint64(8 * k)
+            for k in range(8):
+                codes[8 * group + k] = np.uint8((word >> np.uint64(bits * k)) & mask)
+        _unpack_tail(packed, dim // 8 * bits, bits, codes, dim // 8 * 8)
+
+
+@njit(nogil=True, cache=True)
+def _unpack_tail(packed: Any, start: int, bits: int, codes: Any, first: int) -> None:
+    word = np.uint64(0)
+    for k in range(start, packed.size):
+        word |= np.uint64(packed[k]) << np.uint64(8 * (k - start))
+    mask = np.uint64((1 << bits) - 1)
+    for j in range(first, codes.size):
+        codes[j] = np.uint8((word >> np.uint64(bits * (j - first))) & mask)

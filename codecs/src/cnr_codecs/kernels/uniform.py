@@ -1,0 +1,133 @@
+"""Uniform quantization: ranges of rows, the greedy search for a narrower range, codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cnr_codecs.kernels.pack import pack_row
+
+# Rows that the search walks side by side, one a vector lane; each sums its own error in the order of its
+# columns.
+LANES = 64
+
+
+@njit(nogil=True, cache=True)
+def row_keys(bits: Any, low: Any, high: Any) -> None:
+    """Least and greatest of each row of `bits` (int32 (n, dim): float32 values' bits), as keys.
+
+    A key orders like the float it stands for, so plain integer comparisons, which vectorize, find the
+    extremes: -0 is below +0, NaN lies beyond the infinities.
+    """
+    for i in range(bits.shape[0]):
+        row = bits[i]
+        least = np.int32(0x7FFFFFFF)
+        most = np.int32(-0x80000000)
+        for j in range(row.size):
+            key = row[j] ^ ((row[j] >> np.int32(31)) & np.int32(0x7FFFFFFF))
+            least = min(least, key)
+            most = max(most, key)
+        low[i] = least
+        high[i] = most
+
+
+@njit(nogil=True, cache=True)
+def quantize_pack(values: Any, order: Any, scale: Any, offset: Any, bits: int, out: Any) -> None:
+    """Codes of the rows `order` of `values` (float32 (n, dim)), packed into `out` (uint8 (len(order), bytes
+    a row)).
+
+    code = round half even of clamp((x - offset) / scale, 0, 2**bits - 1), in float32; scale 0 counts as 1.
+    """
+    codes = np.empty(values.shape[1], np.uint8)
+    top = np.float32((1 << bits) - 1)
+    for i in range(order.size):
+        row = values[order[i]]
+        zero = offset[i]
+        step = scale[i] if scale[i] > 0 else np.float32(1)
+        for j in range(row.size):
+            t = (row[j] - zero) / step
+            t = t if t > 0 else np.float32(0)
+            t = t if t < top else top
+            codes[j] = np.uint8(np.rint(t))
+        pack_row(codes, bits, out[i])
+
+
+@njit(nogil=True, cache=True)
+def greedy_walk(
+    values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
+) -> None:
+    """Walk the range of each row narrower; leave in `left` and `right` the bins to cut off its ends (int32
+    (n,)).
+
+    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]. See `reference.greedy_walk` for the
+    walk itself.
+    """
+    n, dim = values.shape
+    y = np.zeros((dim, LANES), np.float32)
+    cut = np.zeros(LANES, np.float32)
+    best = np.zeros(LANES, np.float32)
+    error_a = np.zeros(LANES, np.float32)
+    error_b = np.zeros(LANES, np.float32)
+    for start in range(0, n, LANES):
+        count = min(LANES, n - start)
+        for k in range(count):
+            row = values[start + k]
+            for j in range(dim):
+                y[j, k] = (row[j] - low[start + k]) * factor[start + k]
+        cut[:] = 0
+        _window_errors(y, cut, np.float32(levels) / np.float32(bins), levels, best, error_b)
+        for k in range(LANES):
+            best[k] = error_b[k] * np.float32(bins * bins)
+        for i in range(steps):
+            width = bins - 1 - i
+            _window_errors(y, cut, np.float32(levels) / np.float32(width), levels, error_a, error_b)
+            _take_step(
+                i,
+                np.float32(width * width),
+                cut,
+                error_a,
+                error_b,
+                best,
+                left[start : start + count],
+                right[start : start + count],
+            )
+
+
+@njit(nogil=True, cache=True)
+def _window_errors(y: Any, cut: Any, gain: float, levels: int, error_a: Any, error_b: Any) -> None:
+    """Squared errors, in steps, of the windows from bin cut + 1 (a) and from bin cut (b), levels / gain wide."""
+    top = np.float32(levels)
+    error_a[:] = 0
+    error_b[:] = 0
+    for j in range(y.shape[0]):
+        line = y[j]
+        for k in range(LANES):
+            b = (line[k] - cut[k]) * gain
+            a = b - gain
+            ca = a if a > 0 else np.float32(0)
+            ca = ca if ca < top else top
+            cb = b if b > 0 else np.float32(0)
+            cb = cb if cb < top else top
+            ea = np.rint(ca) - a
+            eb = np.rint(cb) - b
+            error_a[k] += ea * ea
+            error_b[k] += eb * eb
+
+
+@njit(nogil=True, cache=True)
+def _take_step(
+    i: int, weight: float, cut: Any, error_a: Any, error_b: Any, best: Any, left: Any, right: Any
+) -> None:
+    """Move each lane to the better window, and remember the best one so far."""
+    for k in range(left.size):
+        error = error_b[k]
+        if error_a[k] < error:
+            error = error_a[k]
+            cut[k] += np.float32(1)
+        error *= weight
+        if error < best[k]:
+            best[k] = error
+            left[k] = np.int32(cut[k])
+            right[k] = np.int32(i + 1) - left[k]

@@ -1,0 +1,104 @@
+"""The codecs for numcodecs: `numcodecs.get_codec({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4})`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from numcodecs.abc import Codec
+from numcodecs.compat import ensure_ndarray
+
+from cnr_codecs.dense import decode_dense, encode_dense
+from cnr_codecs.elements import array_dtype
+from cnr_codecs.errors import RowsError
+from cnr_codecs.payload import DEFAULT_MAX_DECODED_BYTES, Payload, parse
+from cnr_codecs.protocol import RowCodec
+from cnr_codecs.rows import LosslessRows
+from cnr_codecs.uniform import UniformRows
+
+# One bit a float32 value is the densest that a chunk with all its rows gets; a small payload can thus never
+# grow large.
+_MOST_EXPANSION = 32
+
+
+class _RowsFace(Codec):
+    """What the codecs share: arrays (rows, dim) or (rows,) to a payload and back, on the calling thread."""
+
+    rows_codec: RowCodec
+
+    def encode(self, buf: Any) -> bytes:
+        """The payload of an array (rows, dim), or (rows,), which counts as dim 1.
+
+        Raises:
+            RowsError: the array has another shape, no values, or a dtype that the codec doesn't store.
+        """
+        values = ensure_ndarray(buf)
+        if values.ndim == 1:
+            values = values[:, None]
+        if values.ndim != 2 or values.size == 0:
+            raise RowsError(f"expected an array (rows, dim) or (rows,) with values, got shape {values.shape}")
+        return encode_dense(self.rows_codec, values)
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        """The array (rows, dim) of a payload; or `out`, any buffer of as many bytes, filled.
+
+        Raises:
+            PayloadLimitError: without `out`, more than 64 MiB decoded from less than 1/32 of that.
+            PayloadError: `buf` is not a payload.
+            RowsError: `out` has another size, or another dtype of another width.
+        """
+        data = memoryview(ensure_ndarray(buf).reshape(-1).view(np.uint8))
+        limit = max(DEFAULT_MAX_DECODED_BYTES, _MOST_EXPANSION * data.nbytes)
+        if out is None:
+            return decode_dense(parse(data, max_decoded_bytes=limit))
+        target = ensure_ndarray(out)
+        payload = parse(data, max_decoded_bytes=max(limit, target.nbytes))
+        shaped = _shaped(target, payload)
+        if np.shares_memory(shaped, target):
+            decode_dense(payload, shaped)
+        else:
+            target[...] = decode_dense(payload).reshape(target.shape)
+        return out
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration that `numcodecs.get_codec` takes."""
+        return self.rows_codec.get_config()
+
+    def __repr__(self) -> str:
+        options = {name: value for name, value in self.get_config().items() if name != "id"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
+
+def _shaped(target: npt.NDArray[Any], payload: Payload) -> npt.NDArray[Any]:
+    """`target` as (rows, dim) of the payload's dtype: a view, or a copy where there can be no view."""
+    dtype = array_dtype(payload.element)
+    expected = payload.rows * payload.dim * dtype.itemsize
+    if target.nbytes != expected or not target.flags.writeable:
+        raise RowsError(
+            f"out has {target.nbytes} bytes; the payload needs {expected}, writable, for "
+            f"{payload.rows} x {payload.dim} {dtype} values"
+        )
+    if target.dtype != dtype:
+        target = target.reshape(-1).view(dtype)
+    return target.reshape(payload.rows, payload.dim)
+
+
+class UniformCodec(_RowsFace):
+    """Uniform quantization, row by row; options as `cnr_codecs.UniformRows`."""
+
+    codec_id: ClassVar[str] = "cnr_uniform"
+
+    def __init__(
+        self, scheme: str = "adaptive", bits: int = 4, bins: int | None = None, ratio: float | None = None
+    ) -> None:
+        self.rows_codec = UniformRows(scheme, bits, bins, ratio)
+
+
+class RowsCodec(_RowsFace):
+    """Rows as they are, bit for bit."""
+
+    codec_id: ClassVar[str] = "cnr_rows"
+
+    def __init__(self) -> None:
+        self.rows_codec = LosslessRows()

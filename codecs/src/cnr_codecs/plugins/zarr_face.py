@@ -1,0 +1,151 @@
+"""The codecs for Zarr v3.
+
+zarr.create_array(..., serializer={"name": "cnr.uniform", "configuration": {"scheme": "adaptive", "bits": 4}})
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from zarr.abc.codec import ArrayBytesCodec
+from zarr.core.common import parse_named_configuration
+
+from cnr_codecs.dense import decode_dense, encode_dense
+from cnr_codecs.elements import array_dtype, element_named, element_of
+from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
+from cnr_codecs.payload import parse
+from cnr_codecs.protocol import RowCodec
+from cnr_codecs.rows import LosslessRows
+from cnr_codecs.uniform import UniformRows
+
+if TYPE_CHECKING:
+    from zarr.core.array_spec import ArraySpec
+    from zarr.core.buffer import Buffer, NDBuffer
+
+# Handing a smaller chunk to a thread takes longer than encoding it.
+_THREAD_BYTES = 1 << 20
+
+
+class _ZarrRows(ArrayBytesCodec):
+    """What the codecs have in common: chunks (rows, dim) or (rows,) to a payload and back."""
+
+    is_fixed_size = False
+    name: ClassVar[str]
+
+    @property
+    def rows_codec(self) -> RowCodec:
+        """The codec underneath."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The codec of a metadata entry {"name": ..., "configuration": {...}}.
+
+        Raises:
+            CodecConfigError: it has options that the codec doesn't know, or doesn't take.
+        """
+        _, configuration = parse_named_configuration(data, cls.name, require_configuration=False)
+        unknown = set(configuration or {}) - {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if unknown:
+            raise CodecConfigError(f"codec {cls.name} has no option {', '.join(sorted(unknown))}")
+        return cls(**(configuration or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The metadata entry."""
+        return self.rows_codec.zarr_codec()
+
+    def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
+        """Raises:
+        RowsError: the array has more than two dimensions, or a dtype that the codec doesn't store.
+        """
+        if len(shape) not in (1, 2):
+            raise RowsError(f"codec {self.name} stores arrays (rows, dim) or (rows,), got shape {shape}")
+        self._element(dtype)
+
+    def evolve_from_array_spec(self, array_spec: ArraySpec) -> Self:
+        """Nothing depends on the array; but inside a shard this is the only call that sees its dtype.
+
+        Raises:
+            RowsError: as `validate`.
+        """
+        self.validate(shape=array_spec.shape, dtype=array_spec.dtype, chunk_grid=None)
+        return self
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
+        """Raises:
+        NotImplementedError: always, as Zarr wants of codecs whose output varies in size.
+        """
+        raise NotImplementedError(f"the size of a {self.name} chunk depends on its rows")
+
+    def _element(self, dtype: Any) -> str:
+        element = element_of(dtype.to_native_dtype())
+        self.rows_codec.bytes_per_row(1, element)
+        return element
+
+    def _encode_sync(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
+        values = chunk_data.as_numpy_array()
+        values = values.reshape(len(values), -1)
+        return chunk_spec.prototype.buffer.from_bytes(encode_dense(self.rows_codec, values))
+
+    def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
+        dtype = array_dtype(self._element(chunk_spec.dtype))
+        rows, dim = (*chunk_spec.shape, 1)[:2]
+        payload = parse(chunk_data.as_numpy_array(), max_decoded_bytes=rows * dim * dtype.itemsize)
+        if (payload.rows, payload.dim) != (rows, dim) or element_named(payload.element).array != dtype:
+            raise PayloadError(
+                f"payload: holds {payload.rows} x {payload.dim} {payload.element} values, the chunk is "
+                f"{rows} x {dim} {dtype}"
+            )
+        chunk = decode_dense(payload).reshape(chunk_spec.shape)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(chunk)
+
+    async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
+        if chunk_data.dtype.itemsize * _size(chunk_spec) < _THREAD_BYTES:
+            return self._encode_sync(chunk_data, chunk_spec)
+        return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
+
+    async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
+        if chunk_spec.dtype.to_native_dtype().itemsize * _size(chunk_spec) < _THREAD_BYTES:
+            return self._decode_sync(chunk_data, chunk_spec)
+        return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
+
+
+def _size(chunk_spec: ArraySpec) -> int:
+    rows, dim = (*chunk_spec.shape, 1)[:2]
+    return rows * dim
+
+
+@dataclass(frozen=True)
+class ZarrUniform(_ZarrRows):
+    """Uniform quantization, row by row; options as `cnr_codecs.UniformRows`."""
+
+    name: ClassVar[str] = "cnr.uniform"
+
+    scheme: str = "adaptive"
+    bits: int = 4
+    bins: int | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        codec = UniformRows(self.scheme, self.bits, self.bins, self.ratio)
+        object.__setattr__(self, "bins", codec.bins)
+        object.__setattr__(self, "ratio", codec.ratio)
+
+    @property
+    def rows_codec(self) -> UniformRows:
+        """The codec underneath."""
+        return UniformRows(self.scheme, self.bits, self.bins, self.ratio)
+
+
+@dataclass(frozen=True)
+class ZarrRows(_ZarrRows):
+    """Rows as they are, bit for bit."""
+
+    name: ClassVar[str] = "cnr.rows"
+
+    @property
+    def rows_codec(self) -> LosslessRows:
+        """The codec underneath."""
+        return LosslessRows()

@@ -1,0 +1,90 @@
+"""Rows stored as they are: the lossless codec, and the raw segments of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.elements import Element, element_named
+from cnr_codecs.errors import RowsError
+from cnr_codecs.payload import MAX_U32, ParameterType, Scheme, Segment, build
+from cnr_codecs.rowset import RowSet
+
+Rows = npt.NDArray[Any]
+Offsets = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class LosslessRows:
+    """Every row as it is, bit for bit, for every element type."""
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration that `row_codec` takes, as numcodecs writes it."""
+        return {"id": "cnr_rows"}
+
+    def zarr_codec(self) -> dict[str, Any]:
+        """The entry of a Zarr v3 array's `codecs`."""
+        return {"name": "cnr.rows", "configuration": {}}
+
+    def bytes_per_row(self, dim: int, element: str) -> float:
+        """Encoded bytes of a row of `dim` values, without its share of the row set."""
+        return float(dim * element_named(element).stored.itemsize)
+
+    def encode_rows(
+        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
+    ) -> bytes:
+        """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
+        kind, values, offsets = check_rows(values, offsets, rows, element)
+        order = np.arange(len(values))
+        segments = [raw_segment(values, offsets, rows, order, kind)] if len(values) else []
+        return build(rows, values.shape[1], kind, segments, seal)
+
+
+def check_rows(
+    values: Rows, offsets: Offsets | None, rows: int, element: str
+) -> tuple[Element, Rows, Offsets]:
+    """What every codec demands of its rows: (element type, values C-contiguous, offsets as an array).
+
+    Raises:
+        RowsError: shape, dtype or offsets are not as `RowCodec.encode_rows` says.
+    """
+    kind = element_named(element)
+    if values.ndim != 2 or values.dtype != kind.array:
+        raise RowsError(
+            f"{element} rows are (n, dim) {kind.array}; got shape {values.shape}, dtype {values.dtype}"
+        )
+    count, dim = values.shape
+    if not (1 <= rows <= MAX_U32 and 1 <= dim <= MAX_U32):
+        raise RowsError(f"a chunk has 1 to {MAX_U32} rows and columns, got {rows} x {dim}")
+    values = np.ascontiguousarray(values, kind.array)
+    if kind.name == "bfloat16" and values.view(np.uint32).astype(np.uint16).any():
+        raise RowsError("bfloat16 rows hold values that bfloat16 can't represent; round them first")
+    if offsets is None:
+        if count > rows:
+            raise RowsError(f"{count} rows don't fit into a chunk of {rows}")
+        return kind, values, np.arange(count)
+    if offsets.shape != (count,) or offsets.dtype.kind not in "iu":
+        raise RowsError(
+            f"offsets must be ({count},) integers; got shape {offsets.shape}, dtype {offsets.dtype}"
+        )
+    if count and not (
+        int(offsets[0]) >= 0 and int(offsets[-1]) < rows and (offsets[1:] > offsets[:-1]).all()
+    ):
+        raise RowsError(f"offsets must increase strictly from 0 or more to below the chunk's {rows} rows")
+    return kind, values, offsets
+
+
+def raw_segment(
+    values: Rows, offsets: Offsets, rows: int, order: npt.NDArray[np.intp], element: Element
+) -> Segment:
+    """The segment that holds the rows `order` of `values` as they are."""
+    chosen = values if len(order) == len(values) else values[order]
+    if element.name == "bfloat16":
+        chosen = chosen.view(np.uint32) >> np.uint32(16)
+    codes = np.ascontiguousarray(chosen, element.stored).view(np.uint8)
+    row_set = RowSet.of(offsets[order], rows)
+    nothing = np.empty((0, len(order)), np.float32)
+    return Segment(Scheme.RAW, 8 * element.stored.itemsize, ParameterType.NONE, row_set, nothing, codes)
