@@ -1,1 +1,41 @@
 """Where the bytes of a checkpoint live."""
+
+from cnr_backends.backend import Backend
+from cnr_backends.errors import (
+    ArgumentError,
+    BackendError,
+    KeyNameError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ObjectTooShortError,
+    OpenError,
+    ShardError,
+    StorageError,
+    StorageFullError,
+)
+from cnr_backends.opening import open_backend
+from cnr_backends.shards import ShardIndex, build_shard, check_chunk, index_nbytes, parse_index
+from cnr_backends.stores import BackendStore
+from cnr_backends.transfer import Transfer
+
+__all__ = [
+    "open_backend",
+    "Backend",
+    "BackendStore",
+    "Transfer",
+    "build_shard",
+    "index_nbytes",
+    "parse_index",
+    "check_chunk",
+    "ShardIndex",
+    "BackendError",
+    "OpenError",
+    "KeyNameError",
+    "ArgumentError",
+    "ObjectNotFoundError",
+    "ObjectExistsError",
+    "StorageError",
+    "StorageFullError",
+    "ObjectTooShortError",
+    "ShardError",
+]

@@ -1,0 +1,63 @@
+"""From a URL, a path or a Zarr store to a backend."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from zarr.abc.store import Store
+from zarr.storage import LocalStore
+
+from cnr_backends.backend import Backend
+from cnr_backends.errors import OpenError
+from cnr_backends.local import LocalBackend
+from cnr_backends.remote import FsspecBackend, MemoryBackend, S3Backend
+from cnr_backends.urls import protocol_of
+from cnr_backends.zarrstore import ZarrBackend
+
+_KINDS: dict[str, type[FsspecBackend]] = {"memory": MemoryBackend, "s3": S3Backend, "s3a": S3Backend}
+
+
+def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_options: Any) -> Backend:
+    """Open a place for objects.
+
+    Parameters
+    ----------
+    url : str, path, Zarr Store or Backend
+        A path or ``file://`` is a local folder, made at the first write. ``memory://``, ``s3://`` and the
+        other protocols of fsspec are asked for one listing at once. A writable Zarr ``LocalStore`` is taken
+        as its folder, because Zarr never syncs. A Backend is returned as it is.
+    **storage_options
+        For fsspec filesystems alone: credentials, ``endpoint_url`` and so on. A local folder accepts and
+        ignores ``auto_mkdir``.
+
+    Raises
+    ------
+    OpenError
+        With what is wrong and what to do.
+    """
+    if isinstance(url, Backend | Store):
+        _refuse_options(url, storage_options)
+        return url if isinstance(url, Backend) else _from_store(url)
+    if isinstance(url, os.PathLike):
+        url = os.fspath(url)
+    if not isinstance(url, str):
+        raise OpenError(f"can't open {url!r}: give a path, a URL, a Zarr store or a backend")
+    protocol = protocol_of(url)
+    if protocol in ("", "file", "local"):
+        _refuse_options(url, {name: value for name, value in storage_options.items() if name != "auto_mkdir"})
+        return LocalBackend(url.removeprefix(f"{protocol}://") if protocol else url)
+    return _KINDS.get(protocol, FsspecBackend)(url, storage_options)
+
+
+def _from_store(store: Store) -> Backend:
+    if type(store) is LocalStore and not store.read_only:
+        return LocalBackend(store.root)
+    return ZarrBackend(store)
+
+
+def _refuse_options(url: object, options: dict[str, Any]) -> None:
+    if options:
+        raise OpenError(
+            f"can't open {url}: it takes no storage options, but there are {sorted(options)}; leave them out"
+        )

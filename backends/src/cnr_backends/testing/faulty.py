@@ -1,0 +1,99 @@
+"""A backend that fails where a test wants it to."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias, TypeVar
+
+from cnr_backends.backend import Backend, Pieces
+from cnr_backends.errors import StorageError, StorageFullError
+
+Result = TypeVar("Result")
+
+Fault: TypeAlias = Literal["before", "after", "full"] | None
+Decide: TypeAlias = Callable[[str, str, int], Fault]
+
+
+class FaultyBackend(Backend):
+    """Pass everything on to another backend, except what `fault` picks out.
+
+    Parameters
+    ----------
+    inner : Backend
+        Where objects really are.
+    fault : callable(operation, key, index) -> {None, "before", "after", "full"}
+        Asked for each counted operation; `index` counts them from 0. "before" raises StorageError and does
+        nothing, "after" does the operation and then raises StorageError (a lost answer), "full" raises
+        StorageFullError and does nothing.
+    reads : bool
+        Whether reads and listings are counted, and asked about, as puts, creates and deletes are.
+
+    Attributes
+    ----------
+    log : list of (operation, key)
+        Every counted operation in order, failed ones too.
+    """
+
+    def __init__(self, inner: Backend, fault: Decide, *, reads: bool = False) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.atomic_create = inner.atomic_create
+        self.log: list[tuple[str, str]] = []
+        self._fault = fault
+        self._reads = reads
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _put(self, key: str, pieces: Pieces) -> None:
+        self._change("put", key, lambda: self.inner.put(key, pieces))
+
+    def _create(self, key: str, data: bytes) -> bool:
+        self._change("create", key, lambda: self.inner.create(key, data))
+        return True
+
+    def _delete(self, key: str) -> None:
+        self._change("delete", key, lambda: self.inner.delete(key))
+
+    def _get(self, key: str) -> bytes:
+        return self._read("get", key, lambda: self.inner.get(key))
+
+    def _get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._read("get_range", key, lambda: self.inner.get_range(key, start, length))
+
+    def _get_suffix(self, key: str, length: int) -> bytes:
+        return self._read("get_suffix", key, lambda: self.inner.get_suffix(key, length))
+
+    def _size(self, key: str) -> int:
+        return self._read("size", key, lambda: self.inner.size(key))
+
+    def _list_names(self, prefix: str) -> list[str]:
+        return self._read("list_names", prefix, lambda: self.inner.list_names(prefix))
+
+    def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
+        return self._read("list_keys", prefix, lambda: self.inner.list_keys(prefix))
+
+    def _read(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        return self._change(operation, key, call) if self._reads else call()
+
+    def _change(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        with self._lock:
+            index = len(self.log)
+            self.log.append((operation, key))
+        fault = self._fault(operation, key, index)
+        if fault is None:
+            return call()
+        if fault == "after":
+            call()
+        kind = StorageFullError if fault == "full" else StorageError
+        error = kind(
+            f"{operation} of {key!r} failed in {self.url} (injected: {fault})",
+            operation=operation,
+            key=key,
+            url=self.url,
+        )
+        error.errno = errno.ENOSPC if fault == "full" else errno.EIO
+        raise error

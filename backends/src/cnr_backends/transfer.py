@@ -1,0 +1,93 @@
+"""Many transfers at once, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Self, TypeVar
+
+from cnr_backends.errors import ArgumentError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Transfer:
+    """A pool of threads that runs a function over a stream of items.
+
+    Several threads may call `map` at the same time: they share the workers, and each has its own bound.
+
+    Parameters
+    ----------
+    workers : int
+        Number of threads.
+    in_flight : int
+        How many items one `map` may have pulled and not yet yielded. It bounds memory: each is a chunk or a
+        shard being made or moved.
+
+    Raises
+    ------
+    ArgumentError
+        If either is less than 1.
+    """
+
+    def __init__(self, workers: int, in_flight: int) -> None:
+        if workers < 1 or in_flight < 1:
+            raise ArgumentError(f"workers ({workers}) and in_flight ({in_flight}) must be at least 1")
+        self.workers = workers
+        self.in_flight = in_flight
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="cnr-transfer")
+
+    def map(self, fn: Callable[[Item], Result], iterable: Iterable[Item]) -> Iterator[Result]:
+        """Yield ``fn(item)`` for each item, in order.
+
+        Items are pulled by the consumer's thread, as results are taken. When a call fails, whichever it is,
+        calls that have not begun are cancelled, running ones are waited for, and the exception that came
+        first is raised. The same happens, without it, when the consumer stops early or pulling an item fails.
+        """
+        failures: list[BaseException] = []
+        pending: deque[Future[Result]] = deque()
+
+        def call(item: Item) -> Result:
+            if failures:
+                raise CancelledError
+            try:
+                return fn(item)
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        try:
+            for item in iterable:
+                pending.append(self._pool.submit(call, item))
+                del item  # its memory is the worker's to free
+                if len(pending) == self.in_flight:
+                    yield _next_result(pending, failures)
+            while pending:
+                yield _next_result(pending, failures)
+        finally:
+            for future in pending:
+                future.cancel()
+            wait(pending)
+
+    def close(self) -> None:
+        """Cancel what has not begun and wait for what runs."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _next_result(pending: deque[Future[Result]], failures: list[BaseException]) -> Result:
+    """Return the oldest call's result. It stays pending until then, so that a failure waits for it too."""
+    wait([pending[0]])
+    if failures:
+        raise failures[0]
+    return pending.popleft().result()
