@@ -1,5 +1,10 @@
-"""What tests of a backend, and of anything above one, need. Requires pytest."""
+"""What tests of a backend, and of anything above one, need. Requires pytest (extra ``testing``)."""
 
-from cnr_backends.testing.faulty import FaultyBackend
+import pytest
 
-__all__ = ["FaultyBackend"]
+pytest.register_assert_rewrite("cnr_backends.testing.conformance")
+
+from cnr_backends.testing.conformance import BackendConformance  # noqa: E402 - after the line above
+from cnr_backends.testing.faulty import FaultyBackend  # noqa: E402
+
+__all__ = ["BackendConformance", "FaultyBackend"]
