@@ -134,7 +134,8 @@ def check_chunk(data: BytesLike, what: str = "the chunk") -> memoryview:
 
 
 def _checksum(data: BytesLike) -> bytes:
-    return int(google_crc32c.value(data)).to_bytes(_CRC_BYTES, "little")
+    # The extension takes arrays of any memory, but no memoryview.
+    return int(google_crc32c.value(np.frombuffer(data, np.uint8))).to_bytes(_CRC_BYTES, "little")
 
 
 def _prove(entries: npt.NDArray[np.uint64], end: np.uint64) -> npt.NDArray[np.bool_]:
