@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,30 +39,24 @@ def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: 
     Raises:
         RowsError: `out` or `need` is not as said above.
     """
-    flat, stride = _flat(payload, out)
-    if (
-        need.dtype != np.uint8
-        or need.shape != (len(out),)
-        or not need.flags.c_contiguous
-        or not need.flags.writeable
-    ):
-        raise RowsError(
-            f"need must be writable, contiguous uint8 ({len(out)},); got {need.dtype} {need.shape}"
-        )
+    target = _target(payload, out, need, first_row)
     if first_row >= payload.rows or first_row + len(out) <= 0:
         return 0
-    written = 0
-    for segment in payload.segments:
-        for done, rows in segment.row_set.blocks():
-            if segment.scheme is Scheme.ABSENT:
-                written += _fill(payload, rows, out, need, first_row)
-            else:
-                written += _decode_block(payload, segment, done, rows, first_row, need, flat, stride)
-    return written
+    return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
 
 
-def _flat(payload: Payload, out: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
-    """(a flat view from the first to the last value of `out`, how many values apart its rows are)."""
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """Where rows go: `flat` spans `out` from its first value to its last, rows `stride` values apart."""
+
+    out: npt.NDArray[Any]
+    need: Need
+    first_row: int
+    flat: npt.NDArray[Any]
+    stride: int
+
+
+def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int) -> _Target:
     dtype = element_named(payload.element).array
     if out.ndim != 2 or out.dtype != dtype or out.shape[1] != payload.dim or not out.flags.writeable:
         raise RowsError(
@@ -69,53 +64,62 @@ def _flat(payload: Payload, out: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], in
             f"got shape {out.shape}, dtype {out.dtype}"
         )
     count, dim = out.shape
+    if need.dtype != np.uint8 or need.shape != (count,) or not need.flags.carray:
+        raise RowsError(f"need must be writable, contiguous uint8 ({count},); got {need.dtype} {need.shape}")
     if count == 0:
-        return out.reshape(-1), dim
+        return _Target(out, need, first_row, out.reshape(-1), dim)
     stride, rest = divmod(out.strides[0], dtype.itemsize) if count > 1 else (dim, 0)
     if rest or stride < dim or (dim > 1 and out.strides[1] != dtype.itemsize) or not out.flags.aligned:
-        raise RowsError(
-            f"out must have its rows apart and each in one piece; its strides are {out.strides} bytes"
-        )
+        raise RowsError(f"each row of out must be in one piece, after the one before; strides {out.strides}")
     flat = np.lib.stride_tricks.as_strided(out, ((count - 1) * stride + dim,), (dtype.itemsize,))
-    return flat, stride
+    return _Target(out, need, first_row, flat, stride)
 
 
-def _fill(
-    payload: Payload, rows: npt.NDArray[np.uint32], out: npt.NDArray[Any], need: Need, first_row: int
-) -> int:
-    places = rows.astype(np.int64) - first_row
-    places = places[(places >= 0) & (places < len(need))]
-    places = places[need[places] != 0]
-    out[places] = fill_value(payload.element)
-    need[places] = 0
-    return len(places)
-
-
-def _decode_block(
-    payload: Payload,
-    segment: Segment,
-    done: int,
-    rows: npt.NDArray[np.uint32],
-    first_row: int,
-    need: Need,
-    flat: npt.NDArray[Any],
-    stride: int,
-) -> int:
-    codes = segment.codes[done : done + len(rows)]
+def _decode_segment(payload: Payload, segment: Segment, target: _Target) -> int:
+    if segment.scheme is Scheme.ABSENT:
+        return _fill(payload, segment, target)
     if segment.scheme is Scheme.RAW:
+        return _copy(payload, segment, target)
+    return _dequantize(payload, segment, target)
+
+
+def _fill(payload: Payload, segment: Segment, target: _Target) -> int:
+    written = 0
+    for _, rows in segment.row_set.blocks():
+        places = rows.astype(np.int64) - target.first_row
+        places = places[(places >= 0) & (places < len(target.need))]
+        places = places[target.need[places] != 0]
+        target.out[places] = fill_value(payload.element)
+        target.need[places] = 0
+        written += len(places)
+    return written
+
+
+def _copy(payload: Payload, segment: Segment, target: _Target) -> int:
+    written = 0
+    for start, rows in segment.row_set.blocks():
+        block = (segment.codes[start : start + len(rows)], rows, target.first_row, target.need)
         if payload.element == "bfloat16":
-            return int(kernels.widen_bfloat16(codes, rows, first_row, need, flat.view(np.uint32), stride))
-        return int(
-            kernels.copy_raw(codes, rows, first_row, need, flat.view(np.uint8), stride * flat.itemsize)
-        )
-    scale, offset = (each[done : done + len(rows)] for each in segment.affine())
-    bits, dim = segment.bits, payload.dim
-    if payload.element == "float16":
-        half = flat.view(np.uint16)
-        return int(
-            kernels.decode_float16(codes, rows, scale, offset, bits, dim, first_row, need, half, stride)
-        )
-    narrow = payload.element == "bfloat16"
-    return int(
-        kernels.decode_float32(codes, rows, scale, offset, bits, dim, narrow, first_row, need, flat, stride)
-    )
+            written += kernels.widen_bfloat16(*block, target.flat.view(np.uint32), target.stride)
+        else:
+            stride_bytes = target.stride * target.flat.itemsize
+            written += kernels.copy_raw(*block, target.flat.view(np.uint8), stride_bytes)
+    return written
+
+
+def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
+    scale, offset = segment.affine()
+    place = (target.first_row, target.need)
+    written = 0
+    for start, rows in segment.row_set.blocks():
+        stop = start + len(rows)
+        codes = (segment.codes[start:stop], rows, scale[start:stop], offset[start:stop])
+        kind = (segment.bits, payload.dim)
+        if payload.element == "float16":
+            written += kernels.decode_float16(
+                *codes, *kind, *place, target.flat.view(np.uint16), target.stride
+            )
+        else:
+            narrow = payload.element == "bfloat16"
+            written += kernels.decode_float32(*codes, *kind, narrow, *place, target.flat, target.stride)
+    return written

@@ -38,9 +38,9 @@ def _is_fill(values: Chunk) -> npt.NDArray[np.bool_]:
     if values.dtype.kind != "f":
         return np.zeros(len(values), np.bool_)
     bits = np.dtype(f"u{values.dtype.itemsize}")
-    fill = np.full(1, fill_value(element_of(values.dtype)), values.dtype).view(bits)[0]
+    fill = np.full(1, np.nan, values.dtype).view(bits)[0]
     # Nearly every row differs in its first value already.
-    empty = values[:, 0].view(bits) == fill if values.shape[1] == 1 else values.view(bits)[:, 0] == fill
+    empty: npt.NDArray[np.bool_] = values.view(bits)[:, 0] == fill
     suspects = np.flatnonzero(empty)
     empty[suspects] = (values[suspects].view(bits) == fill).all(axis=1)
     return empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,8 @@ class Element:
 
     code: int
     name: str
-    array: np.dtype[np.generic]
-    stored: np.dtype[np.generic]
+    array: np.dtype[Any]
+    stored: np.dtype[Any]
     overflow: float = 0.0
 
     @property
@@ -83,7 +84,7 @@ def element_of(dtype: npt.DTypeLike) -> str:
     return name
 
 
-def array_dtype(element: str) -> np.dtype[np.generic]:
+def array_dtype(element: str) -> np.dtype[Any]:
     """The numpy dtype of decoded arrays of an element type; bfloat16 appears as float32.
 
     Raises:
@@ -99,4 +100,5 @@ def fill_value(element: str) -> np.generic:
         RowsError: the name is unknown.
     """
     dtype = array_dtype(element)
-    return dtype.type(np.nan if dtype.kind == "f" else 0)
+    fill: np.generic = dtype.type(np.nan if dtype.kind == "f" else 0)
+    return fill

@@ -22,7 +22,7 @@ Flags = npt.NDArray[np.bool_]
 
 # Float16 parameters may widen a row's range by this factor, and with it the row's error.
 _MOST_WIDENED = 1 + 2**-7
-_FLOAT32 = np.finfo(np.float32)
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,62 +39,60 @@ class Parameters:
     raw: Flags
 
 
-def asymmetric(low: Float32s, high: Float32s, bits: int, element: Element) -> Parameters:
+def asymmetric(low: Float64s, high: Float64s, bits: int, element: Element) -> Parameters:
     """Scale and offset of rows with these ranges, which may be non-finite (then raw)."""
     levels = (1 << bits) - 1
     with np.errstate(all="ignore"):
-        span = high.astype(np.float64) - low
-        constant = span == 0
-        offset16 = floor_float16(low)
-        scale16 = ceil_float16((high - offset16.astype(np.float64)) / levels)
-        scale16 = np.where(constant, np.float16(0), scale16)
-        fits16 = np.where(
-            constant, offset16 == low, scale16.astype(np.float64) * levels <= span * _MOST_WIDENED
-        )
-        fits16 &= _holds(scale16, offset16, levels, element)
-        scale32 = ceil_16_bits(span / levels)
-        fits32 = (constant | (scale32 >= _FLOAT32.tiny)) & _holds(scale32, low, levels, element)
-    scale = np.where(fits16, scale16, scale32).astype(np.float32)
-    offset = np.where(fits16, offset16, low).astype(np.float32)
+        constant = low == high
+        offset16 = _floor(low, np.float16)
+        scale16 = np.where(constant, np.float64(0), _ceil_float16((high - offset16) / levels))
+        widened = np.where(constant, offset16 != low, scale16 * levels > (high - low) * _MOST_WIDENED)
+        fits16 = ~widened & _holds(scale16, offset16, levels, element)
+        offset32 = _floor(low, np.float32)
+        scale32 = _ceil_16_bits((high - offset32) / levels)
+        fits32 = (constant | (scale32 >= _TINY)) & _holds(scale32, offset32, levels, element)
+        scale = np.where(fits16, scale16, scale32).astype(np.float32)
+        offset = np.where(fits16, offset16, offset32).astype(np.float32)
     return Parameters(scale, offset, np.stack([scale, offset]), fits16, ~(fits16 | fits32))
 
 
-def symmetric(magnitude: Float32s, bits: int, element: Element) -> Parameters:
+def symmetric(magnitude: Float64s, bits: int, element: Element) -> Parameters:
     """Half steps of rows with these greatest magnitudes, which may be non-finite (then raw)."""
     levels = (1 << bits) - 1
     with np.errstate(all="ignore"):
-        exact = magnitude.astype(np.float64) / levels
-        half16 = ceil_float16(exact)
-        half32 = ceil_16_bits(exact)
-        fits16 = half16.astype(np.float64) <= exact * _MOST_WIDENED
-        fits16 &= _holds(half16 * np.float32(2), half16 * np.float32(-levels), levels, element)
-        fits32 = (half32 >= _FLOAT32.tiny) & _holds(half32 * 2, half32 * np.float32(-levels), levels, element)
+        exact = magnitude / levels
+        half16 = _ceil_float16(exact)
+        fits16 = (half16 <= exact * _MOST_WIDENED) & _holds(2 * half16, -levels * half16, levels, element)
+        half32 = _ceil_16_bits(exact)
+        fits32 = (half32 >= _TINY) & _holds(2 * half32, -levels * half32, levels, element)
         half = np.where(fits16, half16, half32).astype(np.float32)
         scale, offset = half * np.float32(2), half * np.float32(-levels)
     return Parameters(scale, offset, half[None], fits16, ~(fits16 | fits32))
 
 
-def _holds(scale: npt.NDArray[Any], offset: npt.NDArray[Any], levels: int, element: Element) -> Flags:
-    """Whether both ends of what the codes span are finite, in float32 and in the element type."""
-    reach = scale.astype(np.float32) * np.float32(levels)
+def _holds(scale: Float64s, offset: Float64s, levels: int, element: Element) -> Flags:
+    """Whether what the codes span, and both its ends, are finite, in float32 and in the element type."""
     start = offset.astype(np.float32)
-    ends = np.abs(start) < element.overflow, np.abs(start + reach) < element.overflow
-    return np.isfinite(reach) & np.isfinite(start) & ends[0] & ends[1]
+    reach = (scale * levels).astype(np.float32)
+    end: Float32s = start + reach
+    held: Flags = np.isfinite(reach) & (np.abs(start) < element.overflow) & (np.abs(end) < element.overflow)
+    return held
 
 
-def floor_float16(values: Float32s) -> npt.NDArray[np.float16]:
-    """Rounded to float16 towards minus infinity."""
-    nearest = values.astype(np.float16)
-    return np.where(nearest > values, np.nextafter(nearest, np.float16(-np.inf)), nearest)
+def _floor(values: Float64s, dtype: type[np.floating[Any]]) -> Float64s:
+    """Rounded to a narrower type towards minus infinity."""
+    nearest = values.astype(dtype)
+    below = np.nextafter(nearest, dtype(-np.inf))
+    return np.where(nearest > values, below, nearest).astype(np.float64)
 
 
-def ceil_float16(values: Float64s) -> npt.NDArray[np.float16]:
+def _ceil_float16(values: Float64s) -> Float64s:
     """Rounded to float16 towards plus infinity."""
-    nearest = values.astype(np.float16)
-    return np.where(nearest < values, np.nextafter(nearest, np.float16(np.inf)), nearest)
+    return -_floor(-values, np.float16)
 
 
-def ceil_16_bits(values: Float64s) -> Float32s:
-    """Non-negative values rounded up to 16 significant bits, as float32; infinite beyond its range."""
+def _ceil_16_bits(values: Float64s) -> Float64s:
+    """Non-negative values rounded up to 16 significant bits; infinite where float32 can't hold them."""
     spare = np.int64((1 << 37) - 1)
-    return ((values.view(np.int64) + spare) & ~spare).view(np.float64).astype(np.float32)
+    rounded = ((values.view(np.int64) + spare) & ~spare).view(np.float64)
+    return rounded.astype(np.float32).astype(np.float64)

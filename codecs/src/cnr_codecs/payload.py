@@ -55,7 +55,10 @@ class ParameterType(IntEnum):
     FLOAT32 = 2
 
 
-PARAMETER_DTYPES = {ParameterType.FLOAT16: np.dtype("<f2"), ParameterType.FLOAT32: np.dtype("<f4")}
+PARAMETER_DTYPES: dict[ParameterType, np.dtype[Any]] = {
+    ParameterType.FLOAT16: np.dtype("<f2"),
+    ParameterType.FLOAT32: np.dtype("<f4"),
+}
 PARAMETERS_PER_ROW = {Scheme.ABSENT: 0, Scheme.RAW: 0, Scheme.ASYMMETRIC: 2, Scheme.SYMMETRIC: 1}
 
 
@@ -128,8 +131,9 @@ def reseal(data: Any, seal: int) -> bytes:
     """
     buffer = _as_bytes(data)
     _, element, segments, rows, dim, _ = _prove_header(buffer)
-    return HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, _checked_seal(seal)) + bytes(
-        memoryview(buffer)[HEADER.size :]
+    return (
+        HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, _checked_seal(seal))
+        + buffer[HEADER.size :].tobytes()
     )
 
 

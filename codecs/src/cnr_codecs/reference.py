@@ -22,7 +22,7 @@ def keys_to_floats(keys: npt.NDArray[np.int32]) -> Float32s:
 
 
 def quantize(values: Float32s, scale: Float32s, offset: Float32s, bits: int) -> Bytes:
-    """Codes (n, dim) of finite values: (x - offset) / scale, clamped to [0, 2**bits - 1], rounded half even."""
+    """Codes (n, dim) of finite values: (x - offset) / scale, clamped to the codes and rounded half even."""
     step = np.where(scale > 0, scale, np.float32(1))[:, None]
     with np.errstate(over="ignore"):
         steps = (values - offset[:, None]) / step
@@ -38,7 +38,8 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 def unpack(packed: Bytes, bits: int, dim: int) -> Bytes:
     """The inverse of `pack`: codes (n, dim)."""
     flags = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little").reshape(len(packed), dim, bits)
-    return (flags << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
+    codes: Bytes = (flags << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
+    return codes
 
 
 def dequantize(codes: Bytes, scale: Float32s, offset: Float32s) -> Float32s:
@@ -66,19 +67,19 @@ def greedy_walk(
     Returns:
         (bins off the lower end, bins off the upper end), int32 (n,).
     """
-    y = (values - low[:, None]) * factor[:, None]
+    with np.errstate(all="ignore"):
+        y = (values - low[:, None]) * factor[:, None]
     cut = np.zeros(len(values), np.float32)
-    best = _window_error(y, cut, bins, levels) * np.float32(bins * bins)
+    best = _window_error(y, cut, bins, levels)
     left = np.zeros(len(values), np.int32)
     right = np.zeros(len(values), np.int32)
     for step in range(1, steps + 1):
         width = bins - step
-        gain = np.float32(levels) / np.float32(width)
-        upper = _window_error(y, cut, width, levels, shift=gain)
+        upper = _window_error(y, cut, width, levels, skip=1)
         lower = _window_error(y, cut, width, levels)
         rises = upper < lower
         cut = np.where(rises, cut + np.float32(1), cut)
-        error = np.where(rises, upper, lower) * np.float32(width * width)
+        error = np.where(rises, upper, lower)
         better = error < best
         best = np.where(better, error, best)
         left = np.where(better, cut.astype(np.int32), left)
@@ -86,17 +87,13 @@ def greedy_walk(
     return left, right
 
 
-def _window_error(
-    y: Float32s, cut: Float32s, width: int, levels: int, shift: np.float32 | None = None
-) -> Float32s:
-    """Squared error of each row, in steps, in a window of `width` bins from bin `cut` (plus `shift` codes)."""
+def _window_error(y: Float32s, cut: Float32s, width: int, levels: int, skip: int = 0) -> Float32s:
+    """Squared error of each row, in bins / levels, in a window of `width` bins from bin `cut` + `skip`."""
     gain = np.float32(levels) / np.float32(width)
-    steps = (y - cut[:, None]) * gain
-    if shift is not None:
-        steps = steps - shift
+    steps = (y - cut[:, None]) * gain - np.float32(skip) * gain
     errors = np.rint(np.clip(steps, 0, levels)) - steps
     total = np.zeros(len(y), np.float32)
     # Column by column, as each of the kernel's lanes sums: the order of the additions decides the last bit.
     for column in (errors * errors).T:
         total += column
-    return total
+    return total * (np.float32(width) * np.float32(width))

@@ -26,7 +26,10 @@ class RowSetKind(IntEnum):
     OFFSETS32 = 3
 
 
-_OFFSET_DTYPES = {RowSetKind.OFFSETS16: np.dtype("<u2"), RowSetKind.OFFSETS32: np.dtype("<u4")}
+_OFFSET_DTYPES: dict[RowSetKind, np.dtype[Any]] = {
+    RowSetKind.OFFSETS16: np.dtype("<u2"),
+    RowSetKind.OFFSETS32: np.dtype("<u4"),
+}
 
 
 def encoded_bytes(kind: RowSetKind, count: int, rows: int) -> int:

@@ -62,7 +62,7 @@ class UniformRows:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise CodecConfigError(f"unknown scheme {self.scheme!r}; use one of {', '.join(SCHEMES)}")
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
             raise CodecConfigError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
         if self.scheme != "adaptive":
             if self.bins is not None or self.ratio is not None:
@@ -71,9 +71,9 @@ class UniformRows:
                 )
             return
         bins, ratio = self._search()
-        if isinstance(bins, bool) or not isinstance(bins, int) or not 2 <= bins <= MAX_BINS:
+        if type(bins) is not int or not 2 <= bins <= MAX_BINS:
             raise CodecConfigError(f"bins must be an integer from 2 to {MAX_BINS}, got {bins!r}")
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        if type(ratio) not in (int, float) or not 0 <= ratio <= 1:
             raise CodecConfigError(f"ratio must be a number from 0 to 1, got {ratio!r}")
         # Codecs that do the same are equal, and write the same configuration.
         default_bins, default_ratio = default_search(self.bits)
@@ -81,7 +81,7 @@ class UniformRows:
         object.__setattr__(self, "ratio", None if ratio == default_ratio else float(ratio))
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that `row_codec` takes, as numcodecs writes it, without default bins and ratio."""
+        """The configuration that `row_codec` takes, as numcodecs writes it; without the search's defaults."""
         return {"id": "cnr_uniform", **self._options()}
 
     def zarr_codec(self) -> dict[str, Any]:
@@ -154,28 +154,21 @@ class UniformRows:
         return Segment(scheme, self.bits, kind, RowSet.of(offsets[order], rows), stored, codes)
 
     def _parameters(self, wide: Float32s, element: Element) -> Parameters:
-        low, high = row_extremes(wide)
+        least, most = row_extremes(wide)
+        low, high = least.astype(np.float64), most.astype(np.float64)
         if self.scheme == "symmetric":
             return symmetric(np.maximum(np.abs(low), np.abs(high)), self.bits, element)
-        if self.scheme == "adaptive":
-            low, high = self._narrowed(wide, low, high)
-        return asymmetric(low, high, self.bits, element)
-
-    def _narrowed(self, wide: Float32s, low: Float32s, high: Float32s) -> tuple[Float32s, Float32s]:
-        """The ranges that the greedy search leaves."""
         bins, ratio = self._search()
         steps = min(int(bins * ratio), bins - 1)
-        if steps == 0:
-            return low, high
-        left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
-        factor = search_factor(low, high, bins)
-        kernels.greedy_walk(wide, low, factor, bins, steps, (1 << self.bits) - 1, left, right)
-        with np.errstate(all="ignore"):
-            step = (high.astype(np.float64) - low) / bins
-            return (
-                np.where(left > 0, low + left * step, low).astype(np.float32),
-                np.where(right > 0, high - right * step, high).astype(np.float32),
-            )
+        if self.scheme == "adaptive" and steps > 0:
+            left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
+            factor = search_factor(least, most, bins)
+            kernels.greedy_walk(wide, least, factor, bins, steps, (1 << self.bits) - 1, left, right)
+            with np.errstate(invalid="ignore"):
+                width = (high - low) / bins
+                low = np.where(left > 0, low + left * width, low)
+                high = np.where(right > 0, high - right * width, high)
+        return asymmetric(low, high, self.bits, element)
 
 
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
@@ -186,7 +179,7 @@ def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
 
 
 def search_factor(low: Float32s, high: Float32s, bins: int) -> Float32s:
-    """What maps a row's values to bins; 0, so that the search does nothing, where the range can't be divided."""
+    """What maps a row's values to bins; 0, so that the search does nothing, where bins are no float32."""
     with np.errstate(all="ignore"):
         span = high - low
         factor = np.float32(bins) / span

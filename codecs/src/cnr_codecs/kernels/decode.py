@@ -16,7 +16,7 @@ from cnr_codecs.kernels.pack import unpack_row
 
 
 @njit(nogil=True, cache=True)
-def _wanted(row: int, first_row: int, need: Any) -> int:
+def _wanted(row: Any, first_row: int, need: Any) -> Any:
     """The row of the output, or -1."""
     r = np.int64(row) - first_row
     if r < 0 or r >= need.size or need[r] == 0:
@@ -115,7 +115,7 @@ def widen_bfloat16(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, 
 
 
 @njit(nogil=True, cache=True)
-def _dequantize(codes: Any, scale: float, offset: float, line: Any) -> None:
+def _dequantize(codes: Any, scale: Any, offset: Any, line: Any) -> None:
     for j in range(codes.size):
         line[j] = scale * np.float32(codes[j]) + offset
 

@@ -6,23 +6,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from numcodecs.abc import Codec
-from numcodecs.compat import ensure_ndarray
+from numcodecs.abc import Codec  # type: ignore[import-untyped]  # numcodecs ships no types
+from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
 
-from cnr_codecs.dense import decode_dense, encode_dense
-from cnr_codecs.elements import array_dtype
+from cnr_codecs.dense import decode_dense
+from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.payload import DEFAULT_MAX_DECODED_BYTES, Payload, parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform import UniformRows
 
-# One bit a float32 value is the densest that a chunk with all its rows gets; a small payload can thus never
-# grow large.
+# One bit a float32 value is the densest that a chunk with all its rows gets, and `encode` stores all rows:
+# what expands more is not ours, and a small payload can't be made to grow large.
 _MOST_EXPANSION = 32
 
 
-class _RowsFace(Codec):
+class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
     """What the codecs share: arrays (rows, dim) or (rows,) to a payload and back, on the calling thread."""
 
     rows_codec: RowCodec
@@ -38,27 +38,25 @@ class _RowsFace(Codec):
             values = values[:, None]
         if values.ndim != 2 or values.size == 0:
             raise RowsError(f"expected an array (rows, dim) or (rows,) with values, got shape {values.shape}")
-        return encode_dense(self.rows_codec, values)
+        element = element_of(values.dtype)
+        native = np.ascontiguousarray(values, array_dtype(element))
+        return self.rows_codec.encode_rows(native, None, len(native), element=element)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """The array (rows, dim) of a payload; or `out`, any buffer of as many bytes, filled.
+        """The array (rows, dim) of a payload; or `out`, any writable buffer of as many bytes, filled.
 
         Raises:
             PayloadLimitError: without `out`, more than 64 MiB decoded from less than 1/32 of that.
             PayloadError: `buf` is not a payload.
-            RowsError: `out` has another size, or another dtype of another width.
+            RowsError: `out` has another size, or is neither of the payload's dtype nor contiguous bytes.
         """
-        data = memoryview(ensure_ndarray(buf).reshape(-1).view(np.uint8))
+        data = ensure_ndarray(buf).reshape(-1).view(np.uint8)
         limit = max(DEFAULT_MAX_DECODED_BYTES, _MOST_EXPANSION * data.nbytes)
         if out is None:
             return decode_dense(parse(data, max_decoded_bytes=limit))
         target = ensure_ndarray(out)
         payload = parse(data, max_decoded_bytes=max(limit, target.nbytes))
-        shaped = _shaped(target, payload)
-        if np.shares_memory(shaped, target):
-            decode_dense(payload, shaped)
-        else:
-            target[...] = decode_dense(payload).reshape(target.shape)
+        _fill(target, payload)
         return out
 
     def get_config(self) -> dict[str, Any]:
@@ -70,8 +68,8 @@ class _RowsFace(Codec):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
-def _shaped(target: npt.NDArray[Any], payload: Payload) -> npt.NDArray[Any]:
-    """`target` as (rows, dim) of the payload's dtype: a view, or a copy where there can be no view."""
+def _fill(target: npt.NDArray[Any], payload: Payload) -> None:
+    """Decode into an array of the payload's dtype in any byte order and layout, or into contiguous bytes."""
     dtype = array_dtype(payload.element)
     expected = payload.rows * payload.dim * dtype.itemsize
     if target.nbytes != expected or not target.flags.writeable:
@@ -79,9 +77,12 @@ def _shaped(target: npt.NDArray[Any], payload: Payload) -> npt.NDArray[Any]:
             f"out has {target.nbytes} bytes; the payload needs {expected}, writable, for "
             f"{payload.rows} x {payload.dim} {dtype} values"
         )
-    if target.dtype != dtype:
-        target = target.reshape(-1).view(dtype)
-    return target.reshape(payload.rows, payload.dim)
+    if target.flags.carray and (target.dtype == dtype or target.dtype.itemsize == 1):
+        decode_dense(payload, target.reshape(-1).view(dtype).reshape(payload.rows, payload.dim))
+    elif target.dtype.newbyteorder("=") == dtype:
+        target[...] = decode_dense(payload).reshape(target.shape)
+    else:
+        raise RowsError(f"out must be {dtype} or contiguous bytes for this payload, got {target.dtype}")
 
 
 class UniformCodec(_RowsFace):

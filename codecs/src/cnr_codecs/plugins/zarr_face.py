@@ -47,7 +47,7 @@ class _ZarrRows(ArrayBytesCodec):
             CodecConfigError: it has options that the codec doesn't know, or doesn't take.
         """
         _, configuration = parse_named_configuration(data, cls.name, require_configuration=False)
-        unknown = set(configuration or {}) - {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        unknown = set(configuration or {}) - {field.name for field in fields(cls)}
         if unknown:
             raise CodecConfigError(f"codec {cls.name} has no option {', '.join(sorted(unknown))}")
         return cls(**(configuration or {}))
