@@ -1,1 +1,73 @@
-"""A checkpoint store for recommendation models."""
+"""A checkpoint store for recommendation models: changed rows only, quantized, as Zarr v3 on any fsspec backend.
+
+`Checkpointer`, `save` and `load` need torch; everything else reads a store without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cnr_store.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptionError,
+    EmptyStoreError,
+    FormatError,
+    ModelMismatchError,
+    OptionError,
+    SaveError,
+    StateError,
+    SupersededError,
+    UnsupportedModelError,
+    VersionNotFoundError,
+)
+from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
+from cnr_store.reading.access import state_dict, versions, view
+from cnr_store.versions import VersionInfo
+
+if TYPE_CHECKING:
+    from cnr_store.training.checkpointer import Checkpointer, PendingSave, load, save
+    from cnr_store.training.restore import Restored
+
+__version__ = "0.1.0"
+_NEED_TORCH = {
+    "Checkpointer": "checkpointer",
+    "PendingSave": "checkpointer",
+    "save": "checkpointer",
+    "load": "checkpointer",
+    "Restored": "restore",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.training.{_NEED_TORCH[name]}"), name)
+
+
+__all__ = [
+    "Checkpointer",
+    "save",
+    "load",
+    "Restored",
+    "PendingSave",
+    "versions",
+    "open",
+    "view",
+    "state_dict",
+    "VersionInfo",
+    "CheckpointError",
+    "EmptyStoreError",
+    "VersionNotFoundError",
+    "FormatError",
+    "CorruptionError",
+    "SaveError",
+    "SupersededError",
+    "ClosedError",
+    "OptionError",
+    "ModelMismatchError",
+    "UnsupportedModelError",
+    "StateError",
+]

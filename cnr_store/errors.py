@@ -1,0 +1,76 @@
+"""Every error this package raises, by what the caller can do about it.
+
+::
+
+    CheckpointError
+    ├── reading: choose another version, or repair the store
+    │   ├── EmptyStoreError       (LookupError)   nothing was ever committed here
+    │   ├── VersionNotFoundError  (KeyError)      no such version, step or array
+    │   ├── FormatError           (ValueError)    not a checkpoint store, or a newer format
+    │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
+    ├── writing: training goes on, nothing that was committed is harmed
+    │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
+    │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
+    │   └── ClosedError           (ValueError)    the checkpointer was closed
+    └── arguments: change the call or the model
+        ├── OptionError           (ValueError)    a policy, width, pattern or number out of range
+        ├── ModelMismatchError    (ValueError)    the model does not fit what is stored
+        ├── UnsupportedModelError (ValueError)    a model that can't be checkpointed
+        └── StateError            (TypeError)     a state that can't be written exactly
+
+Storage and payload errors of the layers below (`cnr_backends.BackendError`, `cnr_codecs.CodecError`) come
+as the ``__cause__`` of one of these where a version, table or row can be named.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Root of this package's errors."""
+
+
+class EmptyStoreError(CheckpointError, LookupError):
+    """The store holds no committed version."""
+
+
+class VersionNotFoundError(CheckpointError, KeyError):
+    """No committed version, step or array of that name."""
+
+    # KeyError would print the message's repr.
+    __str__ = Exception.__str__
+
+
+class FormatError(CheckpointError, ValueError):
+    """The place holds something else, or needs a newer reader."""
+
+
+class CorruptionError(CheckpointError, OSError):
+    """An object of a committed version is lost, cut, swapped or altered."""
+
+
+class SaveError(CheckpointError, OSError):
+    """A save failed. The newest committed version is untouched and no changed row is forgotten."""
+
+
+class SupersededError(CheckpointError, RuntimeError):
+    """A newer writer has claimed the store; this one may not commit any more."""
+
+
+class ClosedError(CheckpointError, ValueError):
+    """The checkpointer was used after it was closed."""
+
+
+class OptionError(CheckpointError, ValueError):
+    """An option is out of range or contradicts another."""
+
+
+class ModelMismatchError(CheckpointError, ValueError):
+    """Names, rows, dims or types of the model differ from what is stored."""
+
+
+class UnsupportedModelError(CheckpointError, ValueError):
+    """The model has something that can't be checkpointed."""
+
+
+class StateError(CheckpointError, TypeError):
+    """A state holds a value that strict JSON with tags can't carry exactly."""

@@ -1,0 +1,199 @@
+"""Zarr metadata documents of the arrays in a version: made by zarr itself, read back with proof."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.sync import sync
+from zarr.storage import MemoryStore
+
+from cnr_codecs import array_dtype, fill_value
+from cnr_store.errors import FormatError
+from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
+from cnr_store.format.state import dumps
+
+MAX_DENSE_CHUNK_BYTES = 32 << 20
+Doc = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DenseGrid:
+    """Cut of a dense array: along its first axis only. Each chunk is one object."""
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks, all along the first axis; 0 for an array without elements."""
+        if math.prod(self.shape) == 0:
+            return 0
+        return -(-self.shape[0] // self.chunk[0]) if self.shape else 1
+
+    def key(self, index: int) -> str:
+        """Key of a chunk below the array's path."""
+        return "/".join(["c", *([str(index)] + ["0"] * (len(self.shape) - 1) if self.shape else [])])
+
+
+def rows_document(shape: tuple[int, ...], element: str, grid: Grid, serializer: Mapping[str, Any]) -> Doc:
+    """Metadata of a sharded array of rows, shape (rows, dim) or (rows,), encoded by a row codec."""
+    two = len(shape) == 2
+    return _create(
+        shape=shape,
+        chunks=(grid.chunk_rows, grid.chunk_columns) if two else (grid.chunk_rows,),
+        shards=(grid.shard_rows, grid.shard_columns) if two else (grid.shard_rows,),
+        dtype=array_dtype(element).str,
+        fill_value=fill_value(element),
+        serializer=json.dumps(serializer, sort_keys=True),
+        compressors=json.dumps([{"name": "crc32c"}]),
+        dimension_names=("row", "dim") if two else ("row",),
+    )
+
+
+def plain_rows_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_rows: int) -> Doc:
+    """Metadata of the same array as every Zarr reader knows it: unsharded, little-endian bytes."""
+    return _create(
+        shape=shape,
+        chunks=(chunk_rows, *shape[1:]),
+        shards=None,
+        dtype=dtype.str,
+        fill_value=math.nan if dtype.kind == "f" else 0,
+        serializer=json.dumps({"name": "bytes", "configuration": {"endian": "little"}}),
+        compressors="[]",
+        dimension_names=("row", "dim")[: len(shape)],
+    )
+
+
+def dense_document(grid: DenseGrid, name: str, torch_dtype: str | None = None) -> Doc:
+    """Metadata of a dense array: plain bytes and crc32c. Its dimensions are named after the array, so that
+    arrays of different lengths stand in one group without conflict."""
+    doc = _create(
+        shape=grid.shape,
+        chunks=grid.chunk,
+        shards=None,
+        dtype=grid.dtype.str,
+        fill_value=0,
+        serializer=json.dumps(
+            {"name": "bytes", "configuration": {"endian": "little"}}
+            if grid.dtype.itemsize > 1
+            else {"name": "bytes"}
+        ),
+        compressors=json.dumps([{"name": "crc32c"}]),
+        dimension_names=tuple(f"{name}.{i}" for i in range(len(grid.shape))),
+    )
+    if torch_dtype is not None:
+        doc["attributes"] = {"torch_dtype": torch_dtype}
+    return doc
+
+
+def dense_grid(shape: tuple[int, ...], dtype: np.dtype[Any]) -> DenseGrid:
+    """Whole where it fits one object, otherwise cut along the first axis."""
+    chunk = tuple(max(1, n) for n in shape)
+    if shape:
+        row_bytes = math.prod(chunk[1:]) * dtype.itemsize
+        chunk = (min(chunk[0], max(1, MAX_DENSE_CHUNK_BYTES // row_bytes)), *chunk[1:])
+    return DenseGrid(shape, chunk, dtype)
+
+
+def group_document(attributes: Mapping[str, Any] | None = None) -> Doc:
+    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
+
+
+def document_bytes(doc: Doc) -> bytes:
+    return dumps(doc)
+
+
+def _create(**arguments: Any) -> Doc:
+    return copy.deepcopy(_created(**arguments))
+
+
+@functools.lru_cache(maxsize=4096)
+def _created(serializer: str, compressors: str, **arguments: Any) -> Doc:
+    """Let zarr make the document, in memory: cached, since most arrays of a version look alike."""
+    store = MemoryStore()
+    zarr.create_array(
+        store, name="a", serializer=json.loads(serializer), compressors=json.loads(compressors), **arguments
+    )
+    stored = sync(store.get("a/zarr.json", default_buffer_prototype()))
+    assert stored is not None  # zarr has just written it
+    doc: Doc = json.loads(stored.to_bytes())
+    return doc
+
+
+def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
+    """(shape, grid) of a sharded array of rows.
+
+    Raises
+    ------
+    FormatError
+        Where the document is not one that format 1 allows; `what` names it.
+    """
+    try:
+        shape = _sizes(doc["shape"], smallest=1)
+        shard = _sizes(doc["chunk_grid"]["configuration"]["chunk_shape"], smallest=1)
+        (sharding,) = doc["codecs"]
+        configuration = sharding["configuration"]
+        chunk = _sizes(configuration["chunk_shape"], smallest=1)
+        itemsize = np.dtype(doc["data_type"]).itemsize
+        sound = (
+            doc["node_type"] == "array"
+            and doc["chunk_grid"]["name"] == "regular"
+            and doc["chunk_key_encoding"] == {"name": "default", "configuration": {"separator": "/"}}
+            and sharding["name"] == "sharding_indexed"
+            and configuration["index_location"] == "end"
+            and [codec["name"] for codec in configuration["index_codecs"]] == ["bytes", "crc32c"]
+            and configuration["codecs"][-1]["name"] == "crc32c"
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"{what}: array metadata is malformed: {error!r}") from error
+    if not sound or not len(shape) == len(shard) == len(chunk) or len(shape) not in (1, 2):
+        raise FormatError(f"{what}: array metadata is not that of sharded rows in format 1")
+    (rows, columns), (shard_rows, shard_columns), (chunk_rows, chunk_columns) = (
+        (*sizes, 1)[:2] for sizes in (shape, shard, chunk)
+    )
+    grid = Grid(rows, columns, chunk_rows, chunk_columns, shard_rows, shard_columns)
+    if (
+        shard_rows % chunk_rows
+        or shard_columns % chunk_columns
+        or grid.chunks_per_shard > MAX_CHUNKS_PER_SHARD
+    ):
+        raise FormatError(
+            f"{what}: shards of {shard} do not hold 1 to {MAX_CHUNKS_PER_SHARD} chunks of {chunk}"
+        )
+    if chunk_rows * chunk_columns * itemsize > MAX_CHUNK_DECODED_BYTES and chunk_rows > 1:
+        raise FormatError(f"{what}: a chunk of {chunk} takes more than {MAX_CHUNK_DECODED_BYTES >> 20} MiB")
+    return shape, grid
+
+
+def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
+    """The cut of a dense array, proven as `parse_rows_document` does."""
+    try:
+        shape = _sizes(doc["shape"], smallest=0)
+        chunk = _sizes(doc["chunk_grid"]["configuration"]["chunk_shape"], smallest=1)
+        dtype = np.dtype(doc["data_type"])
+        sound = doc["node_type"] == "array" and [codec["name"] for codec in doc["codecs"]] == [
+            "bytes",
+            "crc32c",
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{what}: array metadata is malformed: {error!r}") from error
+    if not sound or len(shape) != len(chunk) or any(c < s for c, s in zip(chunk[1:], shape[1:], strict=True)):
+        raise FormatError(f"{what}: array metadata is not that of a dense array in format 1")
+    return DenseGrid(shape, chunk, dtype)
+
+
+def _sizes(value: Any, smallest: int) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if any(type(n) is not int or not smallest <= n < 1 << 48 for n in sizes):
+        raise ValueError(f"sizes {sizes} are not integers of at least {smallest}")
+    return sizes

@@ -1,0 +1,93 @@
+"""How an array is cut: inner chunks (the unit of lazy reading) inside shards (the unit of writing).
+
+Sizes in rows are powers of two, so the grids of different versions nest. A version picks its grids from the
+bytes it expects to write: an inner chunk of a sparse delta spans more rows than one of a baseline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MAX_CHUNK_DECODED_BYTES = 64 << 20
+MAX_CHUNKS_PER_SHARD = 4096
+TARGET_CHUNK_BYTES = 256 << 10
+MAX_CHUNK_BYTES = 1 << 20
+TARGET_SHARD_BYTES = 32 << 20
+MAX_SHARD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One array's cut. Shapes are (rows, columns); an array of shape (rows,) has one column here."""
+
+    rows: int
+    columns: int
+    chunk_rows: int
+    chunk_columns: int
+    shard_rows: int
+    shard_columns: int
+
+    @property
+    def column_chunks(self) -> int:
+        return -(-self.columns // self.chunk_columns)
+
+    @property
+    def shard_grid(self) -> tuple[int, int]:
+        """Shards along rows and along columns."""
+        return -(-self.rows // self.shard_rows), -(-self.columns // self.shard_columns)
+
+    @property
+    def chunks_per_shard(self) -> int:
+        return (self.shard_rows // self.chunk_rows) * (self.shard_columns // self.chunk_columns)
+
+    def locate(self, row_chunk: int, column_chunk: int) -> tuple[int, int]:
+        """(linear index of the shard, linear index of the chunk inside it), both row-major."""
+        rows_each = self.shard_rows // self.chunk_rows
+        columns_each = self.shard_columns // self.chunk_columns
+        shard_row, chunk_row = divmod(row_chunk, rows_each)
+        shard_column, chunk_column = divmod(column_chunk, columns_each)
+        return shard_row * self.shard_grid[1] + shard_column, chunk_row * columns_each + chunk_column
+
+
+def choose_grid(
+    rows: int, columns: int, itemsize: int, bytes_per_row: float, ids: np.ndarray[Any, Any] | None
+) -> Grid:
+    """The grid for writing the rows `ids` (sorted; None for all) of a (rows, columns) array.
+
+    Chunks aim at `TARGET_CHUNK_BYTES` encoded on average and shards at `TARGET_SHARD_BYTES`; where the rows
+    crowd together, both shrink until the fullest chunk and shard keep their limits.
+    """
+    density = 1.0 if ids is None else max(len(ids), 1) / rows
+    most_rows = max(1, MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
+    whole = _power_above(rows)
+    chunk_rows = min(
+        _power_below(TARGET_CHUNK_BYTES / (bytes_per_row * density)), _power_below(most_rows), whole
+    )
+    while chunk_rows > 1 and _fullest(ids, rows, chunk_rows) * bytes_per_row > MAX_CHUNK_BYTES:
+        chunk_rows //= 2
+    shard_rows = max(chunk_rows, min(_power_below(TARGET_SHARD_BYTES / (bytes_per_row * density)), whole))
+    shard_rows = min(shard_rows, chunk_rows * MAX_CHUNKS_PER_SHARD)
+    while shard_rows > chunk_rows and _fullest(ids, rows, shard_rows) * bytes_per_row > MAX_SHARD_BYTES:
+        shard_rows //= 2
+    return Grid(rows, columns, chunk_rows, columns, shard_rows, columns)
+
+
+def _fullest(ids: np.ndarray[Any, Any] | None, rows: int, block_rows: int) -> int:
+    """Rows written in the block of `block_rows` that has the most of them."""
+    if ids is None:
+        return min(block_rows, rows)
+    if len(ids) == 0:
+        return 0
+    edges = np.searchsorted(ids, np.arange(0, rows + block_rows, block_rows))
+    return int(np.diff(edges).max())
+
+
+def _power_below(value: float) -> int:
+    return 1 << max(0, int(value).bit_length() - 1)
+
+
+def _power_above(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

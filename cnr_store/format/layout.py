@@ -1,0 +1,114 @@
+"""Where things lie in a store: keys, ids and names (see `docs/format.md`)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import urllib.parse
+from dataclasses import dataclass
+
+from cnr_store.errors import FormatError
+
+FORMAT = 1
+FEATURES: frozenset[str] = frozenset()
+"""Features that a commit record may list in ``requires`` and this reader knows."""
+
+ROOT_KEY = "zarr.json"
+VERSIONS = "versions"
+WRITERS = "writers"
+NODE = "zarr.json"
+
+_CLAIM = re.compile(r"(\d{6})-([0-9a-f]{8})")
+_VERSION = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{8})")
+_SAFE = "-._"
+
+
+@dataclass(frozen=True, order=True)
+class ClaimId:
+    """A writer's generation and its random token; their text sorts as they were made."""
+
+    generation: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.generation:06d}-{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> ClaimId | None:
+        match = _CLAIM.fullmatch(text)
+        return cls(int(match[1]), match[2]) if match else None
+
+
+@dataclass(frozen=True, order=True)
+class VersionId:
+    """A claim and the number of the attempt under it; a failed attempt's number is never used again."""
+
+    claim: ClaimId
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.claim}.{self.attempt:08d}"
+
+    @classmethod
+    def parse(cls, text: str) -> VersionId | None:
+        match = _VERSION.fullmatch(text)
+        if match is None:
+            return None
+        claim = ClaimId.parse(match[1])
+        return cls(claim, int(match[2])) if claim else None
+
+
+def writer_key(claim: ClaimId) -> str:
+    return f"{WRITERS}/{claim}"
+
+
+def version_key(version: str, *parts: str) -> str:
+    """Key of something in a version; ids come from a store, so they are proven to be ids first."""
+    if VersionId.parse(version) is None:
+        raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
+    return "/".join((VERSIONS, version, *parts))
+
+
+def record_key(version: str) -> str:
+    """Key of a version's commit record."""
+    return version_key(version, NODE)
+
+
+def encode_name(name: str) -> str:
+    """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves."""
+    quoted = urllib.parse.quote(name, safe=_SAFE)
+    if quoted.startswith((".", "__")) or quoted == NODE:
+        quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"
+    return quoted.replace("~", "%7E")
+
+
+def decode_name(segment: str) -> str:
+    return urllib.parse.unquote(segment, errors="strict")
+
+
+def weight_path(table: str) -> str:
+    """Path of a table's rows inside a version."""
+    return slot_path(table, "weight")
+
+
+def slot_path(table: str, slot: str) -> str:
+    """Path of a row-following array inside a version: `weight`, or an optimizer's state by its own key."""
+    return f"tables/{encode_name(table)}/{encode_name(slot)}"
+
+
+def dense_path(group: str, name: str) -> str:
+    """Path of a whole, lossless array: `group` is `model`, `optim` or `state`."""
+    return f"dense/{group}/{encode_name(name)}"
+
+
+def parent_groups(path: str) -> list[str]:
+    """Groups between a version and one of its arrays, outermost first."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def seal(version: str, path: str, first_row: int, first_column: int) -> int:
+    """The 64 bits that tie a payload to its place, never 0 (which means: written by a plain Zarr writer)."""
+    text = f"{version}\n{path}\n{first_row}\n{first_column}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1

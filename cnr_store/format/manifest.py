@@ -1,0 +1,96 @@
+"""The manifest of a version: every object that holds array data, so that *clean* and *lost* differ.
+
+A zlib stream (RFC 1950) of JSON::
+
+    {"format": 1, "version": ID, "arrays": {PATH: {"index": [...], "bytes": [...], "tail": [...]}}}
+
+Per array three lists of one length: the linear index of each object in the array's grid of shards (dense: of
+chunks), ascending; its size in bytes; its last four bytes as a little-endian u32, which are the crc32c of a
+shard's index or of a dense chunk. A shard that is not listed was not written: its rows are older.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cnr_store.errors import CorruptionError
+from cnr_store.format.state import dumps, loads
+
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One object: its size in bytes and the u32 at its end."""
+
+    nbytes: int
+    tail: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Objects by array path and linear index."""
+
+    version: str
+    arrays: Mapping[str, Mapping[int, Part]] = field(default_factory=dict)
+
+    def parts(self, path: str) -> Mapping[int, Part]:
+        return self.arrays.get(path, {})
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    arrays = {}
+    for path, parts in manifest.arrays.items():
+        indexes = sorted(parts)
+        arrays[path] = {
+            "index": indexes,
+            "bytes": [parts[i].nbytes for i in indexes],
+            "tail": [parts[i].tail for i in indexes],
+        }
+    return zlib.compress(dumps({"format": 1, "version": manifest.version, "arrays": arrays}), 6)
+
+
+def decode_manifest(data: bytes, version: str) -> Manifest:
+    """Parse and prove the manifest of `version`.
+
+    Raises
+    ------
+    CorruptionError
+        Naming the version and the defect.
+    """
+    what = f"manifest of version {version}"
+    doc = loads(_inflate(data, what), what)
+    try:
+        if doc["format"] != 1 or doc["version"] != version:
+            raise ValueError(f"it says format {doc['format']}, version {doc['version']}")
+        arrays = {path: _parts(columns) for path, columns in doc["arrays"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(f"{what}: {error!r}; the object was altered or swapped") from error
+    return Manifest(version, arrays)
+
+
+def _parts(columns: Any) -> dict[int, Part]:
+    lists = [columns["index"], columns["bytes"], columns["tail"]]
+    if any(type(n) is not int or n < 0 for values in lists for n in values):
+        raise ValueError("a size or index is not a natural number")
+    index, nbytes, tail = lists
+    if any(b <= a for a, b in itertools.pairwise(index)):
+        raise ValueError("indexes are not ascending")
+    return {i: Part(n, t) for i, n, t in zip(index, nbytes, tail, strict=True)}
+
+
+def _inflate(data: bytes, what: str) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(data, MAX_MANIFEST_BYTES)
+    except zlib.error as error:
+        raise CorruptionError(f"{what}: not a zlib stream: {error}") from error
+    if not inflater.eof or inflater.unused_data:
+        raise CorruptionError(
+            f"{what}: cut, followed by other bytes, or larger than {MAX_MANIFEST_BYTES >> 20} MiB"
+        )
+    return text

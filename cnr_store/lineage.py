@@ -1,0 +1,83 @@
+"""What a writer must know of the versions it continues: each array's chain, and the sizes a policy sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from cnr_store.chain import ArrayReader
+from cnr_store.format.record import Record
+from cnr_store.policy import Since
+from cnr_store.versions import Catalog
+
+
+@dataclass(frozen=True)
+class ArrayLine:
+    """The chain of one array: the versions that hold its rows, newest first; the last of them is whole."""
+
+    links: tuple[str, ...]
+    shape: tuple[int, ...]
+    element: str
+
+    def base(self, since: Since) -> str:
+        """Version that a delta of the rows changed since the baseline, or since the previous version, leans on."""
+        return self.links[-1] if since == "baseline" else self.links[0]
+
+    def over(self, base: str) -> tuple[str, ...]:
+        """The part of the chain that a delta over `base` needs."""
+        return self.links[self.links.index(base) :]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The committed version that the next one continues; empty before the first.
+
+    Attributes
+    ----------
+    version
+        Its id.
+    lines
+        By array path.
+    sizes_bytes
+        Bytes of the last full version, then of each delta since.
+    restores
+        Loads that training has been through.
+    """
+
+    version: str | None = None
+    lines: Mapping[str, ArrayLine] = field(default_factory=dict)
+    sizes_bytes: tuple[int, ...] = ()
+    restores: int = 0
+
+    def after(self, record: Record) -> Lineage:
+        """The lineage once `record`, which continues this one, is committed."""
+        lines = {}
+        for path, entry in record.arrays.items():
+            if entry.kind == "dense":
+                continue
+            older = self.lines[path].over(entry.base) if entry.base is not None else ()
+            links = (record.id, *older) if entry.rows or entry.base is None else older
+            lines[path] = ArrayLine(links, entry.shape, entry.element)
+        return Lineage(record.id, lines, _sizes(record), self.restores)
+
+    @classmethod
+    def of(cls, catalog: Catalog, record: Record) -> Lineage:
+        """The lineage of a job that has just loaded `record`."""
+        lines = {}
+        for path, entry in record.arrays.items():
+            if entry.kind == "dense":
+                continue
+            links = [link.version for link in ArrayReader(catalog, record, path).links if link.grid]
+            lines[path] = ArrayLine(tuple(links), entry.shape, entry.element)
+        return cls(record.id, lines, _sizes(record), record.restores + 1)
+
+    def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        """Every version that deltas over these (path, base) pairs need, newest first."""
+        return tuple(
+            sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
+        )
+
+
+def _sizes(record: Record) -> tuple[int, ...]:
+    earlier = () if record.policy.get("full", True) else tuple(record.policy.get("sizes_bytes", ()))
+    return (*earlier, record.nbytes)

@@ -1,0 +1,1 @@
+"""Ways to read a version without a model."""

@@ -1,0 +1,103 @@
+"""Opening a store for reading: `versions`, `open`, `view`, `state_dict`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.abc.store import Store
+
+from cnr_backends import Backend, Transfer, open_backend
+from cnr_store.chain import ArrayReader, read_dense
+from cnr_store.format.layout import decode_name
+from cnr_store.reading.overlay import Overlay
+from cnr_store.versions import Catalog, Version, VersionInfo
+
+Url = str | os.PathLike[str] | Store | Backend
+READ_WORKERS = 4
+
+
+def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
+    """Committed versions of a store, oldest first; an empty list where nothing was ever committed.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Raises
+    ------
+    cnr_backends.OpenError
+        The URL can't be opened.
+    FormatError
+        Something else lives there.
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    return [VersionInfo.of(record) for record in catalog.newest_first()][::-1]
+
+
+def view(url: Url, version: Version = "latest", **storage_options: Any) -> Store:
+    """A version as a read-only Zarr store of plain arrays, for xarray, dask and every other Zarr reader.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    return Overlay(catalog, catalog.find(version))
+
+
+def open_version(url: Url, version: Version = "latest", **storage_options: Any) -> zarr.Group:
+    """A version as a read-only Zarr group: ``group["tables/NAME/weight"][rows]`` reads just those rows' chunks.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+    """
+    return zarr.open_group(view(url, version, **storage_options), mode="r")
+
+
+def state_dict(
+    url: Url, version: Version = "latest", **storage_options: Any
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Tables and dense entries of a version by the model's names, without a model and without torch.
+
+    Tables come in the type they are read in (bfloat16 as float32); dense tensors of a type that numpy lacks come
+    as the unsigned integers that hold their bits. Aliases of a tied tensor share one array.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError, CorruptionError
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    record = catalog.find(version)
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+        for path, entry in record.arrays.items():
+            group, *_, last = path.split("/")
+            if group == "tables" and last == "weight":
+                table = decode_name(path.split("/")[1])
+                name = table if table == "weight" else f"{table}.weight"
+                values = read_rows(ArrayReader(catalog, record, path), transfer)
+            elif path.startswith("dense/model/"):
+                name = decode_name(last)
+                values, _ = read_dense(catalog, record, path)
+            else:
+                continue
+            for alias in (name, *entry.aliases):
+                found[alias] = values
+    return found
+
+
+def read_rows(reader: ArrayReader, transfer: Transfer) -> np.ndarray[Any, Any]:
+    """All rows of an array, in its shape and dtype, read concurrently."""
+    out = np.empty((reader.shape[0], reader.columns), reader.dtype)
+    for _ in transfer.map(
+        lambda region: reader.read(region[0], out[region[0] : sum(region)]), reader.regions()
+    ):
+        pass
+    return out.reshape(reader.shape)

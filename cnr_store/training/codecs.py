@@ -1,0 +1,56 @@
+"""Which codec a table's rows get, from `bits` and `codec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cnr_codecs import CodecError, LosslessRows, RowCodec, UniformRows, row_codec
+from cnr_store.bits import LOSSLESS, LOSSLESS_BELOW_BYTES, Bits, check_bits, choose_bits, match_pattern
+from cnr_store.errors import OptionError
+
+CodecOption = str | Mapping[str, Any] | RowCodec | None
+
+
+class CodecChoice:
+    """The codec of every table, by name.
+
+    Parameters
+    ----------
+    bits
+        2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
+    codec
+        None (uniform: adaptive by `bits`), a name or configuration or object that `cnr_codecs.row_codec` takes, or
+        a mapping from name patterns to these, beside which `bits` serves the tables that no pattern fits.
+
+    Raises
+    ------
+    OptionError
+        Widths out of range, an unknown codec, or both a single codec and bits.
+    """
+
+    def __init__(self, bits: Bits = "auto", codec: CodecOption = None) -> None:
+        self._bits = check_bits(bits)
+        self._patterns: Mapping[str, RowCodec] = {}
+        self._single: RowCodec | None = None
+        try:
+            if isinstance(codec, Mapping) and "id" not in codec:
+                self._patterns = {pattern: row_codec(one) for pattern, one in codec.items()}
+            elif codec is not None:
+                self._single = row_codec(codec)
+        except CodecError as error:
+            raise OptionError(f"codec {codec!r}: {error}") from error
+        if self._single is not None and bits != "auto":
+            raise OptionError(
+                f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
+            )
+
+    def of(self, table: str, table_bytes: int) -> RowCodec:
+        """The codec for a table of that name and size in bytes. Small tables are lossless unless named."""
+        named = match_pattern(self._patterns, table)
+        if named is not None:
+            return named
+        if self._single is not None:
+            return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
+        width = choose_bits(self._bits, table, table_bytes)
+        return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)

@@ -1,0 +1,239 @@
+"""Brings a version back into a model and its optimizers, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cnr_backends import Transfer
+from cnr_store.chain import ArrayReader, read_dense
+from cnr_store.errors import ModelMismatchError
+from cnr_store.format.layout import decode_name, dense_path, slot_path
+from cnr_store.format.record import Record
+from cnr_store.format.state import ArrayLeaf, decode_state
+from cnr_store.training.bitmap import Bitmap
+from cnr_store.training.optimizers import load_optimizer
+from cnr_store.training.snapshot import row_arrays, set_rng_state
+from cnr_store.training.tables import Table, dense_tensors, load_extra_state, parameter_names
+from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, numpy_view
+from cnr_store.versions import Catalog, VersionInfo
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load brought back beside the model.
+
+    Attributes
+    ----------
+    version, step
+        The version loaded, and its step.
+    reader, metadata
+        What `save` was given (of a reader object: its `state_dict()`).
+    """
+
+    version: VersionInfo
+    step: int
+    reader: Any
+    metadata: Any
+
+
+class Restore:
+    """One load: proves that the version fits, then reads it.
+
+    Nothing of the model is changed before the proof is complete.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        record: Record,
+        model: nn.Module,
+        tables: Sequence[Table],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._catalog = catalog
+        self._record = record
+        self._model = model
+        self._tables = tables
+        self._optimizers = optimizers
+        self._where = f"version {record.id} of {catalog.backend.url}"
+
+    def check(self) -> None:
+        """Compare names, shapes and types of the model with what is stored.
+
+        Raises
+        ------
+        ModelMismatchError
+            Naming what differs, with both shapes.
+        """
+        stored = {
+            decode_name(path.split("/")[1]): entry.shape
+            for path, entry in self._record.arrays.items()
+            if path.startswith("tables/") and path.endswith("/weight")
+        }
+        self._compare("table", stored, {table.name: (table.rows, table.dim) for table in self._tables})
+        for table in self._tables:
+            entry = self._record.arrays[slot_path(table.name, "weight")]
+            if entry.element != table.element:
+                raise ModelMismatchError(
+                    f"table {table.name!r} is {table.element} in the model and {entry.element} in {self._where}; "
+                    "convert the model before loading"
+                )
+        prefix = dense_path("model", "")
+        dense = {
+            decode_name(path[len(prefix) :]): e.shape
+            for path, e in self._record.arrays.items()
+            if path.startswith(prefix)
+        }
+        model = {
+            name: tuple(tensor.shape) for name, tensor in dense_tensors(self._model, self._tables).items()
+        }
+        self._compare("tensor", dense, model)
+
+    def _compare(
+        self, kind: str, stored: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        missing, extra = sorted(model.keys() - stored.keys()), sorted(stored.keys() - model.keys())
+        if missing or extra:
+            raise ModelMismatchError(
+                f"the model does not fit {self._where}: {kind}s only in the model: {missing or 'none'}, "
+                f"only in the store: {extra or 'none'}"
+            )
+        for name, shape in model.items():
+            if stored[name] != shape:
+                raise ModelMismatchError(
+                    f"{kind} {name!r} is {_times(shape)} in the model and {_times(stored[name])} in {self._where}"
+                )
+
+    def run(
+        self, objects: Mapping[str, Any], rng: bool, transfer: Transfer
+    ) -> tuple[Restored, dict[str, Bitmap]]:
+        """Read everything into place.
+
+        Returns
+        -------
+        What was restored, and per table the packed bitmap of rows that changed since the table's whole version.
+
+        Raises
+        ------
+        CorruptionError
+            The version is damaged; the model is then partly overwritten and must be loaded again.
+        """
+        state = self._state()
+        self._check_state(state, objects)
+        changed = {}
+        for table in self._tables:
+            changed[table.name] = self._read_rows(slot_path(table.name, "weight"), table.parameter, transfer)
+        slots = self._read_slots(state["optimizers"], transfer) if self._optimizers else []
+        for name, tensor in dense_tensors(self._model, self._tables).items():
+            self._read_tensor(name, tensor)
+        if state["extra_state"]:
+            load_extra_state(self._model, state["extra_state"])
+        names = parameter_names(self._model)
+        for optimizer, tree, found in zip(self._optimizers, state["optimizers"], slots, strict=False):
+            load_optimizer(optimizer, names, self._tables, tree, found)
+        for name, value in objects.items():
+            value.load_state_dict(state["objects"][name])
+        if rng and state["rng"] is not None:
+            set_rng_state(state["rng"])
+        info = VersionInfo.of(self._record)
+        return Restored(info, info.step, state["reader"], info.metadata), changed
+
+    def _state(self) -> Any:
+        def read(path: str) -> Array:
+            return read_dense(self._catalog, self._record, path)[0]
+
+        def tensor(leaf: ArrayLeaf) -> torch.Tensor:
+            return dense_tensor(leaf.values, leaf.torch_dtype)
+
+        return decode_state(self._catalog.state(self._record), read=read, from_leaf=tensor)
+
+    def _check_state(self, state: Any, objects: Mapping[str, Any]) -> None:
+        trees = state["optimizers"]
+        if self._optimizers and len(trees) != len(self._optimizers):
+            raise ModelMismatchError(
+                f"{self._where} holds the state of {len(trees)} optimizers, {len(self._optimizers)} were given; "
+                "give those it was saved with, or none"
+            )
+        for position, (optimizer, tree) in enumerate(zip(self._optimizers, trees, strict=False)):
+            if tree["class"] != type(optimizer).__name__:
+                raise ModelMismatchError(
+                    f"optimizer {position} is {type(optimizer).__name__}, in {self._where} it is {tree['class']}"
+                )
+        missing = sorted(objects.keys() - state["objects"].keys())
+        if missing:
+            raise ModelMismatchError(f"{self._where} holds no state of {', '.join(missing)}")
+
+    def _read_rows(self, path: str, tensor: torch.Tensor, transfer: Transfer) -> Bitmap:
+        """Fill a tensor, (rows,) or (rows, k), and return which rows some delta holds."""
+        reader = ArrayReader(self._catalog, self._record, path)
+        direct = (
+            tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and dtype_name(tensor.dtype) == reader.dtype.name
+        )
+        target = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
+        changed = np.zeros(reader.shape[0], bool)
+
+        def read(region: tuple[int, int]) -> None:
+            first, rows = region
+            out = (
+                np.empty((rows, reader.columns), reader.dtype)
+                if target is None
+                else target[first : first + rows]
+            )
+            changed[first : first + rows] = reader.read(first, out)
+            if target is None:
+                assign_rows(tensor, first, out.reshape(rows, *tensor.shape[1:]))
+
+        for _ in transfer.map(read, reader.regions()):
+            pass
+        return np.packbits(changed, bitorder="little")
+
+    def _read_slots(
+        self, trees: Sequence[Any], transfer: Transfer
+    ) -> list[dict[str, dict[str, torch.Tensor]]]:
+        """Optimizer state that follows rows: into the tensors there are, or new ones."""
+        there = {array.path: array.tensor for array in row_arrays(self._tables, self._optimizers)}
+        by_name = {table.name: table for table in self._tables}
+        found: list[dict[str, dict[str, torch.Tensor]]] = []
+        for tree in trees:
+            of_tree: dict[str, dict[str, torch.Tensor]] = {}
+            for name, slots in tree["slots"].items():
+                for slot in slots:
+                    path = slot_path(name, slot)
+                    entry = self._record.arrays[path]
+                    tensor = there.get(path)
+                    if (
+                        tensor is None
+                        or tuple(tensor.shape) != entry.shape
+                        or dtype_name(tensor.dtype) != entry.element
+                    ):
+                        dtype = getattr(torch, entry.element)
+                        tensor = torch.empty(entry.shape, dtype=dtype, device=by_name[name].parameter.device)
+                    self._read_rows(path, tensor, transfer)
+                    of_tree.setdefault(name, {})[slot] = tensor
+            found.append(of_tree)
+        return found
+
+    def _read_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        values, torch_dtype = read_dense(self._catalog, self._record, dense_path("model", name))
+        stored = dense_tensor(values, torch_dtype)
+        if stored.dtype != tensor.dtype:
+            raise ModelMismatchError(
+                f"tensor {name!r} is {tensor.dtype} in the model and {stored.dtype} in {self._where}"
+            )
+        with torch.no_grad():
+            tensor.detach().copy_(stored)
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

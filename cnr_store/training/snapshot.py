@@ -1,0 +1,249 @@
+"""The state of training at one moment, as plain data that a writer can take its time with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cnr_store.errors import StateError, UnsupportedModelError
+from cnr_store.format.layout import dense_path, slot_path
+from cnr_store.format.state import ArrayLeaf, dumps, encode_state
+from cnr_store.training.optimizers import optimizer_tree, row_slots
+from cnr_store.training.tables import (
+    Table,
+    dense_aliases,
+    dense_tensors,
+    extra_state,
+    parameter_names,
+    state_names,
+)
+from cnr_store.training.tensors import array_dtype, dense_numpy, dtype_name, gather
+from cnr_store.write import DenseWrite
+
+Array = np.ndarray[Any, Any]
+MAX_METADATA_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class RowArray:
+    """A live tensor whose rows belong to a table: its weight, or optimizer state that follows it."""
+
+    table: Table
+    path: str
+    tensor: torch.Tensor
+    element: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the array type."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * array_dtype(self.tensor.dtype).itemsize
+
+
+class StagedRows:
+    """Rows copied at the moment of the save."""
+
+    def __init__(self, values: Array) -> None:
+        self._values = values.reshape(len(values), -1)
+
+    def values(self, begin: int, end: int) -> Array:
+        return self._values[begin:end]
+
+
+class LiveRows:
+    """Rows still in the model: they must be taken before training goes on."""
+
+    def __init__(self, tensor: torch.Tensor, ids: Array | None) -> None:
+        self._tensor = tensor.detach()
+        self._ids = ids
+
+    def values(self, begin: int, end: int) -> Array:
+        ids = np.arange(begin, end) if self._ids is None else self._ids[begin:end]
+        return gather(self._tensor, ids).reshape(end - begin, -1)
+
+
+class Staging:
+    """Host memory for the rows of a snapshot, used again by the next: fresh memory costs several times a copy.
+
+    At most `limit_bytes` are held; rows beyond that stay where they are (`LiveRows`).
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffers: dict[str, Array] = {}
+        self._used_bytes = 0
+
+    def begin(self) -> None:
+        """Start a snapshot; the former one's rows may be overwritten."""
+        self._used_bytes = 0
+
+    def take(self, array: RowArray, ids: Array | None) -> StagedRows | LiveRows:
+        """Copy the rows `ids` (None for all), or leave them where they are if there is no room."""
+        rows = array.shape[0] if ids is None else len(ids)
+        nbytes = rows * array.row_bytes
+        if self._used_bytes + nbytes > self._limit_bytes:
+            return LiveRows(array.tensor, ids)
+        self._used_bytes += nbytes
+        out = (
+            self._buffer(array.path, nbytes)
+            .view(array_dtype(array.tensor.dtype))
+            .reshape(rows, *array.shape[1:])
+        )
+        if ids is None:
+            torch.from_numpy(out).copy_(array.tensor.detach())
+        else:
+            gather(array.tensor, ids, out)
+        return StagedRows(out)
+
+    def _buffer(self, path: str, nbytes: int) -> Array:
+        buffer = self._buffers.get(path)
+        if buffer is None or len(buffer) < nbytes:
+            self._buffers.pop(path, None)
+            held = sum(len(other) for other in self._buffers.values())
+            if held + nbytes > self._limit_bytes:
+                self._buffers.clear()  # views of this snapshot keep what they use
+            buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes]
+
+
+def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[RowArray]:
+    """Every array that is stored by rows: the tables' weights and what their optimizers keep beside each row.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Two optimizers keep state of one name for one table.
+    """
+    found: dict[str, RowArray] = {}
+    for table in tables:
+        weight = RowArray(table, slot_path(table.name, "weight"), table.parameter, table.element)
+        found[weight.path] = weight
+        for optimizer in optimizers:
+            for slot, tensor in row_slots(optimizer, table.parameter).items():
+                path = slot_path(table.name, slot)
+                if path in found:
+                    raise UnsupportedModelError(
+                        f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
+                    )
+                found[path] = RowArray(table, path, tensor, dtype_name(tensor.dtype))
+    return list(found.values())
+
+
+@dataclass
+class DenseSnapshot:
+    """Copies of all that is not stored by rows."""
+
+    dense: list[DenseWrite] = field(default_factory=list)
+    state: Any = None
+    metadata: Any = None
+
+
+def snapshot_dense(
+    model: nn.Module,
+    tables: Sequence[Table],
+    optimizers: Sequence[Optimizer],
+    objects: Mapping[str, Any],
+    reader: Any,
+    metadata: Any,
+    rng: bool,
+) -> DenseSnapshot:
+    """Copy dense tensors, optimizer state, RNG, reader and the state of registered objects.
+
+    Raises
+    ------
+    StateError
+        A state holds something that can't be stored exactly, with its path.
+    """
+    taken = DenseSnapshot(metadata=encode_metadata(metadata))
+    aliases = dense_aliases(model, tables)
+    for name, tensor in dense_tensors(model, tables).items():
+        values, torch_dtype = dense_numpy(tensor)
+        other = tuple(alias for alias, owner in aliases.items() if owner == name)
+        taken.dense.append(DenseWrite(dense_path("model", name), values, torch_dtype, other))
+    names = parameter_names(model)
+    tree = {
+        "reader": state_of(reader),
+        "objects": {name: state_of(value) for name, value in objects.items()},
+        "optimizers": [optimizer_tree(optimizer, names, tables) for optimizer in optimizers],
+        "extra_state": extra_state(model),
+        "rng": rng_state() if rng else None,
+    }
+    used = {write.path for write in taken.dense}
+
+    def beside(path: str, leaf: ArrayLeaf) -> str:
+        parts = [part.strip("'\"") for part in path.strip("[]").split("][")]
+        place = dense_path("optim" if parts[0] == "optimizers" else "state", ".".join(parts))
+        while place in used:
+            place += "~"  # no encoded name holds one
+        used.add(place)
+        taken.dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype))
+        return place
+
+    taken.state = encode_state(tree, beside=beside, as_leaf=tensor_leaf)
+    return taken
+
+
+def encode_metadata(metadata: Any) -> Any:
+    """The caller's metadata as tagged JSON; it stands in the commit record, so it must be small."""
+
+    def too_large(path: str, _: ArrayLeaf) -> str:
+        raise StateError(f"metadata{path}: an array of more than 8 KiB; give it through `state=` instead")
+
+    doc = encode_state(metadata, beside=too_large, as_leaf=tensor_leaf)
+    if len(dumps(doc)) > MAX_METADATA_BYTES:
+        raise StateError(
+            f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
+        )
+    return doc
+
+
+def state_of(value: Any) -> Any:
+    """An object's `state_dict()`, or the value itself where it has none."""
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def tensor_leaf(value: object) -> ArrayLeaf | None:
+    """A tensor as a leaf of a state; it owns its memory."""
+    if isinstance(value, torch.Tensor):
+        values, torch_dtype = dense_numpy(value)
+        return ArrayLeaf(values, "torch", torch_dtype)
+    if isinstance(value, np.ndarray):
+        return ArrayLeaf(value.copy())
+    return None
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the random number generators that training draws from: torch, numpy, Python."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def table_aliases(model: nn.Module, table: Table) -> tuple[str, ...]:
+    """Other names of a table's parameter in the state dict."""
+    state = model.state_dict(keep_vars=True)
+    names = state_names(model)
+    return tuple(names[key] for key, value in state.items() if value is table.parameter and key != table.key)

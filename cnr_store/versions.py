@@ -1,0 +1,208 @@
+"""What exists in a store: committed versions, their records, manifests and states."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cnr_backends import Backend, ObjectNotFoundError
+from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
+from cnr_store.format import layout
+from cnr_store.format.manifest import Manifest, decode_manifest
+from cnr_store.format.record import Record, decode_record
+from cnr_store.format.state import decode_state, loads
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """A committed version, for people and policies.
+
+    Attributes
+    ----------
+    id, step, kind
+        Its id; the caller's step; ``baseline`` or ``delta``.
+    previous
+        Id of the version training continued from, or None.
+    time
+        Seconds since 1970, UTC.
+    bytes
+        Bytes written for it, every object counted.
+    rows
+        Table rows written for it.
+    metadata
+        What the caller gave to `save`.
+    """
+
+    id: str
+    step: int
+    kind: str
+    previous: str | None
+    time: float
+    bytes: int
+    rows: int
+    metadata: Any = None
+
+    @classmethod
+    def of(cls, record: Record) -> VersionInfo:
+        metadata = decode_state(record.metadata, read=_no_array)
+        return cls(
+            record.id,
+            record.step,
+            record.kind,
+            record.previous,
+            record.time,
+            record.nbytes,
+            record.rows,
+            metadata,
+        )
+
+
+Version = str | int | VersionInfo
+
+
+def _no_array(path: str) -> np.ndarray[Any, Any]:
+    raise FormatError(f"metadata refers to an array ({path}); only small values may stand there")
+
+
+class Catalog:
+    """The versions of one store. Records and manifests never change, so they are kept once read; thread-safe."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._records: dict[str, Record | None] = {}
+        self._manifests: dict[str, Manifest] = {}
+        self._lock = threading.Lock()
+
+    def check_format(self) -> bool:
+        """Whether a store is here.
+
+        Raises
+        ------
+        FormatError
+            Something else is here, or a newer format.
+        """
+        try:
+            doc = loads(self.backend.get(layout.ROOT_KEY), f"{self.backend.url}/{layout.ROOT_KEY}")
+        except ObjectNotFoundError:
+            return False
+        attributes = doc.get("attributes") if isinstance(doc, dict) else None
+        cnr = attributes.get("cnr") if isinstance(attributes, dict) else None
+        found = cnr.get("format") if isinstance(cnr, dict) else None
+        if found is None:
+            raise FormatError(
+                f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store; choose another URL"
+            )
+        if found != layout.FORMAT:
+            raise FormatError(
+                f"{self.backend.url} holds format {found!r}; this release reads format {layout.FORMAT}"
+            )
+        return True
+
+    def ids(self) -> list[str]:
+        """Ids of all attempts, newest first; not all were committed."""
+        names = self.backend.list_names(layout.VERSIONS)
+        return sorted((name for name in names if layout.VersionId.parse(name)), reverse=True)
+
+    def find_record(self, version: str) -> Record | None:
+        """The record of a version, or None if that id was never committed."""
+        with self._lock:
+            if version in self._records:
+                return self._records[version]
+        try:
+            record = decode_record(self.backend.get(layout.record_key(version)), version)
+        except ObjectNotFoundError:
+            return None  # it may still come
+        with self._lock:
+            self._records[version] = record
+        return record
+
+    def record(self, version: str) -> Record:
+        """The record of a version that must exist.
+
+        Raises
+        ------
+        VersionNotFoundError
+            If it does not.
+        """
+        record = self.find_record(version)
+        if record is None:
+            raise VersionNotFoundError(f"{self.backend.url} has no committed version {version}")
+        return record
+
+    def newest_first(self) -> Iterator[Record]:
+        """Committed versions, newest first, read as they are asked for."""
+        self.check_format()
+        for version in self.ids():
+            record = self.find_record(version)
+            if record is not None:
+                yield record
+
+    def find(self, version: Version = "latest") -> Record:
+        """The record that an id, a `VersionInfo`, a step (the newest of that step) or ``latest`` names.
+
+        Raises
+        ------
+        EmptyStoreError, VersionNotFoundError
+        """
+        if isinstance(version, VersionInfo):
+            return self.record(version.id)
+        if isinstance(version, str) and version != "latest":
+            if layout.VersionId.parse(version) is None:
+                raise VersionNotFoundError(
+                    f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
+                    "a step, or 'latest'"
+                )
+            return self.record(version)
+        empty = True
+        for record in self.newest_first():
+            empty = False
+            if version in ("latest", record.step):
+                return record
+        if empty:
+            raise EmptyStoreError(f"{self.backend.url} holds no committed version")
+        raise VersionNotFoundError(f"{self.backend.url} has no version of step {version}")
+
+    def manifest(self, record: Record) -> Manifest:
+        """The manifest that a record's digest names."""
+        with self._lock:
+            known = self._manifests.get(record.id)
+        if known is not None:
+            return known
+        data = self._proven(record, "manifest", record.manifest_sha256)
+        manifest = decode_manifest(data, record.id)
+        with self._lock:
+            self._manifests[record.id] = manifest
+        return manifest
+
+    def state(self, record: Record) -> Any:
+        """The state document of a version, as tagged JSON."""
+        data = self._proven(record, "state/main.json", record.state_sha256)
+        return loads(data, f"state of version {record.id}")
+
+    def _proven(self, record: Record, name: str, sha256: str) -> bytes:
+        key = layout.version_key(record.id, name)
+        data = read_object(self.backend, key, f"version {record.id}")
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise CorruptionError(
+                f"version {record.id}: {key} is not what was committed (its digest differs)"
+            )
+        return data
+
+
+def read_object(backend: Backend, key: str, what: str) -> bytes:
+    """A whole object that a committed version needs.
+
+    Raises
+    ------
+    CorruptionError
+        If it is lost. A storage that does not answer is its own error, since it may answer later.
+    """
+    try:
+        return backend.get(key)
+    except ObjectNotFoundError as error:
+        raise CorruptionError(f"{what}: {key} is lost from {backend.url}") from error
