@@ -200,7 +200,7 @@ def load_optimizer(
         size = len(group["params"])
         group["params"] = list(range(start, start + size))
         start += size
-    optimizer.load_state_dict({"state": {**tree["other"], **state}, "param_groups": saved})
+    optimizer.load_state_dict({"state": {**state, **tree["other"]}, "param_groups": saved})
 
 
 def _slots_of(

@@ -41,10 +41,10 @@ class RowBits:
     """One bit a row: host memory and compiled kernels for tables on the CPU, tensors elsewhere."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
+        self.rows, self.device = rows, device
         self._host = bitmap.empty_bitmap(rows) if device.type == "cpu" else None
         size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
@@ -53,7 +53,7 @@ class RowBits:
         """
         flat = ids.detach().reshape(-1)
         if self._host is None:
-            mark_on_device(self._device, flat.to(self._device.device, non_blocking=True))
+            mark_on_device(self._bits, flat.to(self.device, non_blocking=True))
             return True
         return bitmap.mark(self._host, self.rows, flat.cpu().numpy()) < 0
 
@@ -65,15 +65,15 @@ class RowBits:
         if gradient.is_sparse:
             self.mark(gradient._indices()[0])
         elif self._host is None:
-            mark_nonzero_on_device(self._device, gradient)
+            mark_nonzero_on_device(self._bits, gradient.to(self.device))
         else:
-            bitmap.mark_nonzero(self._host, _as_integers(gradient).numpy())
+            bitmap.mark_nonzero(self._host, _as_integers(gradient).cpu().numpy())
 
     def take(self) -> Bitmap:
         """The bits in host memory; none is set afterwards."""
         if self._host is None:
-            taken = self._device[:-1].cpu().numpy()
-            self._device.zero_()
+            taken = self._bits[:-1].cpu().numpy()
+            self._bits.zero_()
             return taken
         taken, self._host = self._host, bitmap.empty_bitmap(self.rows)
         return taken

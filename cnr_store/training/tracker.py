@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,56 +26,13 @@ from cnr_store.training import bitmap
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import hook_module, hook_steps, remove_all
 from cnr_store.training.optimizers import group_moves_untouched
-from cnr_store.training.rowbits import RowBits
 from cnr_store.training.tables import Lookup, Table
+from cnr_store.training.watch import Watch
 
 logger = logging.getLogger("cnr_store")
 
 _LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _OUTSIDE = "it was changed outside lookups and optimizer steps (Tracker.mark tells of changes made by hand)"
-
-
-@dataclass(eq=False)
-class _Watch:
-    """What is known of one table in the present interval."""
-
-    table: Table
-    bits: RowBits
-    carried: Bitmap
-    """Flagged, although not in this interval: looked up in the last one, or given back by a failed save."""
-    seen: tuple[int, int]
-    """Memory and version counter of the parameter when the last change was accounted for."""
-    whole: str | None = None
-    marked: bool = False
-
-    @classmethod
-    def of(cls, table: Table) -> _Watch:
-        bits = RowBits(table.rows, table.parameter.device)
-        return cls(table, bits, bitmap.empty_bitmap(table.rows), _fingerprint(table.parameter))
-
-    @property
-    def unaccounted(self) -> bool:
-        return _fingerprint(self.table.parameter) != self.seen
-
-    @property
-    def unexplained(self) -> bool:
-        """Whether it changed although no row is flagged."""
-        return self.unaccounted and not self.marked and not self.carried.any()
-
-    def mark(self, ids: torch.Tensor) -> bool:
-        self.marked = True
-        return self.bits.mark(ids)
-
-    def account(self) -> None:
-        self.seen = _fingerprint(self.table.parameter)
-
-    def make_whole(self, reason: str) -> None:
-        if self.whole is None:
-            self.whole = reason
-
-
-def _fingerprint(parameter: torch.Tensor) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version
 
 
 class Tracker:
@@ -95,7 +51,7 @@ class Tracker:
 
     def __init__(self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
-        self._watches = {table.name: _Watch.of(table) for table in tables}
+        self._watches = {table.name: Watch(table) for table in tables}
         self._by_parameter = {id(watch.table.parameter): watch for watch in self._watches.values()}
         self._logged: set[tuple[str, str]] = set()
         self._owned = self._find_owned()
@@ -112,19 +68,19 @@ class Tracker:
 
     # Hooks
 
-    def _before_lookup(self, watch: _Watch, module: Lookup, *_: object) -> None:
+    def _before_lookup(self, watch: Watch, module: Lookup, *_: object) -> None:
         # A lookup with max_norm changes rows itself; what is not accounted for by now came from elsewhere.
-        if module.max_norm is not None and watch.unaccounted:
+        if module.max_norm is not None and self._changed_elsewhere(watch):
             watch.make_whole(_OUTSIDE)
 
     def _after_lookup(
-        self, watch: _Watch, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: object
+        self, watch: Watch, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: object
     ) -> None:
         renorms = module.max_norm is not None
         if not (renorms or torch.is_grad_enabled()):
             return
-        if module._parameters.get("weight") is not watch.table.parameter:
-            watch.make_whole("a module looked up another tensor in its place")
+        if module._parameters.get("weight") is not watch.table.parameter or watch.resized:
+            watch.make_whole("a module looked up another tensor in its place, or it has other rows now")
         elif _overrides_forward(module):
             # Its ids need not be rows. Steps still flag what they change; nothing else would.
             if renorms or watch.table.name not in self._owned:
@@ -132,18 +88,16 @@ class Tracker:
                     f"{type(module).__name__} has a forward of its own, so its rows are not known"
                 )
         else:
-            ids = args[0] if args else kwargs["input"]
-            if not watch.mark(ids):
-                watch.make_whole("an id was out of range")
+            watch.mark(args[0] if args else kwargs["input"])
         if renorms:
             watch.account()
 
-    def _after_load(self, watch: _Watch, *_: object) -> None:
+    def _after_load(self, watch: Watch, *_: object) -> None:
         watch.make_whole("a state dict was loaded into it")
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         for _position, watch in self._stepped(optimizer):
-            if watch.unexplained or (watch.unaccounted and watch.table.name in self._owned):
+            if self._changed_elsewhere(watch):
                 watch.make_whole(_OUTSIDE)
             watch.account()
 
@@ -158,13 +112,16 @@ class Tracker:
             if reason is not None:
                 watch.make_whole(reason)
             # The optimizers that are trusted change a parameter once; a second change is someone else's.
-            elif parameter.grad is None or watch.seen != (memory, version + 1):
+            elif watch.resized or parameter.grad is None or watch.seen != (memory, version + 1):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
-                watch.marked = True
-                watch.bits.mark_gradient(parameter.grad)
+                watch.mark_gradient(parameter.grad)
 
-    def _stepped(self, optimizer: Optimizer) -> list[tuple[int, _Watch]]:
+    def _changed_elsewhere(self, watch: Watch) -> bool:
+        # Who updates a table without a given optimizer is unknown; its lookups are trusted if there are any.
+        return watch.unexplained or (watch.unaccounted and watch.table.name in self._owned)
+
+    def _stepped(self, optimizer: Optimizer) -> list[tuple[int, Watch]]:
         """The tables of an optimizer, each with the position of its parameter group."""
         return [
             (position, self._by_parameter[id(parameter)])
@@ -195,9 +152,7 @@ class Tracker:
         ModelMismatchError
             No such table, or an id is no integer in ``[0, rows)``; nothing was flagged.
         """
-        watch = self._watches.get(name)
-        if watch is None:
-            raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._watches)}")
+        watch = self._named(name)
         tensor = torch.as_tensor(ids)
         rows = watch.table.rows
         if tensor.numel():
@@ -214,6 +169,7 @@ class Tracker:
 
         Each reason is logged once for a table.
         """
+        self._adopt_replaced()
         self._owned = self._find_owned()
         moved = self._moved()
         reasons: dict[str, str] = {}
@@ -227,17 +183,14 @@ class Tracker:
                 logger.warning("table %r is saved whole: %s", name, reason)
         return reasons
 
-    def _reason(self, watch: _Watch) -> str | None:
-        table, parameter = watch.table, watch.table.parameter
+    def _reason(self, watch: Watch) -> str | None:
         if watch.whole is not None:
             return watch.whole
-        if table.shared_with:
-            return f"its memory is shared with {', '.join(table.shared_with)}"
-        if any(module._parameters.get("weight") is not parameter for module in table.modules):
-            return "its parameter was replaced in the model; make a new checkpointer"
-        if watch.unexplained or (watch.unaccounted and table.name in self._owned):
-            return _OUTSIDE
-        return None
+        if watch.table.shared_with:
+            return f"its memory is shared with {', '.join(watch.table.shared_with)}"
+        if watch.resized:
+            return "its number of rows changed"
+        return _OUTSIDE if self._changed_elsewhere(watch) else None
 
     def _moved(self) -> dict[str, str]:
         """Tables whose given optimizer, with its present settings, may move any row."""
@@ -258,15 +211,12 @@ class Tracker:
         whole = self.whole_reasons()
         return {name: self._swap(watch, name in whole) for name, watch in self._watches.items()}
 
-    def _swap(self, watch: _Watch, whole: bool) -> Bitmap:
-        rows = watch.table.rows
-        taken = watch.bits.take()
-        flagged = bitmap.full_bitmap(rows) if whole else taken | watch.carried
-        watch.carried = bitmap.empty_bitmap(rows) if watch.table.name in self._owned else taken
-        watch.whole = None
-        watch.marked = False
-        watch.account()
-        return flagged
+    def _swap(self, watch: Watch, whole: bool) -> Bitmap:
+        carried = watch.carried
+        taken = watch.begin()
+        if watch.table.name not in self._owned:
+            watch.carried = taken
+        return bitmap.full_bitmap(watch.table.rows) if whole else taken | carried
 
     def restore(self, bitmaps: Mapping[str, Bitmap]) -> None:
         """Give the bitmaps of a failed save back: their rows are flagged again.
@@ -274,24 +224,37 @@ class Tracker:
         Raises
         ------
         ModelMismatchError
-            A bitmap of no table, or of another size; nothing was flagged.
+            There is no such table; nothing was flagged.
         """
-        for name, flagged in bitmaps.items():
-            watch = self._watches.get(name)
-            if watch is None or flagged.shape != watch.carried.shape:
-                raise ModelMismatchError(f"a bitmap of {flagged.shape} bytes fits no table {name!r}")
-        for name, flagged in bitmaps.items():
-            carried = self._watches[name].carried
-            self._watches[name].carried = carried | flagged
+        watches = [(self._named(name), flagged) for name, flagged in bitmaps.items()]
+        for watch, flagged in watches:
+            watch.give_back(flagged)
 
     def clear(self) -> None:
         """Begin a new interval in which nothing has changed yet: the tables were just loaded."""
+        self._adopt_replaced()
         for watch in self._watches.values():
-            watch.bits.take()
-            watch.carried = bitmap.empty_bitmap(watch.table.rows)
-            watch.whole = None
-            watch.marked = False
-            watch.account()
+            watch.begin()
+
+    def _named(self, name: str) -> Watch:
+        if name not in self._watches:
+            raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._watches)}")
+        return self._watches[name]
+
+    def _adopt_replaced(self) -> None:
+        """Follow modules whose parameter was replaced by another one; the table is whole then."""
+        for name, watch in self._watches.items():
+            weights = [module._parameters.get("weight") for module in watch.table.modules]
+            weight = weights[0]
+            if weight is None or any(other is not weight for other in weights):
+                raise ModelMismatchError(
+                    f"table {name!r}: its modules no longer share one parameter; make a new checkpointer"
+                )
+            if weight is not watch.table.parameter:
+                del self._by_parameter[id(watch.table.parameter)]
+                watch.table.parameter = weight
+                self._by_parameter[id(weight)] = watch
+                watch.make_whole("its parameter was replaced in the model")
 
 
 def _overrides_forward(module: nn.Module) -> bool:

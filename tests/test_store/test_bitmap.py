@@ -1,0 +1,108 @@
+"""Packed bitmaps: kernels against plain numpy, against sets, and the tensor path against the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from cnr_store.training import bitmap
+from cnr_store.training.rowbits import RowBits, mark_nonzero_on_device, mark_on_device
+
+ROWS = st.integers(1, 300)
+
+
+@st.composite
+def rows_and_ids(draw: st.DrawFn) -> tuple[int, list[int]]:
+    rows = draw(ROWS)
+    return rows, draw(st.lists(st.integers(0, rows - 1), max_size=50))
+
+
+@given(rows_and_ids(), rows_and_ids())
+def test_bitmaps_are_sets_of_rows(one: tuple[int, list[int]], two: tuple[int, list[int]]) -> None:
+    rows = max(one[0], two[0])
+    left, right = bitmap.empty_bitmap(rows), bitmap.empty_bitmap(rows)
+    assert bitmap.mark(left, rows, np.array(one[1], np.int64)) == -1
+    assert bitmap.mark(right, rows, np.array(two[1], np.int32)) == -1
+    assert bitmap.rows_of(left, rows).tolist() == sorted({*one[1]})
+    assert bitmap.count(left) == len({*one[1]})
+    bitmap.or_into(left, right)
+    assert bitmap.rows_of(left, rows).tolist() == sorted({*one[1], *two[1]})
+    assert bitmap.rows_of(right, rows).tolist() == sorted({*two[1]})
+
+
+@given(st.integers(1, 200), st.lists(st.integers(-10, 210), max_size=30))
+def test_marking_equals_its_reference_and_stops_at_the_first_id_out_of_range(
+    rows: int, ids: list[int]
+) -> None:
+    ours, reference = bitmap.empty_bitmap(rows), bitmap.empty_bitmap(rows)
+    array = np.array(ids, np.int64)
+    assert bitmap.mark(ours, rows, array) == bitmap.mark_reference(reference, rows, array)
+    np.testing.assert_array_equal(ours, reference)
+
+
+@given(npst.arrays(np.uint8, st.integers(0, 70)), st.integers(0, 600))
+def test_counting_and_listing_equal_their_references(packed: bitmap.Bitmap, rows: int) -> None:
+    assert bitmap.count(packed) == bitmap.count_reference(packed)
+    np.testing.assert_array_equal(bitmap.rows_of(packed, rows), bitmap.rows_of_reference(packed, rows))
+
+
+@given(st.integers(1, 100))
+def test_a_full_bitmap_has_every_row_and_no_more(rows: int) -> None:
+    full = bitmap.full_bitmap(rows)
+    assert bitmap.rows_of(full, rows).tolist() == list(range(rows))
+    assert bitmap.count(full) == rows
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["float32", "float16", "bfloat16"]))
+def test_rows_with_any_bit_are_marked_alike_by_kernel_reference_and_tensors(
+    rows: int, dim: int, dtype: str
+) -> None:
+    values = torch.zeros(rows, dim, dtype=getattr(torch, dtype))
+    for row in range(0, rows, 3):
+        values[row, row % dim] = (1.0, float("nan"), -0.0, 0.0)[row % 4]
+    words = values.view(torch.int32 if dtype == "float32" else torch.int16)
+    ours, reference = bitmap.empty_bitmap(rows), bitmap.empty_bitmap(rows)
+    bitmap.mark_nonzero(ours, words.numpy())
+    bitmap.mark_nonzero_reference(reference, words.numpy())
+    np.testing.assert_array_equal(ours, reference)
+    device = torch.zeros(len(ours) + 1, dtype=torch.uint8)
+    mark_nonzero_on_device(device, values)
+    np.testing.assert_array_equal(device[:-1].numpy(), reference)
+    strided = bitmap.empty_bitmap(rows)
+    bitmap.mark_nonzero(strided, words.t().contiguous().t().numpy())
+    np.testing.assert_array_equal(strided, reference)
+
+
+@given(rows_and_ids(), st.sampled_from([torch.int64, torch.int32]))
+def test_tensors_are_marked_as_by_the_kernel(case: tuple[int, list[int]], dtype: torch.dtype) -> None:
+    rows, ids = case
+    host = bitmap.empty_bitmap(rows)
+    bitmap.mark(host, rows, np.array(ids, np.int64))
+    device = torch.zeros(len(host) + 1, dtype=torch.uint8)
+    half = len(ids) // 2
+    mark_on_device(device, torch.tensor(ids[:half], dtype=dtype))
+    mark_on_device(device, torch.tensor(ids[half:], dtype=dtype).reshape(1, -1))
+    np.testing.assert_array_equal(device[:-1].numpy(), host)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bits_on_a_gpu_equal_bits_on_the_host() -> None:
+    rows = 100_003
+    ids = torch.randint(rows, (4, 5000))
+    gradient = torch.zeros(rows, 3)
+    gradient[torch.randint(rows, (500,)), 1] = 1
+    sparse = torch.sparse_coo_tensor(ids[:1], torch.ones(5000, 3), (rows, 3))
+    found = []
+    for device in ("cpu", "cuda"):
+        bits = RowBits(rows, torch.device(device))
+        bits.mark(ids.to(device))
+        bits.mark_gradient(gradient.to(device))
+        bits.mark_gradient(sparse.to(device))
+        found.append(bits.take())
+        assert not bits.take().any()
+    np.testing.assert_array_equal(found[0], found[1])

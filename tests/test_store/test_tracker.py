@@ -1,0 +1,514 @@
+"""Rows that changed are always among the rows flagged, or the table is whole."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
+
+from cnr_store.errors import ModelMismatchError
+from cnr_store.training.bitmap import Bitmap, rows_of
+from cnr_store.training.tables import find_tables
+from cnr_store.training.tracker import Tracker
+
+ROWS = 40
+ALL = list(range(ROWS))
+
+TRUSTED: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
+    "sgd_sparse": (lambda p: SGD(p, lr=0.1), True),
+    "sgd": (lambda p: SGD(p, lr=0.1), False),
+    "sgd_plain": (lambda p: SGD(p, lr=0.1, foreach=False), False),
+    "sgd_fused": (lambda p: SGD(p, lr=0.1, fused=True), False),
+    "adagrad_sparse": (lambda p: Adagrad(p, lr=0.1), True),
+    "adagrad": (lambda p: Adagrad(p, lr=0.1), False),
+    "adagrad_plain": (lambda p: Adagrad(p, lr=0.1, foreach=False), False),
+    "adagrad_fused": (lambda p: Adagrad(p, lr=0.1, fused=True), False),
+    "sparse_adam": (lambda p: SparseAdam(p, lr=0.1), True),
+}
+
+
+def ids(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def listed(bitmap: Bitmap, rows: int = ROWS) -> list[int]:
+    return [int(row) for row in rows_of(bitmap, rows)]
+
+
+def backward(loss: Any) -> None:
+    loss.backward()
+
+
+class Bench:
+    """A model with one table, its optimizer, and a tracker."""
+
+    def __init__(self, kind: str = "sgd_sparse", given: bool = True, **options: Any) -> None:
+        make, sparse = TRUSTED[kind]
+        self.table = nn.Embedding(ROWS, 3, sparse=sparse, **options)
+        self.model = nn.ModuleDict({"t": self.table})
+        self.optimizer = make(self.model.parameters())
+        self.tracker = Tracker(find_tables(self.model), [self.optimizer] if given else [])
+
+    def forward(self, *rows: int) -> Any:
+        return self.table(ids(*rows)).square().sum()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, *rows: int) -> None:
+        self.forward(*rows).backward()
+        self.step()
+
+    def functional(self, *rows: int) -> Any:
+        """A lookup past the module."""
+        return nn.functional.embedding(ids(*rows), self.table.weight, sparse=self.table.sparse).sum()
+
+    def swap(self) -> list[int]:
+        return listed(self.tracker.swap()["t"])
+
+    def write(self, row: int) -> None:
+        """Change a row by hand."""
+        with torch.no_grad():
+            self.table.weight[row] += 1
+
+
+@pytest.mark.parametrize("kind", TRUSTED)
+def test_a_trained_row_is_flagged_once(kind: str) -> None:
+    bench = Bench(kind)
+    bench.train(3, 7, 3)
+    bench.train(39)
+    assert bench.tracker.whole_reasons() == {}
+    assert bench.swap() == [3, 7, 39]
+    assert bench.swap() == []
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse"])
+def test_a_save_between_forward_and_step_loses_nothing(kind: str) -> None:
+    bench = Bench(kind)
+    loss = bench.forward(1, 2)
+    assert bench.swap() == [1, 2]
+    loss.backward()
+    assert bench.swap() == []
+    bench.step()
+    assert bench.swap() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse"])
+def test_a_batch_looked_up_before_the_step_of_the_one_before_is_flagged_when_it_is_updated(kind: str) -> None:
+    bench = Bench(kind)
+    first, second = bench.forward(1, 2), bench.forward(8, 9)
+    first.backward()
+    bench.step()
+    assert bench.swap() == [1, 2, 8, 9]
+    second.backward()
+    bench.step()
+    assert bench.swap() == [8, 9]
+
+
+def test_gradients_accumulated_over_saves_are_flagged_at_the_step() -> None:
+    bench = Bench()
+    for row in (1, 2, 3):
+        bench.forward(row).backward()
+        assert bench.swap() == [row]
+    bench.step()
+    assert bench.swap() == [1, 2, 3]
+
+
+def test_a_closure_that_computes_gradients_in_the_step_is_seen() -> None:
+    bench = Bench(max_norm=0.5)
+
+    def closure() -> float:
+        bench.optimizer.zero_grad()
+        loss = bench.forward(5)
+        loss.backward()
+        return float(loss.detach())
+
+    bench.swap()
+    bench.optimizer.step(closure)
+    assert bench.swap() == [5]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse"])
+def test_gradients_that_come_past_the_module_are_seen(kind: str) -> None:
+    bench = Bench(kind)
+    bench.functional(4).backward()
+    backward(bench.table.forward(ids(6)).sum())
+    bench.step()
+    assert bench.swap() == [4, 6]
+    if kind == "sgd":
+        backward(bench.forward(1) + bench.table.weight.square().sum())
+        bench.step()
+        assert bench.swap() == ALL
+
+
+def test_without_an_optimizer_rows_looked_up_are_flagged_in_the_next_interval_too() -> None:
+    bench = Bench(given=False)
+    bench.forward(1, 2)
+    assert bench.swap() == [1, 2]
+    bench.write(1)
+    bench.forward(5)
+    assert bench.swap() == [1, 2, 5]
+    assert bench.swap() == [5]
+    assert bench.swap() == []
+
+
+def test_an_optimizer_that_was_not_given_is_noticed() -> None:
+    bench = Bench(given=False)
+    bench.train(3)
+    bench.swap()
+    bench.swap()
+    bench.functional(4).backward()
+    bench.step()
+    assert bench.swap() == [4]
+    other = Adam(bench.model.parameters())
+    bench.table.weight.grad = torch.zeros_like(bench.table.weight)
+    other.step()
+    assert "Adam" in bench.tracker.whole_reasons()["t"]
+    assert bench.swap() == ALL
+
+
+def test_a_failed_save_gives_its_rows_back() -> None:
+    bench = Bench()
+    bench.train(1)
+    failed = bench.tracker.swap()
+    bench.train(2)
+    bench.tracker.restore(failed)
+    assert bench.swap() == [1, 2]
+    assert bench.swap() == []
+
+
+def test_a_failed_save_of_a_whole_table_stays_whole() -> None:
+    bench = Bench()
+    bench.write(4)
+    failed = bench.tracker.swap()
+    bench.tracker.restore(failed)
+    assert bench.swap() == ALL
+    with pytest.raises(ModelMismatchError, match=r"no table 'x'; there are \['t'\]"):
+        bench.tracker.restore({"x": failed["t"]})
+
+
+def test_lookups_for_evaluation_are_not_flagged_unless_they_change_rows() -> None:
+    bench = Bench()
+    with torch.no_grad():
+        bench.forward(1)
+    with torch.inference_mode():
+        bench.forward(2)
+    assert bench.swap() == []
+    bench = Bench(max_norm=0.01)
+    with torch.no_grad():
+        bench.forward(1)
+    bench.forward(2)
+    assert bench.tracker.whole_reasons() == {}
+    assert bench.swap() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_every_way_to_pass_ids(dtype: torch.dtype) -> None:
+    bag = nn.EmbeddingBag(ROWS, 3, sparse=True, max_norm=1.0)
+    table = nn.Embedding(ROWS, 3, padding_idx=0)
+    model = nn.ModuleDict({"bag": bag, "t": table})
+    tracker = Tracker(find_tables(model))
+    bag(torch.tensor([1, 2, 9], dtype=dtype), torch.tensor([0, 2], dtype=dtype))
+    bag(torch.tensor([[3, 4], [4, 5]], dtype=dtype))
+    table(input=torch.tensor([[[7]], [[0]]], dtype=dtype))
+    table(torch.tensor(8, dtype=dtype))
+    table(torch.empty(0, dtype=dtype))
+    table(torch.arange(20, 30, dtype=dtype)[::3])
+    swapped = tracker.swap()
+    assert listed(swapped["bag"]) == [1, 2, 3, 4, 5, 9]
+    assert listed(swapped["t"]) == [0, 7, 8, 20, 23, 26, 29]
+
+
+def test_ids_out_of_range_raise_what_torch_raises() -> None:
+    bench = Bench()
+    with pytest.raises(IndexError, match="out of range"):
+        bench.forward(ROWS)
+    with pytest.raises(TypeError):
+        bench.table()
+    assert bench.swap() == []
+
+
+def test_rows_changed_by_hand_can_be_told() -> None:
+    bench = Bench()
+    bench.write(4)
+    bench.tracker.mark("t", [4])
+    bench.write(6)
+    bench.tracker.mark("t", np.array([[6]]))
+    bench.tracker.mark("t", [])
+    assert bench.tracker.whole_reasons() == {}
+    assert bench.swap() == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "why"),
+    [("x", [1], "no table 'x'"), ("t", [ROWS], "40 rows"), ("t", [-1], "-1"), ("t", [0.5], "integers")],
+)
+def test_marks_that_make_no_sense_are_refused(name: str, rows: object, why: str) -> None:
+    bench = Bench()
+    with pytest.raises(ModelMismatchError, match=why):
+        bench.tracker.mark(name, rows)
+    assert bench.swap() == []
+
+
+def by_hand(bench: Bench) -> None:
+    bench.write(4)
+
+
+def by_hand_then_a_step(bench: Bench) -> None:
+    bench.write(4)
+    bench.train(1)
+
+
+def by_loading(bench: Bench) -> None:
+    bench.model.load_state_dict({"t.weight": torch.ones(ROWS, 3)})
+
+
+def by_other_memory(bench: Bench) -> None:
+    bench.table.weight.data = torch.ones(ROWS, 3)
+
+
+def by_renorm_elsewhere(bench: Bench) -> None:
+    nn.functional.embedding(ids(3), bench.table.weight, max_norm=0.01)
+
+
+def by_a_step_hook(bench: Bench) -> None:
+    def clamp(*_: object) -> None:
+        with torch.no_grad():
+            bench.table.weight.clamp_(-0.1, 0.1)
+
+    bench.optimizer.register_step_post_hook(clamp)
+    bench.train(1)
+
+
+def by_settings_of_one_step(bench: Bench) -> None:
+    bench.optimizer.param_groups[0]["momentum"] = 0.9
+    bench.train(1)
+    bench.optimizer.param_groups[0]["momentum"] = 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_hand,
+        by_hand_then_a_step,
+        by_loading,
+        by_other_memory,
+        by_renorm_elsewhere,
+        by_a_step_hook,
+        by_settings_of_one_step,
+    ],
+)
+def test_changes_that_no_lookup_explains_make_the_table_whole_once(change: Callable[[Bench], None]) -> None:
+    bench = Bench()
+    change(bench)
+    assert bench.tracker.whole_reasons().keys() == {"t"}
+    assert bench.swap() == ALL
+    assert bench.tracker.whole_reasons() == {}
+    assert bench.swap() == []
+
+
+@pytest.mark.parametrize("change", [by_hand, by_loading, by_other_memory])
+def test_without_an_optimizer_changes_without_any_lookup_make_the_table_whole(
+    change: Callable[[Bench], None],
+) -> None:
+    bench = Bench(given=False)
+    change(bench)
+    assert bench.swap() == ALL
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.1, momentum=0.9),
+        lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+        lambda p: Adam(p),
+    ],
+)
+def test_optimizers_that_move_every_row_make_the_table_whole(make: Callable[[Any], Optimizer]) -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(ROWS, 3), "frozen": nn.Embedding(4, 2)})
+    model["frozen"].weight.requires_grad_(False)
+    optimizer = make(model.parameters())
+    tracker = Tracker(find_tables(model), [optimizer])
+    for _ in range(2):
+        model["t"](ids(1)).sum().backward()
+        optimizer.step()
+        assert tracker.whole_reasons().keys() == {"t"}
+        swapped = tracker.swap()
+        assert listed(swapped["t"]) == ALL
+        assert not swapped["frozen"].any()
+
+
+def test_a_tied_output_layer_makes_the_table_whole() -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(ROWS, 3), "out": nn.Linear(3, ROWS)})
+    model["out"].weight = model["t"].weight
+    tracker = Tracker(find_tables(model), [SGD(model.parameters(), lr=0.1)])
+    assert "shared with out" in tracker.whole_reasons()["t"]
+
+
+class Hashing(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's own name
+        return super().forward(input % self.num_embeddings)
+
+
+def test_a_forward_of_its_own_is_left_to_the_steps_or_whole() -> None:
+    model = nn.ModuleDict({"t": Hashing(ROWS, 3, sparse=True)})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    owned, alone = Tracker(find_tables(model), [optimizer]), Tracker(find_tables(model))
+    model["t"](ids(ROWS + 3, 10 * ROWS)).sum().backward()
+    optimizer.step()
+    assert owned.whole_reasons() == {}
+    assert listed(owned.swap()["t"]) == [0, 3]
+    assert "Hashing" in alone.whole_reasons()["t"]
+
+
+def test_a_parameter_that_was_replaced_or_resized_is_followed() -> None:
+    bench = Bench()
+    bench.table.weight = nn.Parameter(torch.ones(ROWS, 3))
+    assert bench.swap() == ALL
+    assert bench.swap() == []
+    bench.optimizer = SGD(bench.model.parameters(), lr=0.1)
+    bench.train(3)
+    assert bench.swap() == [3]
+    failed = bench.tracker.swap()
+    bench.table.weight.data = torch.ones(ROWS + 9, 3)
+    bench.table.num_embeddings = ROWS + 9
+    bench.train(ROWS + 8)
+    assert "rows" in bench.tracker.whole_reasons()["t"]
+    assert listed(bench.tracker.swap()["t"], ROWS + 9) == list(range(ROWS + 9))
+    bench.tracker.swap()
+    bench.train(ROWS + 8)
+    assert listed(bench.tracker.swap()["t"], ROWS + 9) == [ROWS + 8]
+    bench.tracker.restore(failed)
+    assert listed(bench.tracker.swap()["t"], ROWS + 9) == list(range(ROWS + 9))
+
+
+def test_modules_that_no_longer_share_their_parameter_are_refused() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.Embedding(4, 2)})
+    model["b"].weight = model["a"].weight
+    tracker = Tracker(find_tables(model))
+    model["b"].weight = nn.Parameter(torch.zeros(4, 2))
+    with pytest.raises(ModelMismatchError, match=r"'a'.*new checkpointer"):
+        tracker.swap()
+
+
+def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.WARNING, logger="cnr_store"):
+        for _ in range(3):
+            bench.write(1)
+            bench.swap()
+    (record,) = caplog.records
+    assert "table 't' is saved whole: it was changed outside" in record.getMessage()
+
+
+def test_clear_forgets_everything() -> None:
+    bench = Bench()
+    bench.train(1)
+    bench.tracker.restore(bench.tracker.swap())
+    by_loading(bench)
+    bench.train(2)
+    bench.tracker.clear()
+    assert bench.tracker.whole_reasons() == {}
+    assert bench.swap() == []
+
+
+def test_close_takes_the_hooks_off() -> None:
+    bench = Bench()
+    bench.tracker.close()
+    bench.tracker.close()
+    bench.train(1)
+    assert not bench.table._forward_hooks
+    assert not bench.table._forward_pre_hooks
+
+
+def test_copied_and_pickled_models_are_not_tracked_and_keep_no_tracker_alive() -> None:
+    bench = Bench()
+    copied = copy.deepcopy(bench.model)
+    file = io.BytesIO()
+    torch.save(bench.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        other["t"](ids(1)).sum().backward()
+        SGD(other.parameters(), lr=0.1).step()
+    assert bench.swap() == []
+    tracker = weakref.ref(bench.tracker)
+    del bench.tracker
+    gc.collect()
+    assert tracker() is None
+    bench.train(1)
+
+
+def test_a_model_of_several_tables_and_optimizers() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(ROWS, 2, sparse=True), "b": nn.Embedding(ROWS, 2)})
+    first: Optimizer = SparseAdam(model["a"].parameters())
+    second = Adagrad(model["b"].parameters())
+    tracker = Tracker(find_tables(model), [first, second])
+    backward(model["a"](ids(1)).sum() + model["b"](ids(2)).sum())
+    tracker.swap()
+    first.step()
+    swapped = tracker.swap()
+    assert listed(swapped["a"]) == [1]
+    assert not swapped["b"].any()
+    second.step()
+    assert listed(tracker.swap()["b"]) == [2]
+
+
+ROW_IDS = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
+ACTIONS: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
+    st.tuples(st.sampled_from(["forward", "evaluate", "functional", "write"]), ROW_IDS),
+    st.tuples(st.sampled_from(["backward", "step", "zero", "save", "fail", "decay"]), st.just([])),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([*TRUSTED]), st.booleans(), st.sampled_from([None, 0.05]), st.lists(ACTIONS, max_size=25)
+)
+def test_rows_that_changed_since_they_were_saved_are_flagged(
+    kind: str, given_optimizer: bool, max_norm: float | None, actions: list[tuple[str, list[int]]]
+) -> None:
+    bench = Bench(kind, given_optimizer, max_norm=max_norm)
+    optimizer, weight = bench.optimizer, bench.table.weight
+    losses: list[Any] = []
+    saved = weight.detach().clone()
+    for action, rows in actions:
+        if action == "forward":
+            losses.append(bench.forward(*rows))
+        elif action == "evaluate":
+            with torch.no_grad():
+                bench.forward(*rows)
+        elif action == "functional":
+            bench.functional(*rows).backward()
+        elif action == "write" and given_optimizer:
+            bench.write(rows[0])
+        elif action == "backward" and losses:
+            losses.pop(0).backward()
+        elif action == "step":
+            optimizer.step()
+        elif action == "zero":
+            optimizer.zero_grad()
+        elif action == "decay" and "weight_decay" in optimizer.param_groups[0] and not bench.table.sparse:
+            group = optimizer.param_groups[0]
+            group["weight_decay"] = 0.1 - group["weight_decay"]
+        elif action in ("save", "fail"):
+            flagged = bench.tracker.swap()
+            changed = np.flatnonzero((saved != weight.detach()).any(dim=1).numpy())
+            assert {*changed.tolist()} <= {*listed(flagged["t"])}
+            if action == "fail":
+                bench.tracker.restore(flagged)
+            else:
+                saved = weight.detach().clone()
