@@ -4,6 +4,8 @@ Scales are rounded up and offsets down, so that the range stays covered. They ar
 less than one part in 128 of the range, else float32 with at most 16 significant bits in the scale: scale *
 code is then exact, and decoders that fuse the addition agree with those that don't. Rows that neither
 serves are stored raw.
+
+Ranges may be anything: callers silence numpy's floating-point warnings, and heed `raw`.
 """
 
 from __future__ import annotations
@@ -42,31 +44,29 @@ class Parameters:
 def asymmetric(low: Float64s, high: Float64s, bits: int, element: Element) -> Parameters:
     """Scale and offset of rows with these ranges, which may be non-finite (then raw)."""
     levels = (1 << bits) - 1
-    with np.errstate(all="ignore"):
-        constant = low == high
-        offset16 = _floor(low, np.float16)
-        scale16 = np.where(constant, np.float64(0), _ceil_float16((high - offset16) / levels))
-        widened = np.where(constant, offset16 != low, scale16 * levels > (high - low) * _MOST_WIDENED)
-        fits16 = ~widened & _holds(scale16, offset16, levels, element)
-        offset32 = _floor(low, np.float32)
-        scale32 = _ceil_16_bits((high - offset32) / levels)
-        fits32 = (constant | (scale32 >= _TINY)) & _holds(scale32, offset32, levels, element)
-        scale = np.where(fits16, scale16, scale32).astype(np.float32)
-        offset = np.where(fits16, offset16, offset32).astype(np.float32)
+    constant = low == high
+    offset16 = _floor(low, np.float16)
+    scale16 = np.where(constant, np.float64(0), _ceil_float16((high - offset16) / levels))
+    widened = np.where(constant, offset16 != low, scale16 * levels > (high - low) * _MOST_WIDENED)
+    fits16 = ~widened & _holds(scale16, offset16, levels, element)
+    offset32 = _floor(low, np.float32)
+    scale32 = _ceil_16_bits((high - offset32) / levels)
+    fits32 = (constant | (scale32 >= _TINY)) & _holds(scale32, offset32, levels, element)
+    scale = np.where(fits16, scale16, scale32).astype(np.float32)
+    offset = np.where(fits16, offset16, offset32).astype(np.float32)
     return Parameters(scale, offset, np.stack([scale, offset]), fits16, ~(fits16 | fits32))
 
 
 def symmetric(magnitude: Float64s, bits: int, element: Element) -> Parameters:
     """Half steps of rows with these greatest magnitudes, which may be non-finite (then raw)."""
     levels = (1 << bits) - 1
-    with np.errstate(all="ignore"):
-        exact = magnitude / levels
-        half16 = _ceil_float16(exact)
-        fits16 = (half16 <= exact * _MOST_WIDENED) & _holds(2 * half16, -levels * half16, levels, element)
-        half32 = _ceil_16_bits(exact)
-        fits32 = (half32 >= _TINY) & _holds(2 * half32, -levels * half32, levels, element)
-        half = np.where(fits16, half16, half32).astype(np.float32)
-        scale, offset = half * np.float32(2), half * np.float32(-levels)
+    exact = magnitude / levels
+    half16 = _ceil_float16(exact)
+    fits16 = (half16 <= exact * _MOST_WIDENED) & _holds(2 * half16, -levels * half16, levels, element)
+    half32 = _ceil_16_bits(exact)
+    fits32 = (half32 >= _TINY) & _holds(2 * half32, -levels * half32, levels, element)
+    half = np.where(fits16, half16, half32).astype(np.float32)
+    scale, offset = half * np.float32(2), half * np.float32(-levels)
     return Parameters(scale, offset, half[None], fits16, ~(fits16 | fits32))
 
 

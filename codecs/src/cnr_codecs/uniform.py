@@ -116,10 +116,12 @@ class UniformRows:
         return parameters + row_bytes(scheme, self.bits, dim)
 
     def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        wide = np.ascontiguousarray(values, np.float32).view()
-        # Kernels are compiled once, for read-only rows; the flag is the view's, not the caller's.
-        wide.flags.writeable = False
-        parameters = self._parameters(wide, element)
+        # Rows may hold anything; those whose parameters come out infinite or NaN are stored raw.
+        with np.errstate(all="ignore"):
+            wide = np.ascontiguousarray(values, np.float32).view()
+            # Kernels are compiled once, for read-only rows; the flag is the view's, not the caller's.
+            wide.flags.writeable = False
+            parameters = self._parameters(wide, element)
         raw = parameters.raw
         raw_bytes = values.shape[1] * element.stored.itemsize
         segments = []
@@ -164,10 +166,9 @@ class UniformRows:
             left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
             factor = search_factor(least, most, bins)
             kernels.greedy_walk(wide, least, factor, bins, steps, (1 << self.bits) - 1, left, right)
-            with np.errstate(invalid="ignore"):
-                width = (high - low) / bins
-                low = np.where(left > 0, low + left * width, low)
-                high = np.where(right > 0, high - right * width, high)
+            width = (high - low) / bins
+            low = np.where(left > 0, low + left * width, low)
+            high = np.where(right > 0, high - right * width, high)
         return asymmetric(low, high, self.bits, element)
 
 

@@ -1,0 +1,239 @@
+"""Uniform quantization: kernels against their numpy twins, bounds of the error, parameters, independence of rows."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cnr_codecs
+from cnr_codecs import ParameterType, Scheme, UniformRows, reference
+from cnr_codecs.kernels import uniform as kernels
+from cnr_codecs.uniform import row_extremes, search_factor
+
+FLOAT_MAX = np.finfo(np.float32).max
+ROW_MAKERS = {
+    "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
+    "constant": lambda rng, dim: np.full(dim, rng.choice([0.1, 1.0, -3e38, 1e-42, 0.0, -0.0])),
+    "zeros of both signs": lambda rng, dim: rng.choice([0.0, -0.0], dim),
+    "with nan": lambda rng, dim: rng.choice([1.0, np.nan, -np.nan], dim),
+    "with inf": lambda rng, dim: rng.choice([1.0, np.inf, -np.inf], dim),
+    "subnormal": lambda rng, dim: rng.normal(0, 1e-41, dim),
+    "small": lambda rng, dim: rng.uniform(-3e-4, 3e-4, dim),
+    "tiny": lambda rng, dim: rng.uniform(-1e-30, 1e-30, dim),
+    "tiny range, huge offset": lambda rng, dim: 1e8 + rng.uniform(0, 100, dim),
+    "one step apart": lambda rng, dim: np.nextafter(np.float32(7), rng.choice([0, 7, 9], dim).astype("f4")),
+    "largest": lambda rng, dim: rng.choice([FLOAT_MAX, -FLOAT_MAX, 0], dim),
+    "nearly largest": lambda rng, dim: rng.uniform(1e38, FLOAT_MAX, dim),
+    "one outlier": lambda rng, dim: np.where(np.arange(dim) == dim // 2, 1e6, rng.normal(0, 1e-3, dim)),
+    "beyond float16": lambda rng, dim: rng.uniform(-1e5, 1e5, dim),
+    "any bits": lambda rng, dim: rng.integers(0, 1 << 32, dim, dtype=np.uint32).view(np.float32),
+}
+SCHEMES = st.sampled_from(["symmetric", "asymmetric", "adaptive"])
+BITS = st.integers(1, 8)
+
+
+@st.composite
+def adversarial_rows(draw, min_rows=1):
+    """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
+    dim = draw(st.integers(1, 70))
+    kinds = draw(st.lists(st.sampled_from(sorted(ROW_MAKERS)), min_size=min_rows, max_size=70))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    with np.errstate(all="ignore"):
+        rows = [np.asarray(ROW_MAKERS[kind](rng, dim)).astype(np.float32) for kind in kinds]
+    return np.stack(rows) if rows else np.empty((0, dim), np.float32)
+
+
+def encode(codec, values, element="float32"):
+    return cnr_codecs.parse(codec.encode_rows(values, None, max(len(values), 1), element=element))
+
+
+def decode(payload):
+    out = np.full((payload.rows, payload.dim), 7, cnr_codecs.array_dtype(payload.element))
+    need = np.ones(payload.rows, np.uint8)
+    cnr_codecs.decode_into(payload, out, need)
+    return out
+
+
+def rows_of(segment):
+    return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
+
+
+def quantized(payload):
+    """(rows, scale, offset, segment) of each segment with codes."""
+    return [
+        (rows_of(segment), *segment.affine(), segment)
+        for segment in payload.segments
+        if segment.scheme is not Scheme.RAW
+    ]
+
+
+@given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
+@settings(deadline=None, max_examples=300)
+def test_codes_and_values_equal_the_reference(values, scheme, bits):
+    payload = encode(UniformRows(scheme, bits), values)
+    decoded = decode(payload)
+    for rows, scale, offset, segment in quantized(payload):
+        codes = reference.quantize(values[rows], scale, offset, bits)
+        np.testing.assert_array_equal(segment.codes, reference.pack(codes, bits))
+        np.testing.assert_array_equal(reference.unpack(segment.codes, bits, values.shape[1]), codes)
+        expected = reference.dequantize(codes, scale, offset)
+        np.testing.assert_array_equal(decoded[rows].view(np.uint32), expected.view(np.uint32))
+
+
+@given(values=adversarial_rows(), bits=BITS, bins=st.integers(2, 60), data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_greedy_walk_equals_the_reference(values, bits, bins, data):
+    steps = data.draw(st.integers(1, bins - 1))
+    low, high = row_extremes(values)
+    factor = search_factor(low, high, bins)
+    left, right = np.zeros((2, len(values)), np.int32)
+    kernels.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1, left, right)
+    expected = reference.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1)
+    np.testing.assert_array_equal((left, right), expected)
+    assert (left + right <= steps).all()
+    assert not (left + right)[factor == 0].any()
+
+
+@given(values=adversarial_rows())
+@settings(deadline=None)
+def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values):
+    finite = np.isfinite(values).all(axis=1)
+    low, high = row_extremes(values)
+    np.testing.assert_array_equal(np.isfinite(low) & np.isfinite(high), finite)
+    held = values[finite]
+    np.testing.assert_array_equal((low[finite], high[finite]), (held.min(axis=1), held.max(axis=1)))
+    if len(held):
+        expected = np.stack(reference.row_extremes(held)).view(np.uint32)
+        np.testing.assert_array_equal(np.stack([low[finite], high[finite]]).view(np.uint32), expected)
+
+
+@given(values=adversarial_rows(), scheme=st.sampled_from(["symmetric", "asymmetric"]), bits=BITS)
+@settings(deadline=None, max_examples=300)
+def test_errors_stay_within_half_a_step_and_two_roundings(values, scheme, bits):
+    payload = encode(UniformRows(scheme, bits), values)
+    decoded = decode(payload)
+    for rows, scale, offset, _ in quantized(payload):
+        span = scale * np.float32((1 << bits) - 1)
+        rounding = np.spacing(np.maximum(np.abs(offset), span)).astype(np.float64)
+        bound = scale.astype(np.float64) / 2 + 2 * rounding
+        error = np.abs(values[rows].astype(np.float64) - decoded[rows].astype(np.float64))
+        assert (error <= bound[:, None]).all()
+
+
+@given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
+@settings(deadline=None, max_examples=200)
+def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(values, scheme, bits):
+    payload = encode(UniformRows(scheme, bits), values)
+    np.testing.assert_array_equal(cnr_codecs.present_rows(payload), np.arange(len(values)))
+    raw = np.zeros(len(values), bool)
+    for segment in payload.segments:
+        raw[rows_of(segment)] = segment.scheme is Scheme.RAW
+    assert raw[~np.isfinite(values).all(axis=1)].all()
+    assert np.isfinite(decode(payload)[~raw]).all()
+    np.testing.assert_array_equal(decode(payload)[raw].view(np.uint32), values[raw].view(np.uint32))
+
+
+@given(values=adversarial_rows(), bits=BITS)
+@settings(deadline=None)
+def test_constant_rows_are_exact(values, bits):
+    values = np.repeat(values[:, :1], values.shape[1], axis=1)
+    decoded = decode(encode(UniformRows("asymmetric", bits), values))
+    np.testing.assert_array_equal(decoded, values)
+
+
+@given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
+@settings(deadline=None)
+def test_a_row_decodes_alike_whatever_it_is_encoded_with(values, scheme, bits, data):
+    codec = UniformRows(scheme, bits)
+    together = decode(encode(codec, values))
+    chosen = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, unique=True))
+    apart = decode(encode(codec, np.ascontiguousarray(values[chosen])))
+    np.testing.assert_array_equal(apart.view(np.uint32), together[chosen].view(np.uint32))
+
+
+@given(values=adversarial_rows(), bits=BITS)
+@settings(deadline=None, max_examples=200)
+def test_asymmetric_parameters_cover_the_range_and_widen_it_little(values, bits):
+    levels = (1 << bits) - 1
+    payload = encode(UniformRows("asymmetric", bits), values)
+    for rows, scales, offsets, segment in quantized(payload):
+        assert not (scales.view(np.uint32) & 0xFF).any(), "more than 16 significant bits"
+        for row, scale, offset in zip(values[rows], scales, offsets, strict=True):
+            low, high = Fraction(float(row.min())), Fraction(float(row.max()))
+            step, start = Fraction(float(scale)), Fraction(float(offset))
+            assert start <= low
+            # The division that makes the step rounds once, in float64.
+            assert (start + step * levels - high) >= -(high - low) / (1 << 50)
+            widest = 1 + Fraction(1, 1 << 7 if segment.parameter_type is ParameterType.FLOAT16 else 1 << 14)
+            assert step * levels <= (high - low) * widest
+
+
+def test_float16_parameters_serve_plain_embeddings_and_float32_those_they_would_hurt():
+    rng = np.random.default_rng(5)
+    plain = rng.normal(0, 0.1, (50, 64))
+    values = np.concatenate([plain, 1000 + plain, plain * 1e6]).astype(np.float32)
+    for scheme in "asymmetric", "adaptive":
+        kinds = {
+            segment.parameter_type: set(rows_of(segment).tolist())
+            for segment in encode(UniformRows(scheme, 4), values).segments
+        }
+        assert kinds[ParameterType.FLOAT16] == set(range(50))
+        assert kinds[ParameterType.FLOAT32] == set(range(50, 150))
+
+
+def test_rows_too_narrow_to_gain_stay_exact():
+    values = np.random.default_rng(6).normal(size=(30, 1)).astype(np.float32)
+    payload = encode(UniformRows("asymmetric", 8), values)
+    assert [segment.scheme for segment in payload.segments] == [Scheme.RAW]
+    np.testing.assert_array_equal(decode(payload), values)
+
+
+def test_zeros_decode_to_positive_zero():
+    values = np.array([[0.0, -0.0] * 8, [-0.0] * 16], np.float32)
+    for scheme in "symmetric", "asymmetric", "adaptive":
+        for bits in range(1, 9):
+            decoded = decode(encode(UniformRows(scheme, bits), values))
+            assert not decoded.any()
+            assert not np.signbit(decoded).any()
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(2, 0.2559), (4, 0.0654)])
+def test_adaptive_reaches_the_error_of_the_published_search(bits, expected):
+    values = np.random.default_rng(0).normal(0, 0.1, (4000, 64)).astype(np.float32)
+
+    def error(scheme):
+        return np.linalg.norm(values - decode(encode(UniformRows(scheme, bits), values)), axis=1).mean()
+
+    assert error("adaptive") == pytest.approx(expected, rel=0.01)
+    assert error("adaptive") < error("asymmetric") < error("symmetric")
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "adaptive"])
+def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(element, scheme):
+    rng = np.random.default_rng(7)
+    scales = 10.0 ** rng.integers(-6, 4, (200, 1))
+    wide = np.concatenate([rng.normal(size=(200, 33)) * scales, rng.choice([65504.0, 60000], (9, 33))])
+    if element == "float16":
+        values = wide.astype(np.float16)
+    else:
+        values = (wide.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+        values[0] = np.array(0x7F7F0000, np.uint32).view(np.float32)  # the largest bfloat16
+        values[0, 0] = 1e38
+        values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    payload = encode(UniformRows(scheme, 5), values, element)
+    decoded = decode(payload)
+    assert np.isfinite(decoded).all()
+    for rows, scale, offset, segment in quantized(payload):
+        exact = reference.dequantize(reference.unpack(segment.codes, 5, 33), scale, offset)
+        rounded = exact.astype(np.float16) if element == "float16" else reference.round_to_bfloat16(exact)
+        np.testing.assert_array_equal(decoded[rows], rounded)
+
+
+def test_expected_size_is_the_size_of_plain_rows():
+    values = np.random.default_rng(8).normal(0, 0.1, (1000, 33)).astype(np.float32)
+    for codec in UniformRows("adaptive", 3), UniformRows("symmetric", 8), cnr_codecs.LosslessRows():
+        size = len(codec.encode_rows(values, None, 1000, element="float32"))
+        assert size == 24 + 8 + 1000 * codec.bytes_per_row(33, "float32")
