@@ -181,7 +181,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, version: str) -> Record | None:
-    """Parse and prove the commit record of `version`; None for a void record or a group of someone else.
+    """Parse and prove the commit record of `version`; None for a void record.
 
     Raises
     ------
@@ -198,9 +198,9 @@ def decode_record(data: bytes, version: str) -> Record | None:
     attributes = doc.get("attributes") if isinstance(doc, dict) else None
     cnr = attributes.get("cnr") if isinstance(attributes, dict) else None
     if not isinstance(cnr, dict):
-        if isinstance(attributes, dict) and "cnr" not in attributes:
+        if isinstance(attributes, dict) and isinstance(attributes.get("cnr_void"), dict):
             return None
-        raise CorruptionError(f"{what}: its attributes are not an object; it was altered")
+        raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     if cnr.get("format") != FORMAT:
         raise FormatError(f"{what}: format {cnr.get('format')!r}; this release reads format {FORMAT}")
     _check_digest(data, cnr, what)

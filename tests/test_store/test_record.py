@@ -1,0 +1,149 @@
+"""Commit records and manifests prove themselves; names stay inside their folder."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnr_store import CorruptionError, FormatError
+from cnr_store.format import layout
+from cnr_store.format.manifest import Manifest, Part, decode_manifest, encode_manifest
+from cnr_store.format.record import ArrayEntry, Record, decode_record, encode_record, encode_void
+
+VERSION = "000003-0123abcd.00000042"
+BASE = "000003-0123abcd.00000041"
+RECORD = Record(
+    id=VERSION,
+    nonce="n",
+    step=7,
+    time=1.5,
+    previous=BASE,
+    needs=(BASE,),
+    arrays={
+        "tables/a/weight": ArrayEntry(
+            "delta", (10, 4), "float32", BASE, 3, 99, {"id": "cnr_rows"}, ("b.weight",)
+        )
+    },
+    nodes={"tables": {"zarr_format": 3, "node_type": "group"}},
+    policy={"policy": "full"},
+    restores=1,
+    objects_bytes=1234,
+    manifest_sha256="0" * 64,
+    state_sha256="1" * 64,
+    metadata={"digest": "0" * 64},
+)
+
+
+def test_record_round_trip() -> None:
+    data = encode_record(RECORD)
+    assert decode_record(data, VERSION) == RECORD
+    found = decode_record(data, VERSION)
+    assert found is not None
+    assert found.nbytes == 1234 + len(data)
+
+
+def test_every_flipped_byte_of_a_record_is_found() -> None:
+    data = encode_record(RECORD)
+    for position in range(len(data)):
+        for mask in (0x01, 0x20, 0x80):
+            altered = bytearray(data)
+            altered[position] ^= mask
+            with pytest.raises((CorruptionError, FormatError), match=VERSION):
+                decode_record(bytes(altered), VERSION)
+
+
+def test_every_cut_of_a_record_is_found() -> None:
+    data = encode_record(RECORD)
+    for length in range(len(data)):
+        with pytest.raises(CorruptionError, match=VERSION):
+            decode_record(data[:length], VERSION)
+
+
+def test_a_record_at_another_versions_key() -> None:
+    with pytest.raises(CorruptionError, match=f"it is the record of {VERSION}: objects were swapped"):
+        decode_record(encode_record(RECORD), BASE)
+
+
+def test_a_newer_format_or_feature_is_said_so() -> None:
+    doc = json.loads(encode_record(RECORD))
+    doc["attributes"]["cnr"]["format"] = 2
+    with pytest.raises(FormatError, match="format 2; this release reads format 1"):
+        decode_record(json.dumps(doc).encode(), VERSION)
+    with pytest.raises(FormatError, match="requires telepathy: install a newer cnr-store"):
+        decode_record(encode_record(Record(**{**vars(RECORD), "requires": ("telepathy",)})), VERSION)
+
+
+def test_a_void_record_is_no_version() -> None:
+    assert decode_record(encode_void("me", "n"), VERSION) is None
+
+
+parts = st.dictionaries(
+    st.integers(0, 1 << 40), st.builds(Part, st.integers(0, 1 << 40), st.integers(0, 2**32 - 1)), max_size=20
+)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=20), parts, max_size=4))
+def test_manifest_round_trip(arrays: dict[str, dict[int, Part]]) -> None:
+    manifest = Manifest(VERSION, arrays)
+    assert decode_manifest(encode_manifest(manifest), VERSION) == manifest
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: b"",
+        lambda data: zlib.compress(zlib.decompress(data).replace(b'"index":[1,2]', b'"index":[2,1]')),
+        lambda data: zlib.compress(zlib.decompress(data).replace(b'"bytes":[3,5]', b'"bytes":[3]')),
+        lambda data: zlib.compress(zlib.decompress(data).replace(b'"bytes":[3,5]', b'"bytes":[3,-5]')),
+        lambda data: zlib.compress(zlib.decompress(data).replace(b"00000042", b"00000043")),
+    ],
+)
+def test_a_damaged_manifest_is_refused(damage: object) -> None:
+    data = encode_manifest(Manifest(VERSION, {"a": {1: Part(3, 4), 2: Part(5, 6)}}))
+    with pytest.raises(CorruptionError, match=f"manifest of version {VERSION}"):
+        decode_manifest(damage(data), VERSION)  # type: ignore[operator]  # a lambda above
+
+
+def test_a_manifest_that_inflates_without_end_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="larger than 256 MiB"):
+        decode_manifest(zlib.compress(b" " * (300 << 20), 1), VERSION)
+
+
+@given(st.text(min_size=1))
+def test_names_become_one_safe_segment(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return
+    segment = layout.encode_name(name)
+    assert layout.decode_name(segment) == name
+    assert "/" not in segment
+    assert segment not in (".", "..", layout.NODE)
+    assert not segment.startswith((".", "__"))
+    assert segment.isascii()
+
+
+@pytest.mark.parametrize(
+    "text", ["../x", "000003-0123abcd.42", "000003-0123ABCD.00000042", VERSION + "/x", "", VERSION + "\n"]
+)
+def test_what_is_no_version_id_makes_no_key(text: str) -> None:
+    with pytest.raises(FormatError, match="is not a version id"):
+        layout.version_key(text)
+
+
+def test_seals_differ_by_place() -> None:
+    places = [
+        (VERSION, "a", 0, 0),
+        (BASE, "a", 0, 0),
+        (VERSION, "b", 0, 0),
+        (VERSION, "a", 1, 0),
+        (VERSION, "a", 0, 1),
+    ]
+    assert len({layout.seal(*place) for place in places}) == len(places)
+    assert 0 not in {layout.seal(*place) for place in places}
