@@ -158,8 +158,9 @@ class Backend(ABC):
     def list_names(self, prefix: str) -> list[str]:
         """Return the names of the objects and folders immediately under ``prefix/``, sorted.
 
-        "" is the root. A folder exists as long as an object lies below it; [] if there is none. It MUST show
-        every object whose `put` or `create` has returned anywhere (nothing is cached), and no temporary ones.
+        "" is the root. It MUST show every object whose `put` or `create` has returned anywhere (nothing is
+        cached), no deleted ones and no temporary ones. Folders are there because objects lie below them; one
+        whose last object is gone SHOULD be gone too, though some S3 servers tidy up later. [] if there is none.
 
         Raises
         ------

@@ -116,8 +116,9 @@ class LocalBackend(Backend):
             if path.is_dir():  # a folder is not an object; some systems say EPERM
                 return
             raise
-        _sync_folder(path.parent)
-        self._remove_empty(path.parent)
+        with contextlib.suppress(FileNotFoundError):  # a concurrent delete emptied and removed it
+            _sync_folder(path.parent)
+            self._remove_empty(path.parent)
 
     def _path(self, key: str) -> Path:
         """Return where `key` is, or raise StorageError if symbolic links take it outside the root."""
@@ -202,7 +203,8 @@ def _write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
             temporary.replace(path)
         elif not _link(temporary, path):
             return False
-        _sync_folder(path.parent)
+        with contextlib.suppress(FileNotFoundError):  # deleted as soon as it was there, with its folder
+            _sync_folder(path.parent)
         return True
     finally:
         with contextlib.suppress(FileNotFoundError):

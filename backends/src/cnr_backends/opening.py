@@ -11,7 +11,8 @@ from zarr.storage import LocalStore
 from cnr_backends.backend import Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.local import LocalBackend
-from cnr_backends.remote import FsspecBackend, MemoryBackend, S3Backend
+from cnr_backends.remote import FsspecBackend, MemoryBackend
+from cnr_backends.s3 import S3Backend
 from cnr_backends.urls import protocol_of
 from cnr_backends.zarrstore import ZarrBackend
 

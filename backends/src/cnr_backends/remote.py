@@ -1,23 +1,26 @@
-"""Any fsspec filesystem, and those whose exclusive create is known to hold: memory and S3."""
+"""Any fsspec filesystem, and its memory."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from fsspec.core import url_to_fs
 
 from cnr_backends.backend import Backend, Pieces
-from cnr_backends.errors import BackendError, OpenError
+from cnr_backends.errors import OpenError
 from cnr_backends.urls import without_secrets
 
 # Drivers raise their own kinds of exceptions (botocore's and aiohttp's derive from Exception only), so
 # nothing narrower would catch a lost connection.
-_ANY_DRIVER_ERROR = (Exception,)
+ANY_DRIVER_ERROR = (Exception,)
+
+_ALIVE: WeakSet[FsspecBackend] = WeakSet()
+_INHERITED: list[object] = []
 
 
 class FsspecBackend(Backend):
@@ -43,45 +46,42 @@ class FsspecBackend(Backend):
     """
 
     atomic_create = False
-    _failures = _ANY_DRIVER_ERROR
+    _failures = ANY_DRIVER_ERROR
     _defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = without_secrets(url)
         self._address = url
         self._options = options
-        self._connections: dict[int, Any] = {}
+        self._connection: tuple[int, Any] | None = None
         self._lock = threading.Lock()
+        _ALIVE.add(self)
         try:
             self._root = self._connect()[1].rstrip("/")
-        except ImportError as error:
-            raise OpenError(f"can't open {self.url}: {error}", url=self.url) from error
-        except _ANY_DRIVER_ERROR as error:
-            raise OpenError(
-                f"can't open {self.url}: {error}; check the protocol and the options {sorted(options)}",
-                url=self.url,
-            ) from error
-        try:
             self._probe()
-        except _ANY_DRIVER_ERROR as error:
-            raise OpenError(
-                f"can't open {self.url}: listing it failed ({type(error).__name__}: {error}); "
-                f"{self._advice(error)}",
-                url=self.url,
-            ) from error
+        except ImportError as error:  # it says what to install
+            raise OpenError(f"can't open {self.url}: {error}", url=self.url) from error
+        except (TypeError, ValueError) as error:
+            advice = f"check the URL and the storage options {sorted(options)}"
+            raise OpenError(f"can't open {self.url}: {error}; {advice}", url=self.url) from error
+        except ANY_DRIVER_ERROR as error:
+            reason = f"listing it failed ({type(error).__name__}: {error}); {self._advice(error)}"
+            raise OpenError(f"can't open {self.url}: {reason}", url=self.url) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._address, self._options)
 
     def close(self) -> None:
         with self._lock:
-            self._connections.clear()
+            self._connection = None
 
     @property
     def _fs(self) -> Any:
         """The filesystem of this process: neither event loops nor sockets survive a fork."""
-        fs = self._connections.get(os.getpid())
-        return self._connect()[0] if fs is None else fs
+        connection = self._connection
+        if connection is not None and connection[0] == os.getpid():
+            return connection[1]
+        return self._connect()[0]
 
     def _connect(self) -> tuple[Any, str]:
         with self._lock:
@@ -92,10 +92,11 @@ class FsspecBackend(Backend):
                 "skip_instance_cache": True,
             }
             fs, root = url_to_fs(self._address, **options)
-            self._connections = {os.getpid(): fs}
+            self._connection = os.getpid(), fs
             return fs, root
 
     def _probe(self) -> None:
+        """Find out now, by one cheap listing, that the server, the bucket or the credentials are wrong."""
         self._list_names("")
 
     def _put(self, key: str, pieces: Pieces) -> None:
@@ -109,7 +110,7 @@ class FsspecBackend(Backend):
             return False
         self._make_parent(path)
         try:
-            fs.pipe_file(path, data, **({"mode": "create"} if _has_create_mode(fs) else {}))
+            fs.pipe_file(path, data, **({"mode": "create"} if has_create_mode(fs) else {}))
         except FileExistsError:
             return False
         return self._holds(key, data)
@@ -134,7 +135,7 @@ class FsspecBackend(Backend):
         folder = self._at(prefix)
         try:
             entries = self._fs.ls(folder, detail=True)
-        except _ANY_DRIVER_ERROR as error:
+        except ANY_DRIVER_ERROR as error:
             if self._is_missing(error):
                 return []
             raise
@@ -145,7 +146,7 @@ class FsspecBackend(Backend):
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         try:
             found = self._fs.find(self._at(prefix), detail=True)
-        except _ANY_DRIVER_ERROR as error:
+        except ANY_DRIVER_ERROR as error:
             if self._is_missing(error):
                 return
             raise
@@ -159,7 +160,7 @@ class FsspecBackend(Backend):
     def _delete(self, key: str) -> None:
         try:
             self._fs.rm_file(self._at(key))
-        except _ANY_DRIVER_ERROR as error:
+        except ANY_DRIVER_ERROR as error:
             if not self._is_missing(error):
                 raise
 
@@ -205,86 +206,30 @@ class MemoryBackend(FsspecBackend):
             super()._delete(key)
 
 
-class S3Backend(FsspecBackend):
-    """Objects on S3, or a server that speaks its protocol and honours ``If-None-Match: *``."""
-
-    atomic_create = True
-    # One request reads an object: a size asked for beforehand could be that of another version of it.
-    _defaults: ClassVar[dict[str, Any]] = {"max_concurrency": 1}
-
-    _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-
-    def _probe(self) -> None:
-        if not self._root.strip("/"):
-            raise ValueError("there is no bucket in the URL")
-        if not _has_create_mode(self._fs):
-            raise ImportError("this s3fs has no exclusive writes; install s3fs 2025.2 or newer")
-        super()._probe()
-
-    def _create(self, key: str, data: bytes) -> bool:
-        for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
-            try:
-                self._fs.pipe_file(self._at(key), data, mode="create")
-                return True
-            except _ANY_DRIVER_ERROR as error:
-                if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
-                    # Also the answer to our own request, repeated because the first answer got lost.
-                    return self._holds(key, data)
-                if _code(error) not in _CONFLICT or wait_seconds is None:
-                    raise
-            time.sleep(wait_seconds)
-        raise AssertionError("unreachable")
-
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._sliced(key, start, start + length)
-
-    def _get_suffix(self, key: str, length: int) -> bytes:
-        return self._sliced(key, -length, None)
-
-    def _sliced(self, key: str, start: int, end: int | None) -> bytes:
-        try:
-            return bytes(self._fs.cat_file(self._at(key), start=start, end=end))
-        except OSError as error:
-            if _code(error) in ("InvalidRange", "416"):
-                return b""  # it begins beyond the end
-            raise
-
-    def _make_parent(self, path: str) -> None:
-        """There are no folders, and making one would make the bucket."""
-
-    def _is_missing(self, error: Exception) -> bool:
-        return super()._is_missing(error) and _code(error) != "NoSuchBucket"
-
-    def _advice(self, error: Exception) -> str:
-        code = _code(error)
-        if code == "NoSuchBucket":
-            return f"there is no bucket {self._root.split('/')[0]!r}; make it, or correct the URL"
-        if isinstance(error, PermissionError) or code or type(error).__name__ == "NoCredentialsError":
-            return "check the credentials (key and secret, or the AWS environment) and their permissions"
-        return "check that the server is up and that endpoint_url is right"
-
-
-_LOST_CREATE = frozenset({"PreconditionFailed", "412"})
-_CONFLICT = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
-
-
-def _code(error: BaseException | None) -> str:
-    """Return the code that an S3 server answered with, or ""."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-        error = error.__cause__
-    return ""
-
-
-def _has_create_mode(fs: Any) -> bool:
+def has_create_mode(fs: Any) -> bool:
     """Whether the filesystem itself, not a driver that ignores unknown options, knows ``mode="create"``."""
     method = getattr(fs, "_pipe_file", None) or fs.pipe_file
     return "mode" in inspect.signature(method).parameters
 
 
-def _reopen_memory(process: int, url: str, options: dict[str, Any]) -> BackendError | MemoryBackend:
+def _after_fork_in_child() -> None:
+    """Keep the parent's connections for ever, unused.
+
+    Were they collected, they would be closed, and that takes the parent's sockets out of the event queue which it
+    shares with us: the parent would wait for answers that it is never told of. Locks may be held by threads that
+    the child does not have.
+    """
+    MemoryBackend._writing = threading.Lock()
+    for backend in list(_ALIVE):
+        _INHERITED.append(backend._connection)
+        backend._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _reopen_memory(process: int, url: str, options: dict[str, Any]) -> MemoryBackend:
     if process != os.getpid():
         raise OpenError(
             f"can't open {url} here: its objects are in the memory of process {process}; use a folder"
