@@ -81,17 +81,23 @@ class Overlay(Store):
         if name == NODE:
             doc = self._documents.get(path)
             return None if doc is None else document_bytes(doc)
-        path, found, place = key.partition("/c/") if not key.endswith("/c") else (key[:-2], "/c", "")
+        place = self._chunk(key)
+        if place is None:
+            return None
+        path, index = place
+        doc = self._documents[path]
+        if path in self._readers:
+            return _compose(self._readers[path], index, doc["chunk_grid"]["configuration"]["chunk_shape"][0])
+        return dense_object(self._catalog, self._record, path, parse_dense_document(doc, path), index)
+
+    def _chunk(self, key: str) -> tuple[str, int] | None:
+        """(path of the array, index along its first axis) of a chunk's key, None if it is no chunk's."""
+        path, found, place = (key[:-2], "/c", "") if key.endswith("/c") else key.partition("/c/")
         doc = self._documents.get(path)
         if not found or doc is None or doc["node_type"] != "array":
             return None
-        shape, chunk = doc["shape"], doc["chunk_grid"]["configuration"]["chunk_shape"]
-        index = _chunk_index(place, [-(-n // c) for n, c in zip(shape, chunk, strict=True)])
-        if index is None:
-            return None
-        if path in self._readers:
-            return _compose(self._readers[path], index, chunk[0])
-        return dense_object(self._catalog, self._record, path, parse_dense_document(doc, path), index)
+        index = _chunk_index(place, _chunk_counts(doc))
+        return None if index is None else (path, index)
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(_executor, function)
@@ -108,14 +114,14 @@ class Overlay(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        return key in set(self._keys())
+        path, _, name = key.rpartition("/")
+        return path in self._documents if name == NODE else self._chunk(key) is not None
 
     def _keys(self) -> Iterable[str]:
         for path, doc in self._documents.items():
             yield f"{path}/{NODE}" if path else NODE
             if doc["node_type"] == "array":
-                shape, chunk = doc["shape"], doc["chunk_grid"]["configuration"]["chunk_shape"]
-                for index in np.ndindex(*(-(-n // c) for n, c in zip(shape, chunk, strict=True))):
+                for index in np.ndindex(*_chunk_counts(doc)):
                     yield "/".join([path, "c", *map(str, index)])
 
     async def list(self) -> AsyncIterator[str]:
@@ -173,6 +179,11 @@ def _compose(reader: ArrayReader, index: int, chunk_rows: int) -> bytes:
     out = np.full((chunk_rows, reader.columns), fill, reader.dtype)
     reader.read(first_row, out[: reader.shape[0] - first_row])
     return out.astype(out.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _chunk_counts(doc: Doc) -> list[int]:
+    chunk = doc["chunk_grid"]["configuration"]["chunk_shape"]
+    return [-(-n // c) for n, c in zip(doc["shape"], chunk, strict=True)]
 
 
 def _chunk_index(place: str, counts: list[int]) -> int | None:

@@ -144,6 +144,7 @@ class Checkpointer:
         self._model = model
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
+        self._aliases = table_aliases(model, self._tables)
         self._workers = workers
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
@@ -241,7 +242,7 @@ class Checkpointer:
                     codec=self._codecs.of(table.name, table.rows * array.row_bytes)
                     if is_weight
                     else _LOSSLESS,
-                    aliases=table_aliases(self._model, table) if is_weight else (),
+                    aliases=self._aliases[table.name] if is_weight else (),
                 )
             )
         # What is still in the model comes first, so that training waits no longer than it must.

@@ -242,8 +242,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def table_aliases(model: nn.Module, table: Table) -> tuple[str, ...]:
-    """Other names of a table's parameter in the state dict."""
-    state = model.state_dict(keep_vars=True)
+def table_aliases(model: nn.Module, tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
+    """By table name, the other names of its parameter in the state dict."""
     names = state_names(model)
-    return tuple(names[key] for key, value in state.items() if value is table.parameter and key != table.key)
+    owners = {id(table.parameter): table for table in tables}
+    found: dict[str, tuple[str, ...]] = {table.name: () for table in tables}
+    for key, value in model.state_dict(keep_vars=True).items():
+        table = owners.get(id(value))
+        if table is not None and key != table.key:
+            found[table.name] += (names[key],)
+    return found
