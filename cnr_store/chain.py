@@ -320,6 +320,11 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
     if entry is None or doc is None or entry.kind != "dense":
         raise VersionNotFoundError(f"version {record.id} has no dense array {path}")
     grid = parse_dense_document(doc, what)
+    stored = sum(part.nbytes for part in catalog.manifest(record).parts(path).values())
+    if math.prod(grid.shape) * grid.dtype.itemsize > stored:
+        raise CorruptionError(
+            f"{what}: {grid.shape} {grid.dtype} do not fit in the {stored} bytes of its objects"
+        )
     out = np.empty(grid.shape, grid.dtype)
     for index in range(grid.chunks):
         data = memoryview(dense_object(catalog, record, path, grid, index))

@@ -223,20 +223,20 @@ class Checkpointer:
         """What to write of each array of rows, staged where there is room."""
         self._staging.begin()
         ids = {table.name: self._changed_ids(table, decision, dirty) for table in self._tables}
+        whole = {table.name for table in self._tables if decision.full or len(ids[table.name]) == table.rows}
+        whole |= unsafe.keys() | {array.table.name for array in arrays if not self._continues(array)}
         writes = []
         for array in arrays:
-            table = array.table
-            line = self._lineage.lines.get(array.path)
-            fits = line is not None and (line.shape, line.element) == (array.shape, array.element)
-            whole = decision.full or not fits or table.name in unsafe or len(ids[table.name]) == table.rows
-            written = None if whole else ids[table.name]
+            table, line = array.table, self._lineage.lines.get(array.path)
+            is_delta = line is not None and table.name not in whole
+            written = ids[table.name] if is_delta else None
             is_weight = array.tensor is table.parameter
             writes.append(
                 RowsWrite(
                     path=array.path,
                     shape=array.shape,
                     element=array.element,
-                    base=None if whole or line is None else line.base(decision.since),
+                    base=line.base(decision.since) if line is not None and is_delta else None,
                     ids=written,
                     source=self._staging.take(array, written),
                     codec=self._codecs.of(table.name, table.rows * array.row_bytes)
@@ -247,6 +247,16 @@ class Checkpointer:
             )
         # What is still in the model comes first, so that training waits no longer than it must.
         return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
+
+    def _continues(self, array: RowArray) -> bool:
+        """Whether a delta of this array's table can lean on what is stored.
+
+        State that an optimizer has just made is written whole beside a delta; a weight never is.
+        """
+        line = self._lineage.lines.get(array.path)
+        if line is None:
+            return array.tensor is not array.table.parameter
+        return (line.shape, line.element) == (array.shape, array.element)
 
     def _changed_ids(
         self, table: Table, decision: Decision, dirty: Bitmaps
