@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
-from cnr_backends.errors import ArgumentError
+from cnr_backends.errors import ArgumentError, BackendError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+_CLOSED = "this Transfer is closed, so the rest was not done; use it inside its `with` block"
 
 
 class Transfer:
@@ -40,7 +44,7 @@ class Transfer:
         self.in_flight = in_flight
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="cnr-transfer")
 
-    def map(self, fn: Callable[[Item], Result], iterable: Iterable[Item]) -> Iterator[Result]:
+    def map(self, fn: Callable[[Item], Result], iterable: Iterable[Item]) -> Generator[Result, None, None]:
         """Yield ``fn(item)`` for each item, in order.
 
         Items are pulled by the consumer's thread, as results are taken. When a call fails, whichever it is,
@@ -61,16 +65,21 @@ class Transfer:
 
         try:
             for item in iterable:
-                pending.append(self._pool.submit(call, item))
+                pending.append(self._submit(call, item))
                 del item  # its memory is the worker's to free
                 if len(pending) == self.in_flight:
                     yield _next_result(pending, failures)
             while pending:
                 yield _next_result(pending, failures)
         finally:
-            for future in pending:
-                future.cancel()
-            wait(pending)
+            # A future cancelled by `close` is never reported to `wait`: wait only for those that can't be.
+            wait([future for future in pending if not future.cancel()])
+
+    def _submit(self, call: Callable[[Item], Result], item: Item) -> Future[Result]:
+        try:
+            return self._pool.submit(call, item)
+        except RuntimeError as error:  # the pool's word for it
+            raise BackendError(_CLOSED) from error
 
     def close(self) -> None:
         """Cancel what has not begun and wait for what runs."""
@@ -87,7 +96,10 @@ class Transfer:
 
 def _next_result(pending: deque[Future[Result]], failures: list[BaseException]) -> Result:
     """Return the oldest call's result. It stays pending until then, so that a failure waits for it too."""
-    wait([pending[0]])
+    with suppress(CancelledError):
+        pending[0].exception()
     if failures:
         raise failures[0]
+    if pending[0].cancelled():
+        raise BackendError(_CLOSED)
     return pending.popleft().result()
