@@ -1,0 +1,74 @@
+"""Writes the golden payloads of format version 1: `python tests/test_codecs/make_golden.py NAME...`.
+
+Only a new format number may change a file that exists, so this writes new names only.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import cnr_codecs
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def _rows(count, dim, element="float32"):
+    """Plain rows, constant ones, some with large offsets, zeros, NaN and infinities."""
+    rng = np.random.default_rng(20261101)
+    values = rng.normal(0, 0.1, (count, dim)).astype(np.float32)
+    values[2::9] = values[2::9, :1]
+    values[4::9] += 3000
+    values[5::9] = 0
+    values[6, 1] = np.nan
+    values[7, 2] = -np.inf
+    if element == "bfloat16":
+        return (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    return values.astype(cnr_codecs.array_dtype(element))
+
+
+CASES = {
+    "adaptive4": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
+    "adaptive2-searched": (
+        {"id": "cnr_uniform", "scheme": "adaptive", "bits": 2, "bins": 40, "ratio": 0.8},
+        "float32",
+        _rows(30, 12),
+    ),
+    "asymmetric8": ({"id": "cnr_uniform", "scheme": "asymmetric", "bits": 8}, "float32", _rows(30, 9)),
+    "asymmetric5-bfloat16": (
+        {"id": "cnr_uniform", "scheme": "asymmetric", "bits": 5},
+        "bfloat16",
+        _rows(20, 11, "bfloat16"),
+    ),
+    "symmetric3-float16": (
+        {"id": "cnr_uniform", "scheme": "symmetric", "bits": 3},
+        "float16",
+        _rows(20, 10, "float16"),
+    ),
+    "rows-float64": ({"id": "cnr_rows"}, "float64", _rows(12, 3, "float64")),
+    "rows-bool": ({"id": "cnr_rows"}, "bool", _rows(12, 3) > 0),
+}
+
+
+def write(name):
+    """The case's description, input, payload and decoded rows."""
+    config, element, values = CASES[name]
+    rows = 3 * len(values)
+    offsets = np.arange(len(values)) * 2 + 1
+    payload = cnr_codecs.row_codec(config).encode_rows(values, offsets, rows, element=element, seal=len(name))
+    decoded = np.zeros((rows, values.shape[1]), values.dtype)
+    cnr_codecs.decode_into(cnr_codecs.parse(payload), decoded, np.ones(rows, np.uint8))
+    case = {"format": 1, "config": config, "element": element, "rows": rows, "seal": len(name)}
+    case |= {"offsets": offsets.tolist()}
+    with (FOLDER / f"{name}.json").open("x") as file:
+        json.dump(case, file)
+    np.save(FOLDER / f"{name}.input.npy", values)
+    np.save(FOLDER / f"{name}.decoded.npy", decoded[offsets])
+    (FOLDER / f"{name}.payload").write_bytes(payload)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for chosen in sys.argv[1:]:
+        write(chosen)

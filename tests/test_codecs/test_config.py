@@ -1,0 +1,109 @@
+"""Configurations: what makes a codec, and what does not."""
+
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+
+from cnr_codecs import (
+    CodecConfigError,
+    CodecError,
+    LosslessRows,
+    RowCodec,
+    RowsError,
+    UniformRows,
+    array_dtype,
+    element_of,
+    fill_value,
+    row_codec,
+)
+
+CODECS = [
+    (UniformRows(), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}),
+    (UniformRows("symmetric", 8), {"id": "cnr_uniform", "scheme": "symmetric", "bits": 8}),
+    (UniformRows(bins=20), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 4, "bins": 20}),
+    (UniformRows(bits=8, ratio=0.5), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 8, "ratio": 0.5}),
+    (LosslessRows(), {"id": "cnr_rows"}),
+]
+
+
+@pytest.mark.parametrize(("codec", "config"), CODECS)
+def test_configurations_round_trip(codec, config):
+    assert codec.get_config() == config
+    assert row_codec(config) == codec
+    assert row_codec(codec) is codec
+    assert isinstance(codec, RowCodec)
+    assert hash(row_codec(config)) == hash(codec)
+    options = {name: value for name, value in config.items() if name != "id"}
+    assert codec.zarr_codec() == {"name": config["id"].replace("_", "."), "configuration": options}
+
+
+def test_names_alone_make_default_codecs():
+    assert row_codec("cnr_uniform") == UniformRows()
+    assert row_codec("cnr_rows") == LosslessRows()
+
+
+@pytest.mark.parametrize(
+    ("bits", "bins", "ratio"), [(1, 25, 0.99), (3, 25, 0.99), (4, 45, 0.5), (7, 45, 0.5)]
+)
+def test_default_bins_and_ratio_are_left_out(bits, bins, ratio):
+    assert UniformRows("adaptive", bits, bins, ratio) == UniformRows("adaptive", bits)
+    assert "bins" not in UniformRows("adaptive", bits, bins, ratio).get_config()
+
+
+def test_eight_bits_are_not_searched_unless_asked():
+    values = np.random.default_rng(0).normal(size=(50, 20)).astype(np.float32)
+
+    def encoded(codec):
+        return codec.encode_rows(values, None, 50, element="float32")
+
+    assert encoded(UniformRows("adaptive", 8)) == encoded(UniformRows("asymmetric", 8))
+    assert encoded(UniformRows("adaptive", 4, ratio=0)) == encoded(UniformRows("asymmetric", 4))
+    assert encoded(UniformRows("adaptive", 4, ratio=1)) != encoded(UniformRows("asymmetric", 4))
+
+
+def test_codecs_do_not_change():
+    with pytest.raises(FrozenInstanceError):
+        UniformRows().bits = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("cnr_kmean", "cnr_uniform, cnr_rows"),
+        ({"bits": 4}, "unknown codec None"),
+        ({"id": "zstd"}, "'zstd'"),
+        ({"id": "cnr_uniform", "bit": 4}, "bit"),
+        ({"id": "cnr_rows", "bits": 4}, "bits"),
+        ({"id": "cnr_uniform", "scheme": "greedy"}, "symmetric, asymmetric, adaptive"),
+        ({"id": "cnr_uniform", "bits": 0}, "1 to 8, got 0"),
+        ({"id": "cnr_uniform", "bits": 9}, "1 to 8, got 9"),
+        ({"id": "cnr_uniform", "bits": "4"}, "got '4'"),
+        ({"id": "cnr_uniform", "bits": True}, "got True"),
+        ({"id": "cnr_uniform", "bins": 1}, "bins"),
+        ({"id": "cnr_uniform", "bins": 2.5}, "bins"),
+        ({"id": "cnr_uniform", "ratio": 1.5}, "ratio"),
+        ({"id": "cnr_uniform", "ratio": float("nan")}, "ratio"),
+        ({"id": "cnr_uniform", "scheme": "asymmetric", "bins": 45}, "adaptive"),
+        (7, "int"),
+    ],
+)
+def test_wrong_configurations_are_refused(config, message):
+    with pytest.raises(CodecConfigError, match=message):
+        row_codec(config)
+
+
+def test_errors_are_values_errors_too():
+    assert issubclass(CodecConfigError, CodecError)
+    with pytest.raises(ValueError, match="complex64"):
+        element_of("c8")
+    with pytest.raises(RowsError, match="float8"):
+        array_dtype("float8")
+
+
+def test_dtypes_of_elements():
+    assert element_of(">f4") == "float32"
+    assert array_dtype("bfloat16") == np.float32
+    assert np.isnan(fill_value("float16"))
+    assert fill_value("int64") == 0
+    assert fill_value("bool") == np.False_

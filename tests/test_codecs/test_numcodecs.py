@@ -1,0 +1,150 @@
+"""The codecs as numcodecs sees them."""
+
+import array
+import json
+import mmap
+import tempfile
+
+import numcodecs
+import numpy as np
+import pytest
+from numcodecs.zstd import Zstd
+
+from cnr_codecs import PayloadError, PayloadLimitError, RowsError, UniformRows
+from cnr_codecs.plugins.numcodecs_face import RowsCodec, UniformCodec
+
+CODECS = [
+    UniformCodec(),
+    UniformCodec("symmetric", 2),
+    UniformCodec("asymmetric", 8),
+    UniformCodec("adaptive", 3, bins=10, ratio=0.5),
+    RowsCodec(),
+]
+VALUES = np.random.default_rng(2).normal(0, 0.1, (50, 12)).astype(np.float32)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_configuration_round_trips_through_json(codec):
+    config = json.loads(json.dumps(codec.get_config()))
+    assert numcodecs.get_codec(config) == codec
+    assert config["id"] == codec.codec_id
+    assert eval(repr(codec), {"UniformCodec": UniformCodec, "RowsCodec": RowsCodec}) == codec  # noqa: S307
+
+
+def test_entry_points_find_the_codecs():
+    from importlib.metadata import entry_points
+
+    found = {point.name: point.load() for point in entry_points(group="numcodecs.codecs")}
+    assert found["cnr_uniform"] is UniformCodec
+    assert found["cnr_rows"] is RowsCodec
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_arrays_of_every_layout_encode_alike(codec):
+    encoded = codec.encode(VALUES)
+    assert isinstance(encoded, bytes)
+    assert codec.encode(np.asfortranarray(VALUES)) == encoded
+    assert codec.encode(VALUES.astype(">f4")) == encoded
+    assert codec.encode(np.repeat(VALUES, 2, axis=0)[::2]) == encoded
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_decoding_takes_every_kind_of_buffer(codec):
+    encoded = codec.encode(VALUES)
+    expected = codec.decode(encoded)
+    assert expected.shape == VALUES.shape
+    assert expected.dtype == np.float32
+    with tempfile.TemporaryFile() as file:
+        file.write(encoded)
+        file.flush()
+        buffers = [bytearray(encoded), memoryview(encoded), array.array("b", encoded)]
+        buffers += [np.frombuffer(encoded, "u1"), mmap.mmap(file.fileno(), 0)]
+        for buffer in buffers:
+            np.testing.assert_array_equal(codec.decode(buffer), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_decoding_fills_every_kind_of_output(codec):
+    encoded = codec.encode(VALUES)
+    expected = codec.decode(encoded)
+    for out in (
+        np.empty((50, 12), np.float32),
+        np.empty((50, 12), np.float32, order="F"),
+        np.empty(600, np.float32),
+        np.empty((50, 12), ">f4"),
+        np.empty((50, 24), np.float32)[:, ::2],
+    ):
+        assert codec.decode(encoded, out=out) is out
+        np.testing.assert_array_equal(out.reshape(50, 12), expected)
+    for raw in (
+        bytearray(2400),
+        memoryview(bytearray(2400)),
+        array.array("b", bytes(2400)),
+        np.empty(2400, "u1"),
+    ):
+        codec.decode(encoded, out=raw)
+        assert bytes(raw) == expected.tobytes()
+
+
+def test_one_dimension_is_a_column():
+    for codec, values in (
+        (RowsCodec(), np.arange(9, dtype=np.int16)),
+        (UniformCodec(), VALUES[0]),
+    ):
+        decoded = codec.decode(codec.encode(values))
+        assert decoded.shape == (len(values), 1)
+        np.testing.assert_array_equal(decoded[:, 0], values)
+
+
+def test_payloads_are_those_of_the_row_codec():
+    expected = UniformRows("adaptive", 4).encode_rows(VALUES, None, 50, element="float32")
+    assert UniformCodec().encode(VALUES) == expected
+
+
+def test_another_codec_may_follow():
+    packed = Zstd().encode(UniformCodec().encode(VALUES))
+    assert UniformCodec().decode(Zstd().decode(packed)).shape == VALUES.shape
+
+
+def test_rows_of_nan_are_stored():
+    values = np.full((3, 40), np.nan, np.float32)
+    decoded = UniformCodec().decode(UniformCodec().encode(values))
+    assert decoded.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("codec", [UniformCodec("symmetric", 1), RowsCodec()])
+def test_large_arrays_round_trip_but_small_payloads_do_not_grow_large(codec):
+    values = np.ones((1 << 15, 600), np.float32)
+    encoded = codec.encode(values)
+    np.testing.assert_array_equal(codec.decode(encoded), values)
+    sparse = UniformRows().encode_rows(values[:1], None, 1 << 15, element="float32")
+    with pytest.raises(PayloadLimitError):
+        codec.decode(sparse)
+    assert np.isnan(codec.decode(sparse, out=np.empty_like(values))[1:]).all()
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros((2, 2, 2), "f4"), np.zeros((0, 3), "f4"), np.zeros((3, 0), "f4"), np.float32(3)]
+)
+@pytest.mark.parametrize("codec", [UniformCodec(), RowsCodec()], ids=repr)
+def test_arrays_of_other_shapes_are_refused(codec, values):
+    with pytest.raises(RowsError, match="shape"):
+        codec.encode(values)
+
+
+def test_dtypes_that_are_not_stored_are_refused():
+    for values in np.zeros((2, 2), np.int32), np.zeros((2, 2)):
+        with pytest.raises(RowsError, match="cnr_rows"):
+            UniformCodec().encode(values)
+    for values in np.zeros((2, 2), "c8"), np.zeros((2, 2), "M8[s]"):
+        with pytest.raises(RowsError, match="can't be stored"):
+            RowsCodec().encode(values)
+
+
+def test_wrong_bytes_and_outputs_are_refused():
+    encoded = UniformCodec().encode(VALUES)
+    with pytest.raises(PayloadError):
+        UniformCodec().decode(encoded[:-1])
+    for out in np.empty((50, 11), "f4"), np.empty((50, 12), "i4"), bytes(2400), np.empty(1200, "f2"):
+        with pytest.raises(RowsError, match="out"):
+            UniformCodec().decode(encoded, out=out)

@@ -1,0 +1,316 @@
+"""Payloads: their bytes as specified, round trips over row sets, and every way in which they can be wrong."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cnr_codecs
+from cnr_codecs import (
+    LosslessRows,
+    PayloadError,
+    PayloadLimitError,
+    RowsError,
+    RowSetKind,
+    UniformRows,
+    parse,
+    present_rows,
+    reseal,
+)
+
+ELEMENTS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7}
+ELEMENTS |= {"int64": 8, "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13}
+
+
+def header(segments=1, rows=10, dim=2, *, magic=b"CNRP", version=1, element=1, seal=0):
+    return struct.pack("<4sBBHIIQ", magic, version, element, segments, rows, dim, seal)
+
+
+def segment(scheme, bits, parameter_type, kind, count, *body):
+    return struct.pack("<BBBBI", scheme, bits, parameter_type, kind, count) + b"".join(body)
+
+
+def f4(*values):
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def f2(*values):
+    return struct.pack(f"<{len(values)}e", *values)
+
+
+def u2(*values):
+    return struct.pack(f"<{len(values)}H", *values)
+
+
+# One row, raw: the fifth of ten.
+RAW_ROW = segment(1, 32, 0, 2, 1, u2(4), f4(1.5, -2))
+
+
+def decode(data, fill=7.0):
+    payload = parse(data)
+    out = np.full((payload.rows, payload.dim), fill, cnr_codecs.array_dtype(payload.element))
+    need = np.ones(payload.rows, np.uint8)
+    return out, cnr_codecs.decode_into(payload, out, need), need
+
+
+def test_bytes_of_a_lossless_payload():
+    values = np.array([[1.5, -2], [3, 4]], np.float32)
+    data = LosslessRows().encode_rows(
+        values, np.array([4, 9]), 10, element="float32", seal=0xFEDCBA9876543210
+    )
+    expected = header(seal=0xFEDCBA9876543210) + segment(
+        1, 32, 0, 1, 2, bytes([1 << 4, 1 << 1]), values.tobytes()
+    )
+    assert data == expected
+
+
+def test_bytes_of_a_quantized_payload():
+    # 0 to 15 and the codes are the values; the second row needs float32 parameters, the third none.
+    values = np.array([np.arange(16), 70000 + np.arange(16), [np.inf] * 16], np.float32)
+    codes = bytes.fromhex("1032547698badcfe")
+    data = UniformRows("asymmetric", 4).encode_rows(values, None, 3, element="float32")
+    assert data == header(3, 3, 16) + b"".join(
+        [
+            segment(2, 4, 1, 0, 1, f2(1, 0), codes),
+            segment(2, 4, 2, 1, 1, bytes([2]), f4(1, 70000), codes),
+            segment(1, 32, 0, 1, 1, bytes([4]), values[2].tobytes()),
+        ]
+    )
+
+
+def test_bytes_of_a_symmetric_payload():
+    values = np.array([[-7, -5, -3, -1, 1, 3, 5, 7, 7]], np.float32)
+    data = UniformRows("symmetric", 3).encode_rows(values, None, 1, element="float32")
+    # Codes 0 to 7 and 7 again, three bits each, the lowest bit first.
+    packed = sum(code << 3 * j for j, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7])).to_bytes(4, "little")
+    assert data == header(1, 1, 9) + segment(3, 3, 1, 0, 1, f2(1), packed)
+    np.testing.assert_array_equal(decode(data)[0], values)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_lossless_rows_of_every_element_type(element):
+    dtype = cnr_codecs.array_dtype(element)
+    rng = np.random.default_rng(3)
+    if element == "bool":
+        values = rng.integers(0, 2, (9, 5)).astype(bool)
+    elif element == "bfloat16":
+        values = (rng.integers(0, 1 << 16, (9, 5), np.uint32) << 16).view(np.float32)
+    else:
+        values = rng.integers(0, 256, (9, 5 * dtype.itemsize), np.uint8).view(dtype)
+    data = LosslessRows().encode_rows(values, np.arange(0, 18, 2), 18, element=element)
+    assert data[5] == ELEMENTS[element]
+    assert parse(data).element == element
+    out, written, need = decode(data, 1)
+    assert written == 9
+    np.testing.assert_array_equal(need, [0, 1] * 9)
+    assert out[::2].tobytes() == values.tobytes()
+    assert (out[1::2] == 1).all()
+    assert cnr_codecs.element_of(dtype) == ("float32" if element == "bfloat16" else element)
+
+
+@given(data=st.data(), rows=st.one_of(st.integers(1, 80), st.integers(65530, 65545), st.just(200_000)))
+@settings(deadline=None, max_examples=150)
+def test_row_sets_round_trip_in_the_fewest_bytes(data, rows):
+    offsets = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=60, unique=True))
+    if data.draw(st.booleans()):
+        start = data.draw(st.integers(0, max(0, min(rows - 1, 3))))
+        offsets = range(start, data.draw(st.integers(start + 1, rows)))
+    offsets = np.array(sorted(offsets))
+    values = np.arange(len(offsets), dtype=np.float32)[:, None]
+    encoded = LosslessRows().encode_rows(values, offsets, rows, element="float32")
+    payload = parse(encoded)
+    np.testing.assert_array_equal(present_rows(payload), offsets)
+    out, written, _ = decode(encoded, -1)
+    assert written == len(offsets)
+    np.testing.assert_array_equal(out[offsets], values)
+    assert (out == -1).sum() == rows - len(offsets)
+    sizes = {RowSetKind.BITMAP: -(-rows // 8), RowSetKind.OFFSETS32: 4 * len(offsets)}
+    if rows <= 1 << 16:
+        sizes[RowSetKind.OFFSETS16] = 2 * len(offsets)
+    if offsets[-1] == len(offsets) - 1:
+        sizes[RowSetKind.PREFIX] = 0
+    assert payload.segments[0].row_set.kind == min(sizes, key=lambda kind: (sizes[kind], kind))
+    assert len(encoded) == 24 + 8 + min(sizes.values()) + values.nbytes
+
+
+def test_a_payload_may_hold_no_rows():
+    for codec in UniformRows(), LosslessRows():
+        data = codec.encode_rows(np.empty((0, 3), np.float32), None, 5, element="float32")
+        assert data == header(0, 5, 3)
+        assert len(present_rows(parse(data))) == 0
+        assert decode(data)[1] == 0
+
+
+def test_reseal_changes_the_seal_alone():
+    values = np.random.default_rng(1).normal(size=(9, 8)).astype(np.float32)
+    plain = UniformRows().encode_rows(values, None, 9, element="float32")
+    sealed = UniformRows().encode_rows(values, None, 9, element="float32", seal=(1 << 64) - 1)
+    assert reseal(plain, (1 << 64) - 1) == sealed
+    assert reseal(sealed, 0) == plain
+    assert parse(sealed).seal == (1 << 64) - 1
+    with pytest.raises(PayloadError, match="fewer"):
+        reseal(plain[:20], 1)
+    for seal in -1, 1 << 64:
+        with pytest.raises(RowsError, match="64-bit"):
+            reseal(plain, seal)
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_every_kind_of_buffer_is_parsed(wrap):
+    out, written, _ = decode(wrap(header() + RAW_ROW))
+    assert written == 1
+    assert out[4].tolist() == [1.5, -2]
+
+
+MALFORMED = {
+    "empty": (b"", "0 bytes are fewer"),
+    "shorter than a header": (header()[:23], "23 bytes are fewer"),
+    "other magic": (header(magic=b"CNRQ") + RAW_ROW, "CNRQ"),
+    "other version": (header(version=2) + RAW_ROW, "version 2"),
+    "element type 0": (header(element=0) + RAW_ROW, "element type 0"),
+    "element type 14": (header(element=14) + RAW_ROW, "element type 14"),
+    "no rows": (header(rows=0) + RAW_ROW, "empty"),
+    "no columns": (header(dim=0) + RAW_ROW, "empty"),
+    "segment missing": (header(segments=2) + RAW_ROW, "segment 1.*truncated"),
+    "segment head cut": (header() + RAW_ROW[:7], "head.*truncated"),
+    "bytes after the end": (header() + RAW_ROW + b"\0", "1 bytes follow"),
+    "undeclared segment": (header(segments=0) + RAW_ROW, "follow"),
+    "unknown scheme": (header() + segment(4, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 4"),
+    "unknown parameter type": (header() + segment(2, 4, 3, 0, 1, f2(1, 0), bytes(1)), "parameter type 3"),
+    "unknown row-set kind": (header() + segment(1, 32, 0, 4, 1, bytes(8)), "row-set kind 4"),
+    "raw with parameters": (header() + segment(1, 32, 1, 0, 1, f2(1, 0), bytes(8)), "FLOAT16.*RAW"),
+    "absent with parameters": (header() + segment(0, 0, 2, 0, 1, f4(1, 0)), "FLOAT32.*ABSENT"),
+    "codes without parameters": (header() + segment(2, 4, 0, 0, 1, bytes(1)), "NONE.*ASYMMETRIC"),
+    "no bits": (header() + segment(2, 0, 1, 0, 1, f2(1, 0)), "0 bits"),
+    "nine bits": (header() + segment(3, 9, 1, 0, 1, f2(1), bytes(3)), "9 bits"),
+    "raw of other bits": (header() + segment(1, 16, 0, 0, 1, bytes(4)), "16 bits"),
+    "absent with bits": (header() + segment(0, 1, 0, 0, 1), "1 bits"),
+    "quantized integers": (header(element=7) + segment(2, 4, 1, 0, 1, f2(1, 0), bytes(1)), "int32"),
+    "quantized float64": (header(element=4) + segment(2, 4, 1, 0, 1, f2(1, 0), bytes(1)), "float64"),
+    "a bool of 2": (header(element=13) + segment(1, 8, 0, 0, 1, b"\1\2"), "stored as 2"),
+    "segment without rows": (header() + segment(1, 32, 0, 0, 0), "0 rows"),
+    "more rows than the chunk": (header() + segment(1, 32, 0, 0, 11, bytes(88)), "11 rows"),
+    "row set cut": (header() + segment(1, 32, 0, 3, 2, bytes(7)), "row set.*truncated"),
+    "parameters cut": (header() + segment(2, 4, 2, 0, 2, f4(1, 1, 0)), "parameters.*truncated"),
+    "codes cut": (header() + segment(1, 32, 0, 0, 2, bytes(15)), "codes.*truncated"),
+    "count of 2**32 - 1": (
+        header(rows=(1 << 22), dim=1) + segment(1, 32, 0, 0, (1 << 32) - 1),
+        "4294967295 rows",
+    ),
+    "offsets equal": (header() + segment(1, 32, 0, 2, 2, u2(3, 3), bytes(16)), "increasing"),
+    "offsets falling": (
+        header() + segment(1, 32, 0, 3, 2, struct.pack("<2I", 3, 2), bytes(16)),
+        "increasing",
+    ),
+    "offset beyond the rows": (header() + segment(1, 32, 0, 2, 2, u2(3, 10), bytes(16)), "offset 10"),
+    "wide offset beyond the rows": (
+        header() + segment(1, 32, 0, 3, 1, struct.pack("<I", 1 << 31), bytes(8)),
+        "offset 2147483648",
+    ),
+    "bitmap of fewer rows": (header() + segment(1, 32, 0, 1, 2, b"\1\0", bytes(16)), "holds 1 rows"),
+    "bitmap of more rows": (header() + segment(1, 32, 0, 1, 2, b"\7\0", bytes(16)), "holds 3 rows"),
+    "bitmap with unused bits": (header() + segment(1, 32, 0, 1, 2, b"\1\4", bytes(16)), "beyond row 9"),
+    "a row twice": (header(segments=2) + RAW_ROW + RAW_ROW, "row 4 is in an earlier"),
+    "a row twice, in a prefix": (header(segments=2) + RAW_ROW + segment(0, 0, 0, 0, 5), "row 4"),
+    "a scale of NaN": (header() + segment(2, 4, 1, 0, 1, f2(np.nan, 0), bytes(1)), "not finite"),
+    "an infinite offset": (header() + segment(2, 4, 2, 0, 1, f4(1, np.inf), bytes(1)), "not finite"),
+    "a negative scale": (header() + segment(2, 4, 2, 0, 1, f4(-1, 0), bytes(1)), "negative"),
+    "a scale of minus zero": (header() + segment(3, 4, 1, 0, 1, f2(-0.0), bytes(1)), "negative"),
+    "a scale of 17 bits": (header() + segment(2, 4, 2, 0, 1, f4(1 + 2**-16, 0), bytes(1)), "16 significant"),
+    "a scale that overflows": (header() + segment(2, 4, 2, 0, 1, f4(2.0**127, 0), bytes(1)), "overflows"),
+    "a half step that overflows": (header() + segment(3, 1, 2, 0, 1, f4(2.0**127), bytes(1)), "overflows"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_payloads_are_refused(data, message):
+    with pytest.raises(PayloadError, match=message):
+        parse(data)
+
+
+@pytest.mark.parametrize("data", ["text", 3, np.zeros((4, 4))[:, ::2]])
+def test_what_is_not_bytes_is_refused(data):
+    with pytest.raises(PayloadError, match="contiguous bytes"):
+        parse(data)
+
+
+def test_the_decoded_size_is_limited():
+    small = header(0, 1 << 16, 257)
+    with pytest.raises(PayloadLimitError, match=r"67371008 bytes.*67108864"):
+        parse(small)
+    assert parse(small, max_decoded_bytes=1 << 27).dim == 257
+    assert parse(header(0, 1 << 16, 256)).rows == 1 << 16
+    with pytest.raises(OverflowError):
+        parse(header(65535, (1 << 32) - 1, (1 << 32) - 1))
+
+
+def mixed_payload(scheme, bits, dim):
+    rng = np.random.default_rng(bits)
+    values = rng.normal(size=(40, dim)).astype(np.float32)
+    values[::7] += 1e6
+    values[3] = np.nan
+    offsets = np.sort(rng.choice(64, 40, replace=False))
+    return UniformRows(scheme, bits).encode_rows(values, offsets, 64, element="float32")
+
+
+@given(
+    scheme=st.sampled_from(["symmetric", "asymmetric"]),
+    bits=st.sampled_from([1, 3, 4, 8]),
+    dim=st.sampled_from([3, 8]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=3000)
+def test_mutated_payloads_decode_or_are_refused(scheme, bits, dim, data):
+    mutated = bytearray(mixed_payload(scheme, bits, dim))
+    # Most mutations hit the structure, which lies at the front of each segment.
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.one_of(st.integers(4, 60), st.integers(0, len(mutated) - 1)))
+        mutated[position] = data.draw(st.one_of(st.sampled_from([0, 1, 2, 255]), st.integers(0, 255)))
+    end = data.draw(st.one_of(st.none(), st.integers(0, len(mutated))))
+    try:
+        payload = parse(bytes(mutated[:end]), max_decoded_bytes=1 << 20)
+    except PayloadError:
+        return
+    out = np.zeros((payload.rows, payload.dim), cnr_codecs.array_dtype(payload.element))
+    need = np.ones(payload.rows, np.uint8)
+    rows = present_rows(payload)
+    assert cnr_codecs.decode_into(payload, out, need) == len(rows)
+    assert not need[rows].any()
+    assert need.sum() == payload.rows - len(rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"values": np.zeros(4, np.float32)}, "shape"),
+        ({"values": np.zeros((2, 2))}, "float64"),
+        ({"values": np.zeros((11, 2), np.float32)}, "11 rows"),
+        ({"values": np.zeros((2, 0), np.float32)}, "columns"),
+        ({"rows": 0}, "0 x 2"),
+        ({"rows": 1 << 32}, "4294967296"),
+        ({"offsets": np.array([1])}, "offsets must be"),
+        ({"offsets": np.array([1.0, 2.0])}, "float64"),
+        ({"offsets": np.array([2, 1])}, "increase"),
+        ({"offsets": np.array([1, 1])}, "increase"),
+        ({"offsets": np.array([-1, 1])}, "increase"),
+        ({"offsets": np.array([1, 10])}, "increase"),
+        ({"element": "float31"}, "float31"),
+        ({"element": "bfloat16", "values": np.full((2, 2), 0.1, np.float32)}, "can't represent"),
+    ],
+)
+@pytest.mark.parametrize("codec", [UniformRows(), LosslessRows()])
+def test_rows_that_do_not_fit_are_refused(codec, arguments, message):
+    good = {"values": np.ones((2, 2), np.float32), "offsets": None, "rows": 10, "element": "float32"}
+    codec.encode_rows(**good)
+    with pytest.raises(RowsError, match=message):
+        codec.encode_rows(**(good | arguments))
+
+
+def test_only_floats_of_up_to_32_bits_are_quantized():
+    for element in set(ELEMENTS) - {"float32", "float16", "bfloat16"}:
+        with pytest.raises(RowsError, match="cnr_rows"):
+            UniformRows().bytes_per_row(4, element)
+        with pytest.raises(RowsError, match="cnr_rows"):
+            UniformRows().encode_rows(np.ones((1, 4), element), None, 1, element=element)
