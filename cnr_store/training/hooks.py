@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,12 +26,15 @@ class _Hook:
     def __init__(self, owner: object, call: Callable[..., None], *bound: object) -> None:
         self._owner = weakref.ref(owner)
         self._call = call
+        # Compiled code must leave here, rather than trace through kernels that it does not know.
+        self._uncompiled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         self._bound = bound
 
     def __call__(self, *args: object) -> None:
         owner = self._owner()
         if owner is not None:
-            self._call(owner, *self._bound, *args)
+            call = self._uncompiled if torch.compiler.is_compiling() else self._call
+            call(owner, *self._bound, *args)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()

@@ -452,6 +452,17 @@ def test_copied_and_pickled_models_are_not_tracked_and_keep_no_tracker_alive() -
     bench.train(1)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_compiled_model_is_tracked(given: bool) -> None:
+    bench = Bench("sgd", given)
+    compiled: Any = torch.compile(nn.Sequential(bench.table, nn.Linear(3, 1)), backend="eager")
+    for row in (1, 2):
+        backward(compiled(ids(row, 5)).sum())
+        bench.step()
+        assert bench.tracker.whole_reasons() == {}
+        assert {row, 5} <= {*bench.swap()} <= {1, 2, 5}
+
+
 def test_a_model_of_several_tables_and_optimizers() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(ROWS, 2, sparse=True), "b": nn.Embedding(ROWS, 2)})
     first: Optimizer = SparseAdam(model["a"].parameters())
