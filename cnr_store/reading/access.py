@@ -10,7 +10,8 @@ import zarr
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.chain import ArrayReader, read_dense
+from cnr_store.chain import ArrayReader
+from cnr_store.dense import read_dense
 from cnr_store.format.layout import decode_name
 from cnr_store.reading.overlay import Overlay
 from cnr_store.versions import Catalog, Version, VersionInfo

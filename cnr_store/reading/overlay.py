@@ -15,7 +15,8 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
-from cnr_store.chain import ArrayReader, dense_object
+from cnr_store.chain import ArrayReader
+from cnr_store.dense import dense_object
 from cnr_store.errors import CheckpointError
 from cnr_store.format.arrays import (
     Doc,

@@ -22,6 +22,7 @@ from cnr_store.errors import ClosedError, OptionError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
+from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Decision, check_policy, decide
 from cnr_store.reading.access import Url
 from cnr_store.training.bitmap import Bitmap, rows_of
@@ -39,7 +40,7 @@ from cnr_store.training.snapshot import (
 from cnr_store.training.tables import Table, find_tables
 from cnr_store.training.tracker import Tracker
 from cnr_store.versions import Catalog, Version, VersionInfo
-from cnr_store.write import Plan, RowsWrite, Writer
+from cnr_store.write import Writer
 
 log = logging.getLogger("cnr_store")
 Bitmaps = dict[str, Bitmap]

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer
-from cnr_store.chain import ArrayReader, read_dense
+from cnr_store.chain import ArrayReader
+from cnr_store.dense import read_dense
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.record import Record

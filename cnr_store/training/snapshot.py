@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.layout import dense_path, slot_path
 from cnr_store.format.state import ArrayLeaf, dumps, encode_state
+from cnr_store.plan import DenseWrite
 from cnr_store.training.optimizers import optimizer_tree, row_slots
 from cnr_store.training.tables import (
     Table,
@@ -25,7 +26,6 @@ from cnr_store.training.tables import (
     state_names,
 )
 from cnr_store.training.tensors import array_dtype, dense_numpy, dtype_name, gather
-from cnr_store.write import DenseWrite
 
 Array = np.ndarray[Any, Any]
 MAX_METADATA_BYTES = 64 << 10

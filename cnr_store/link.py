@@ -1,0 +1,219 @@
+"""One link of a chain: the rows of one array that one version wrote, found, fetched, proven and decoded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cnr_backends import (
+    ObjectNotFoundError,
+    ShardError,
+    ShardIndex,
+    StorageError,
+    check_chunk,
+    index_nbytes,
+    parse_index,
+)
+from cnr_codecs import CodecError, Payload, decode_into, parse
+from cnr_store.errors import CorruptionError
+from cnr_store.format import layout
+from cnr_store.format.arrays import parse_rows_document
+from cnr_store.format.grid import Grid
+from cnr_store.format.manifest import Part
+from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.versions import Catalog
+
+Array = np.ndarray[Any, Any]
+_COALESCED_BYTES = 16 << 20
+_GAP_BYTES = 64 << 10
+_INDEXES_KEPT = 1024
+
+
+class Link:
+    """The rows of one array that one version wrote."""
+
+    def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
+        self._backend = catalog.backend
+        self.version = record.id
+        self.path = path
+        self.entry: ArrayEntry = record.arrays[path]
+        self._parts = catalog.manifest(record).parts(path)
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._lock = threading.Lock()
+        self.grid: Grid | None = None
+        if path in record.nodes:
+            shape, self.grid = parse_rows_document(record.nodes[path], f"version {record.id}, {path}")
+            if shape != self.entry.shape:
+                raise CorruptionError(
+                    f"version {record.id}, {path}: shapes {shape} and {self.entry.shape} in one record"
+                )
+        elif self.entry.rows:
+            raise CorruptionError(
+                f"version {record.id}, {path}: {self.entry.rows} rows are recorded without metadata"
+            )
+
+    def fill(self, first_row: int, out: Array, need: Array) -> None:
+        """Decode into `out` the rows that are needed and written here, and clear their `need`.
+
+        Parameters
+        ----------
+        out
+            (n, columns): rows first_row ... first_row + n - 1, in the array's dtype.
+        need
+            (n,) uint8, non-zero where the row is still to be found.
+        """
+        grid = self.grid
+        last_row = min(first_row + len(out), self.entry.shape[0])
+        if grid is None or last_row <= first_row:
+            return
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        for row_chunk in range(first_row // grid.chunk_rows, -(-last_row // grid.chunk_rows)):
+            begin = row_chunk * grid.chunk_rows - first_row
+            if not need[max(begin, 0) : begin + grid.chunk_rows].any():
+                continue
+            for column_chunk in range(grid.column_chunks):
+                shard, slot = grid.locate(row_chunk, column_chunk)
+                if shard in self._parts:
+                    wanted.setdefault(shard, []).append((slot, row_chunk, column_chunk))
+        # Chunks of one row block share the need: all columns of a row are written together.
+        found = [need.copy() for _ in range(grid.column_chunks)]
+        for shard, chunks in wanted.items():
+            for (_, row_chunk, column_chunk), data in self._chunks(shard, chunks):
+                self._decode(data, row_chunk, column_chunk, first_row, out, found[column_chunk])
+        if any(not np.array_equal(found[0], other) for other in found[1:]):
+            raise CorruptionError(
+                f"{self._where(first_row, len(out))}: columns of one row were not all written"
+            )
+        need[:] = found[0]
+
+    def _decode(
+        self, data: memoryview, row_chunk: int, column_chunk: int, first_row: int, out: Array, need: Array
+    ) -> None:
+        grid = self.grid
+        assert grid is not None  # chunks come from it
+        row, column = row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns
+        try:
+            payload = parse(data)
+            self._check(payload, row, column)
+            width = min(grid.chunk_columns, grid.columns - column)
+            if width == payload.dim:
+                decode_into(payload, out[:, column : column + width], need, first_row - row)
+            else:
+                padded = np.empty((len(out), payload.dim), out.dtype)
+                hit = need.copy()
+                decode_into(payload, padded, need, first_row - row)
+                rows = hit != need
+                out[rows, column : column + width] = padded[rows, :width]
+        except CodecError as error:
+            raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
+
+    def _check(self, payload: Payload, row: int, column: int) -> None:
+        grid = self.grid
+        assert grid is not None  # chunks come from it
+        if payload.seal != layout.seal(self.version, self.path, row, column):
+            raise CorruptionError(
+                f"{self._where(row, grid.chunk_rows)}: the payload belongs to another place (seal differs)"
+            )
+        expected = (grid.chunk_rows, grid.chunk_columns, self.entry.element)
+        if (payload.rows, payload.dim, payload.element) != expected:
+            raise CorruptionError(
+                f"{self._where(row, grid.chunk_rows)}: the payload holds {payload.rows} x {payload.dim} "
+                f"{payload.element}, the record says {grid.chunk_rows} x {grid.chunk_columns} {self.entry.element}"
+            )
+
+    def _chunks(
+        self, shard: int, chunks: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[tuple[int, int, int], memoryview]]:
+        """Payloads of the chunks that a shard holds; neighbours come with one request."""
+        index = self._index(shard)
+        present = sorted((c for c in chunks if index.present[c[0]]), key=lambda c: int(index.offsets[c[0]]))
+        run: list[tuple[int, int, int]] = []
+        start = end = 0
+        for chunk in present:
+            offset, length = int(index.offsets[chunk[0]]), int(index.lengths[chunk[0]])
+            if run and (offset - end > _GAP_BYTES or offset + length - start > _COALESCED_BYTES):
+                yield from self._run(shard, index, run, start, end)
+                run = []
+            if not run:
+                start = offset
+            run.append(chunk)
+            end = offset + length
+        if run:
+            yield from self._run(shard, index, run, start, end)
+
+    def _run(
+        self, shard: int, index: ShardIndex, run: list[tuple[int, int, int]], start: int, end: int
+    ) -> Iterator[tuple[tuple[int, int, int], memoryview]]:
+        key = self._key(shard)
+        try:
+            data = memoryview(self._backend.get_range(key, start, end - start))
+            for chunk in run:
+                offset = int(index.offsets[chunk[0]]) - start
+                yield chunk, check_chunk(data[offset : offset + int(index.lengths[chunk[0]])])
+        except ShardError as error:
+            raise CorruptionError(f"{self._where_shard(shard)}: {key}: {error}") from error
+        except StorageError as error:
+            raise self._storage_error(shard, error) from error
+        except ObjectNotFoundError as error:
+            raise CorruptionError(f"{self._where_shard(shard)}: {key} is lost") from error
+
+    def _index(self, shard: int) -> ShardIndex:
+        with self._lock:
+            if shard in self._indexes:
+                self._indexes.move_to_end(shard)
+                return self._indexes[shard]
+        index = self._read_index(shard, self._parts[shard])
+        with self._lock:
+            self._indexes[shard] = index
+            if len(self._indexes) > _INDEXES_KEPT:
+                self._indexes.popitem(last=False)
+        return index
+
+    def _read_index(self, shard: int, part: Part) -> ShardIndex:
+        assert self.grid is not None  # there are parts, so there is metadata
+        key, chunks = self._key(shard), self.grid.chunks_per_shard
+        try:
+            index = parse_index(self._backend.get_suffix(key, index_nbytes(chunks)), chunks, part.nbytes)
+        except ShardError as error:
+            raise CorruptionError(f"{self._where_shard(shard)}: {key}: {error}") from error
+        except StorageError as error:
+            raise self._storage_error(shard, error) from error
+        except ObjectNotFoundError as error:
+            raise CorruptionError(f"{self._where_shard(shard)}: {key} is lost") from error
+        if index.crc != part.tail:
+            raise CorruptionError(
+                f"{self._where_shard(shard)}: {key} is another shard's object (its index differs)"
+            )
+        return index
+
+    def _storage_error(self, shard: int, error: StorageError) -> Exception:
+        """A request that failed because the object is not the size that was committed is a cut object."""
+        key = self._key(shard)
+        try:
+            nbytes = self._backend.size(key)
+        except StorageError:
+            return error
+        if nbytes == self._parts[shard].nbytes:
+            return error
+        return CorruptionError(
+            f"{self._where_shard(shard)}: {key} has {nbytes} bytes, {self._parts[shard].nbytes} were committed"
+        )
+
+    def _key(self, shard: int) -> str:
+        assert self.grid is not None  # there are shards, so there is metadata
+        row, column = divmod(shard, self.grid.shard_grid[1])
+        place = f"c/{row}/{column}" if len(self.entry.shape) == 2 else f"c/{row}"
+        return layout.version_key(self.version, self.path, place)
+
+    def _where_shard(self, shard: int) -> str:
+        assert self.grid is not None  # there are shards, so there is metadata
+        return self._where(shard // self.grid.shard_grid[1] * self.grid.shard_rows, self.grid.shard_rows)
+
+    def _where(self, row: int, rows: int) -> str:
+        return (
+            f"version {self.version}, {self.path}, rows {row} to {min(row + rows, self.entry.shape[0]) - 1}"
+        )
