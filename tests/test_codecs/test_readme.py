@@ -1,0 +1,18 @@
+"""The README's examples run as they stand."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "codecs" / "README.md"
+
+
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)  # the README is ours
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("7.1")
+    assert printed[1].startswith("0.04")
+    assert printed[-2:] == ["[  5  70 900]", "3"]
