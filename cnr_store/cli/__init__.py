@@ -1,0 +1,40 @@
+"""The command `cnr`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cnr_backends import BackendError
+from cnr_codecs import CodecError
+from cnr_store.cli.demo import demo
+from cnr_store.cli.listing import info, ls
+from cnr_store.errors import CheckpointError
+
+app = typer.Typer(
+    name="cnr",
+    help="Checkpoints of recommendation models: what a store holds, and a demo.",
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback is for an error of ours that nobody foresaw, and then Python's own says enough.
+    pretty_exceptions_enable=False,
+)
+for command in (demo, ls, info):
+    app.command()(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, and exit: 0 fine, 1 an error or a failed check, 2 wrong usage."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="cnr")
+    except (CheckpointError, BackendError, CodecError) as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {error}", style="red"))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

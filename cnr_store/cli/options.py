@@ -1,0 +1,78 @@
+"""Options that commands share, and how their values are checked."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from cnr_store.bits import check_bits
+from cnr_store.errors import OptionError
+from cnr_store.policy import check_policy
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="Where the store is: a folder, s3://..., any fsspec URL.")
+]
+
+
+def _check_storage_options(text: str) -> str:
+    storage_options(text)
+    return text
+
+
+def _check_policy(name: str) -> str:
+    try:
+        return check_policy(name)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _check_bits(text: str) -> str:
+    width(text)
+    return text
+
+
+StorageOptions = Annotated[
+    str,
+    typer.Option(
+        "--storage-options",
+        metavar="JSON",
+        help='Options of the filesystem, as in fsspec: {"endpoint_url": "..."}.',
+        callback=_check_storage_options,
+    ),
+]
+Policy = Annotated[
+    str, typer.Option(help="full, one-shot, consecutive or intermittent.", callback=_check_policy)
+]
+Width = Annotated[
+    str, typer.Option(metavar="auto|2|3|4|8|32", help="Bits of a quantized value.", callback=_check_bits)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+
+
+def storage_options(text: str) -> dict[str, Any]:
+    """The object that JSON text holds.
+
+    Raises: typer.BadParameter if it is anything else.
+    """
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise typer.BadParameter(f'give a JSON object, like {{"anon": true}}, not {text}')
+    return options
+
+
+def width(text: str) -> int | str:
+    """A width of quantized values as the library takes it.
+
+    Raises: typer.BadParameter if there is no such width.
+    """
+    bits = int(text) if text.isdecimal() else text
+    try:
+        check_bits(bits)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+    return bits

@@ -1,0 +1,378 @@
+"""The demo: its parts against models, and the whole of it on a folder, in memory and on S3."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from cnr_backends import StorageError, open_backend
+from cnr_store.demo.checks import check_all, kept_steps
+from cnr_store.demo.config import Failed, Finished, Saved, Started, Step, TrainConfig, event_line, parse_event
+from cnr_store.demo.data import CROSS_ROWS, load_features
+from cnr_store.demo.errors import DemoDataError, DemoError
+from cnr_store.demo.metrics import auc, log_loss
+from cnr_store.demo.outage import FailingBackend
+from cnr_store.demo.place import demo_place
+from cnr_store.demo.process import RunLog
+from cnr_store.demo.reader import TimeOrderedReader
+from cnr_store.demo.source import FILES, cache_folder, find_data
+from cnr_store.demo.supervise import Interruption, Story, Watcher
+from cnr_store.versions import VersionInfo
+
+V1, V2 = "000001-0123abcd.00000001", "000001-0123abcd.00000002"
+RATINGS = 1_000
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A made-up data set in the format of the real one; later users rate later, as in the real one."""
+    folder = tmp_path_factory.mktemp("ratings")
+    rng = np.random.default_rng(7)
+    users, items, genres = 40, 60, ["Action", "Comedy", "Drama", "War"]
+    user = np.sort(rng.integers(users, size=RATINGS))
+    item = rng.integers(items, size=RATINGS)
+    rating = np.clip(np.round(3 + (item % 3 - 1) + rng.normal(size=RATINGS)), 1, 5).astype(int)
+    seconds = 900_000_000 + user * 86_400 + rng.integers(86_400, size=RATINGS)
+    lines = [f"{u + 1}\t{i + 1}\t{r}\t{s}" for u, i, r, s in zip(user, item, rating, seconds, strict=True)]
+    _write(folder / "ml-100k.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float", lines)
+    bags = [" ".join(genres[: 1 + k % len(genres)]) for k in range(items)]
+    lines = [f"{k + 1}\tFilm {k}\t{1990 + k % 9}\t{bags[k]}" for k in range(items)]
+    _write(folder / "ml-100k.item", "item_id:token\ttitle\tyear\tclass", lines)
+    lines = [f"{k + 1}\t{18 + k}\t{'MF'[k % 2]}\tjob{k % 5}\t0000{k % 10}" for k in range(users)]
+    _write(folder / "ml-100k.user", "user_id:token\tage\tgender\toccupation\tzip", lines)
+    return folder
+
+
+def _write(path: Path, header: str, lines: list[str]) -> None:
+    path.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+
+
+# metrics
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=1, max_size=40))
+def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[bool, int]]) -> None:
+    labels, scores = zip(*pairs, strict=True)
+    positive = [score for label, score in pairs if label]
+    negative = [score for label, score in pairs if not label]
+    wins = [(p > n) + (p == n) / 2 for p in positive for n in negative]
+    expected = sum(wins) / len(wins) if wins else float("nan")
+    assert auc(labels, scores) == pytest.approx(expected, nan_ok=True)
+
+
+def test_log_loss_is_the_mean_surprise_and_stays_finite() -> None:
+    assert log_loss([1, 0], [0.5, 0.25]) == pytest.approx(-(np.log(0.5) + np.log(0.75)) / 2)
+    assert np.isfinite(log_loss([1, 0], [0.0, 1.0]))
+
+
+# reader
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 40))
+def test_a_reader_goes_on_where_its_state_was_taken(samples: int, batch: int, taken: int) -> None:
+    reader = TimeOrderedReader(samples, batch)
+    before = [sample for ids in islice(reader, taken) for sample in ids]
+    state = json.loads(json.dumps(reader.state_dict()))
+    other = TimeOrderedReader(samples, batch)
+    other.load_state_dict(state)
+    after, continued = list(islice(other, 12)), list(islice(reader, 12))
+    assert [ids.tolist() for ids in after] == [ids.tolist() for ids in continued]
+    seen = before + [sample for ids in after for sample in ids]
+    assert seen == [k % samples for k in range(len(seen))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position": 10}, "out of range"),
+        ({"epoch": -1}, "out of range"),
+        ({"samples": 11}, "resume with the first run's data"),
+        ({"batch": 4}, "resume with the first run's data"),
+        ({"position": 1.5}, "not a state"),
+        ({"extra": 1}, "not a state"),
+    ],
+)
+def test_a_state_of_another_reader_is_refused(change: dict[str, Any], message: str) -> None:
+    reader = TimeOrderedReader(10, 3)
+    with pytest.raises(DemoError, match=message):
+        reader.load_state_dict(reader.state_dict() | change)
+    with pytest.raises(DemoError, match="not a state"):
+        reader.load_state_dict(None)
+    with pytest.raises(DemoError, match="needs samples"):
+        TimeOrderedReader(0, 3)
+
+
+# data
+
+
+def test_features_are_in_time_order_and_know_nothing_of_the_future(small_data: Path) -> None:
+    features = load_features(small_data)
+    assert len(features) == RATINGS
+    assert features.train == RATINGS * 9 // 10
+    user = features.columns["user"]
+    assert (np.diff(user) >= 0).all()  # they were made in this order in time
+    first = np.unique(user, return_index=True)[1]
+    assert (features.columns["user_count"][first] == 0).all()
+    for name, ids in features.columns.items():
+        assert ids.dtype == np.int64
+        assert ids.min() >= 0
+        assert ids.max() < features.rows[name]
+    assert {name: features.rows[name] for name in CROSS_ROWS} == CROSS_ROWS
+    assert ((features.columns["genre"] == 0) == (features.columns["user_genre"] == 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ml-100k.inter", "header\n1\t2\t3\n", "must have 4 tab-separated fields"),
+        ("ml-100k.inter", "header\n9999\t1\t3\t880000000\n", "unknown user or item"),
+        ("ml-100k.inter", "header\n1\t1\tgood\t880000000\n", "no number"),
+        ("ml-100k.user", "header\n", "must have 5 tab-separated fields"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    small_data: Path, tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    for one in FILES:
+        (tmp_path / one).write_bytes((small_data / one).read_bytes())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DemoDataError, match=message) as caught:
+        load_features(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_data_are_looked_for_where_they_were_said_to_be(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CNR_DATA", str(tmp_path))
+    assert find_data(small_data) == small_data
+    with pytest.raises(DemoDataError, match=r"lacks ml-100k\.inter, ml-100k\.item, ml-100k\.user"):
+        find_data()
+    monkeypatch.setenv("CNR_DATA", str(small_data))
+    assert find_data() == small_data
+
+
+def test_data_that_cannot_be_fetched_are_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CNR_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    said: list[str] = []
+    with pytest.raises(DemoDataError, match="give it by --data or CNR_DATA"):
+        find_data(None, said.append)
+    assert "GroupLens" in said[0]
+    assert list(cache_folder().iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DemoDataError, match="set XDG_CACHE_HOME"):
+        find_data()
+
+
+@pytest.mark.data
+def test_the_real_data_are_fetched_once_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CNR_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = find_data()
+    assert len(load_features(folder)) == 100_000
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    (folder / "ml-100k.item").write_text("damaged")
+    assert len(load_features(find_data())) == 100_000
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert find_data() == folder
+
+
+# what the parent knows
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Started(3, V1, 0.5),
+        Step(4, [1, 2]),
+        Saved(4, 0.25),
+        Finished(0.7, 0.6, 10, 2, 1.0),
+        Failed("no"),
+    ],
+)
+def test_events_survive_their_line(event: Any) -> None:
+    assert parse_event(event_line(event)) == event
+
+
+@pytest.mark.parametrize("line", ["", '["Step", {"st', '["Nothing", {}]', '["Step", {"step": 1}]', "1"])
+def test_other_lines_are_no_events(line: str) -> None:
+    with pytest.raises(DemoError, match="not an event"):
+        parse_event(line)
+
+
+def test_a_gap_in_the_reported_steps_is_an_error() -> None:
+    log = _log(10, [[1], [2]])
+    assert (log.first_step, log.last_step) == (10, 12)
+    with pytest.raises(DemoError, match="step 14 after step 12"):
+        log.add(Step(14, [4]))
+    with pytest.raises(DemoError, match="stopped at step 12"):
+        _ = log.result
+
+
+def _log(first: int, steps: list[list[int]], version: str | None = None) -> RunLog:
+    log = RunLog()
+    log.add(Started(first, version, 0.0))
+    for number, samples in enumerate(steps, first + 1):
+        log.add(Step(number, samples))
+    return log
+
+
+def test_the_checks_find_what_is_trained_twice_or_skipped() -> None:
+    config = TrainConfig(data="", steps=4, every=2, batch=2)
+    reader = TimeOrderedReader(6, 2)
+    right = [ids.tolist() for ids in islice(reader, 4)]
+    versions = [_info(V1, 2), _info("000002-0123abcd.00000001", 4)]
+    hit = Interruption(V2, 4, objects=3, nbytes=99, committed=False, newest=V1)
+
+    def verdicts(
+        second: RunLog, interruption: Interruption = hit, committed: list[VersionInfo] = versions
+    ) -> list[bool]:
+        story = Story([_log(0, right[:3]), second], [interruption])
+        return [check.holds for check in check_all(config, story, committed, RunLog(), samples=6)]
+
+    assert kept_steps([_log(0, right[:3]), _log(2, right[2:], V1)]) == right
+    assert verdicts(_log(2, right[2:], V1)) == [True] * 4
+    assert verdicts(_log(2, [right[2], right[2]], V1))[2] is False
+    assert verdicts(_log(3, right[3:], V1))[2] is True
+    assert verdicts(_log(2, right[3:], V1))[2] is False
+    assert verdicts(_log(2, right[2:], V2))[1] is False
+    assert verdicts(_log(2, right[2:], V1), committed=versions[:1])[3] is False
+    assert verdicts(_log(2, right[2:], V1), committed=[_info(V2, 4)])[0] is False
+    late = Interruption(V1, 2, objects=3, nbytes=99, committed=True, newest=V1)
+    assert verdicts(_log(2, right[2:], V1), late)[0] is False
+
+
+def _info(version: str, step: int) -> VersionInfo:
+    return VersionInfo(version, step, "delta", None, 0.0, 10, 1)
+
+
+def test_the_watcher_sees_versions_that_are_half_there(tmp_path: Path) -> None:
+    with open_backend(tmp_path / "store") as backend:
+        watcher = Watcher(backend)
+        assert watcher.unfinished() is None
+        backend.put(f"versions/{V1}/tables/t/weight/c/0/0", b"rows")
+        assert watcher.unfinished() == V1
+        backend.put(f"versions/{V1}/zarr.json", b"{}")
+        (tmp_path / "store" / "versions" / V2 / "tables").mkdir(parents=True)  # a folder is no object
+        assert watcher.unfinished() is None
+        backend.put(f"versions/{V2}/manifest", b"12345")
+        assert watcher.unfinished() == V2
+        assert watcher.interruption(V2, 7) == Interruption(V2, 7, 1, 5, committed=False, newest=V1)
+        assert watcher.unfinished() is None  # its writer is gone
+        assert watcher.interruption(V1, 5) == Interruption(V1, 5, 2, 6, committed=True, newest=V1)
+
+
+def test_an_outage_begins_inside_a_save_and_stays(tmp_path: Path) -> None:
+    with open_backend(tmp_path) as backend:
+        failing = FailingBackend(backend, after=1)
+        failing.put(f"versions/{V1}/a", b"1")
+        failing.put(f"versions/{V1}/b", b"1")
+        failing.create(f"versions/{V1}/zarr.json", b"1")
+        failing.put(f"versions/{V2}/a", b"1")
+        hit_before = failing.version
+        with pytest.raises(StorageError, match="from here on"):
+            failing.put(f"versions/{V2}/b", b"1")
+        assert (hit_before, failing.version) == (None, V2)
+        with pytest.raises(StorageError):
+            failing.create("writers/x", b"")
+        with pytest.raises(StorageError):
+            failing.delete("writers/x")
+        assert dict(failing.list_keys(f"versions/{V2}")) == {f"versions/{V2}/a": 1}
+        assert failing.get(f"versions/{V2}/a") == b"1"
+
+
+def test_a_place_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    with demo_place("mine", {}, False, said.append) as (url, backend):
+        backend.put("a", b"")
+    assert url == "mine/run-2"
+    assert said == ["mine is in use and stays as it is"]
+    with demo_place("mine", {}, False, said.append) as (url, _):
+        assert url == "mine/run-3"
+    with demo_place(None, {}, True, said.append) as (url, _):
+        assert url == "demo-run"
+    with demo_place(None, {}, False, said.append) as (url, backend):
+        backend.put("a", b"")
+        assert Path(url, "a").exists()
+    assert not Path(url).exists()
+
+
+# the whole demo
+
+
+def run(capsys: pytest.CaptureFixture[str] | None = None, **options: Any) -> str:
+    """Run the demo with few steps; all its checks must hold."""
+    pytest.importorskip("torch")
+    pytest.importorskip("xarray")
+    from cnr_store.demo.run import DemoOptions, run_demo
+
+    out = io.StringIO()
+    holds = run_demo(DemoOptions(steps=60, every=10, **options), Console(file=out))
+    assert holds, out.getvalue()
+    return out.getvalue()
+
+
+@pytest.mark.slow
+def test_the_demo_on_a_folder(small_data: Path, tmp_path: Path) -> None:
+    text = run(url=str(tmp_path / "store"), data=small_data)
+    assert "interrupted" in text
+    assert "1,864 samples in 60 steps, 1,864 expected" in text
+    assert "FAIL" not in text
+    assert "<xarray.DataTree>" in text
+
+
+def test_the_demo_in_memory_without_loss(small_data: Path) -> None:
+    text = run(url="memory://test-demo", data=small_data, bits=32)
+    assert "to the last bit" in text
+
+
+def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:
+    pytest.importorskip("xarray")
+    from cnr_store.demo.run import DemoOptions, run_demo
+
+    with pytest.raises(DemoError, match="make 1 save"):
+        run_demo(DemoOptions(steps=5, every=10, data=small_data), Console(file=io.StringIO()))
+
+
+@pytest.mark.slow
+def test_a_training_process_that_fails_says_why(small_data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from cnr_store.demo.supervise import train_undisturbed
+
+    (tmp_path / "file").write_text("")
+    config = TrainConfig(data=str(small_data), steps=2, every=1, url=str(tmp_path / "file"))
+    with pytest.raises(DemoError, match="OpenError"):
+        train_undisturbed(config, lambda _: None)
+    with pytest.raises(DemoError, match="DemoDataError"):
+        train_undisturbed(TrainConfig(data=str(tmp_path), steps=2, every=1), lambda _: None)
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_the_demo_on_s3(small_data: Path, s3_server: Any) -> None:
+    text = run(url=s3_server.url("demo"), storage_options=s3_server.storage_options, data=small_data)
+    assert "interrupted" in text
+    assert s3_server.storage_options["secret"] not in text
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_the_demo_on_the_real_data(tmp_path: Path) -> None:
+    assert "90,000 ratings" in run(url=str(tmp_path), policy="consecutive", bits=4)
