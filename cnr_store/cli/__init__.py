@@ -34,7 +34,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (CheckpointError, BackendError, CodecError) as error:
         Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {error}", style="red"))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
