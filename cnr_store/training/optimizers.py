@@ -60,6 +60,15 @@ def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtyp
     return None
 
 
+def counted_changes(optimizer: Optimizer, position: int) -> int:
+    """How often a step of a trusted optimizer raises the version counter of a parameter in this group, at most.
+
+    Once, and never with fused kernels, which change parameters behind the counter's back. What goes beyond it is
+    someone else's change, such as a step hook's.
+    """
+    return 0 if optimizer.param_groups[position].get("fused") else 1
+
+
 def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
     """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
 

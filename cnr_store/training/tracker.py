@@ -25,14 +25,14 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.training import bitmap
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import hook_module, hook_steps, remove_all
-from cnr_store.training.optimizers import group_moves_untouched
+from cnr_store.training.optimizers import counted_changes, group_moves_untouched
 from cnr_store.training.tables import Lookup, Table
 from cnr_store.training.watch import Watch
 
 logger = logging.getLogger("cnr_store")
 
 _LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-_OUTSIDE = "it was changed outside lookups and optimizer steps (Tracker.mark tells of changes made by hand)"
+_OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with mark)"
 
 
 class Tracker:
@@ -104,15 +104,19 @@ class Tracker:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         for position, watch in self._stepped(optimizer):
             parameter = watch.table.parameter
-            if not watch.unaccounted:
+            if parameter.grad is None and not watch.unaccounted:
                 continue
             memory, version = watch.seen
             watch.account()
             reason = group_moves_untouched(optimizer, position, parameter.dtype)
             if reason is not None:
                 watch.make_whole(reason)
-            # The optimizers that are trusted change a parameter once; a second change is someone else's.
-            elif watch.resized or parameter.grad is None or watch.seen != (memory, version + 1):
+            elif (
+                watch.resized
+                or parameter.grad is None
+                or watch.seen[0] != memory
+                or watch.seen[1] - version > counted_changes(optimizer, position)
+            ):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
                 watch.mark_gradient(parameter.grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -13,6 +13,8 @@ from cnr_store.training import bitmap
 from cnr_store.training.rowbits import RowBits, mark_nonzero_on_device, mark_on_device
 
 ROWS = st.integers(1, 300)
+# The first call of a kernel compiles it.
+compiles = settings(deadline=None)
 
 
 @st.composite
@@ -21,6 +23,7 @@ def rows_and_ids(draw: st.DrawFn) -> tuple[int, list[int]]:
     return rows, draw(st.lists(st.integers(0, rows - 1), max_size=50))
 
 
+@compiles
 @given(rows_and_ids(), rows_and_ids())
 def test_bitmaps_are_sets_of_rows(one: tuple[int, list[int]], two: tuple[int, list[int]]) -> None:
     rows = max(one[0], two[0])
@@ -34,6 +37,7 @@ def test_bitmaps_are_sets_of_rows(one: tuple[int, list[int]], two: tuple[int, li
     assert bitmap.rows_of(right, rows).tolist() == sorted({*two[1]})
 
 
+@compiles
 @given(st.integers(1, 200), st.lists(st.integers(-10, 210), max_size=30))
 def test_marking_equals_its_reference_and_stops_at_the_first_id_out_of_range(
     rows: int, ids: list[int]
@@ -44,12 +48,14 @@ def test_marking_equals_its_reference_and_stops_at_the_first_id_out_of_range(
     np.testing.assert_array_equal(ours, reference)
 
 
+@compiles
 @given(npst.arrays(np.uint8, st.integers(0, 70)), st.integers(0, 600))
 def test_counting_and_listing_equal_their_references(packed: bitmap.Bitmap, rows: int) -> None:
     assert bitmap.count(packed) == bitmap.count_reference(packed)
     np.testing.assert_array_equal(bitmap.rows_of(packed, rows), bitmap.rows_of_reference(packed, rows))
 
 
+@compiles
 @given(st.integers(1, 100))
 def test_a_full_bitmap_has_every_row_and_no_more(rows: int) -> None:
     full = bitmap.full_bitmap(rows)
@@ -57,6 +63,7 @@ def test_a_full_bitmap_has_every_row_and_no_more(rows: int) -> None:
     assert bitmap.count(full) == rows
 
 
+@compiles
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_rows_with_any_bit_are_marked_alike_by_kernel_reference_and_tensors(
     rows: int, dim: int, dtype: str
@@ -77,6 +84,7 @@ def test_rows_with_any_bit_are_marked_alike_by_kernel_reference_and_tensors(
     np.testing.assert_array_equal(strided, reference)
 
 
+@compiles
 @given(rows_and_ids(), st.sampled_from([torch.int64, torch.int32]))
 def test_tensors_are_marked_as_by_the_kernel(case: tuple[int, list[int]], dtype: torch.dtype) -> None:
     rows, ids = case
