@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from zarr.storage import MemoryStore
+from zarr.storage import FsspecStore, MemoryStore, ObjectStore
 
 from cnr_backends import Backend, open_backend
+from cnr_backends.remote import FsspecBackend
 from cnr_backends.testing import BackendConformance, FaultyBackend
 
 if TYPE_CHECKING:
     from tests.conftest import S3Server
+
+
+@pytest.fixture(scope="module")
+def session() -> Any:
+    """Connections that share one spare the tests the reading of S3's description."""
+    return pytest.importorskip("aiobotocore.session").AioSession()
 
 
 class TestLocal(BackendConformance):
@@ -38,6 +47,27 @@ class TestZarrMemory(BackendConformance):
         return open_backend(MemoryStore())
 
 
+class TestAnyFilesystem(BackendConformance):
+    folders_vanish = False  # fsspec's memory keeps the folders that were made
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return FsspecBackend(f"memory://{uuid.uuid4().hex}", {})
+
+
+class TestZarrOverAnyFilesystem(BackendConformance):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return open_backend(FsspecStore.from_url(f"memory://{uuid.uuid4().hex}"))
+
+
+@pytest.mark.skipif(find_spec("obstore") is None, reason="obstore is not installed")
+class TestZarrObjectStore(BackendConformance):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return open_backend(ObjectStore(import_module("obstore.store").MemoryStore()))
+
+
 class TestFaultyWithoutFaults(BackendConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
@@ -50,6 +80,7 @@ class TestS3(BackendConformance):
     folders_vanish = False  # this server removes empty folders in the background
 
     @pytest.fixture
-    def backend(self, s3_server: S3Server) -> Iterator[Backend]:
-        with open_backend(s3_server.url(uuid.uuid4().hex), **s3_server.storage_options) as backend:
+    def backend(self, s3_server: S3Server, session: Any) -> Iterator[Backend]:
+        url = s3_server.url(uuid.uuid4().hex)
+        with open_backend(url, session=session, **s3_server.storage_options) as backend:
             yield backend

@@ -87,6 +87,7 @@ def test_what_another_process_creates_is_seen_and_kept(s3_server: S3Server) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_makes_its_own_connection(s3_server: S3Server) -> None:
     with open_backend(_new_url(s3_server), **s3_server.storage_options) as backend:
         backend.put("parent", b"value")

@@ -10,7 +10,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 def is_name(segment: str) -> bool:
     """Whether `segment` may stand between the slashes of a key."""
-    return _fault_of(segment) is None
+    return "/" not in segment and _fault_of(segment) is None
 
 
 def is_key(key: str) -> bool:

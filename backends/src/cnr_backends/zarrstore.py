@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.core.sync import sync
+from zarr.storage import FsspecStore
 
 from cnr_backends.backend import Backend, Pieces
 
@@ -53,24 +55,38 @@ class ZarrBackend(Backend):
         return self._read(key, None)
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read(key, RangeByteRequest(start, start + length))
+        try:
+            return self._read(key, RangeByteRequest(start, start + length))
+        except self._failures as error:
+            # Some stores refuse a range that begins beyond the end, each with an error of its own.
+            if not self._is_missing(error) and start >= self._size(key):
+                return b""
+            raise
 
     def _get_suffix(self, key: str, length: int) -> bytes:
         return self._read(key, SuffixByteRequest(length))
 
     def _size(self, key: str) -> int:
-        return _run(self.store.getsize(key))
+        # Of a folder FsspecStore says that it has no bytes; only reading tells it from an empty object.
+        return _run(self.store.getsize(key)) or len(self._get(key))
 
     def _list_names(self, prefix: str) -> list[str]:
-        return [name.strip("/") for name in _run(_collected(self.store.list_dir(prefix)))]
+        names = [name.removesuffix("/") for name in _run(_collected(self.store.list_dir, prefix))]
+        if names == [prefix] and next(self._list_keys(prefix), None) is None:
+            return []  # FsspecStore lists an object as if it lay below itself
+        return names
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         below = f"{prefix}/" if prefix else ""
-        keys = [key for key in _run(_collected(self.store.list_prefix(below))) if key.startswith(below)]
+        keys = [key for key in _run(_collected(self.store.list_prefix, below)) if key.startswith(below)]
         yield from zip(keys, _run(self._sizes(keys)), strict=True)
 
     def _delete(self, key: str) -> None:
-        _run(self.store.delete(key))
+        if not isinstance(self.store, FsspecStore) or self.store.read_only:
+            _run(self.store.delete(key))
+            return
+        with suppress(FileNotFoundError):  # its own `delete` would take a key with a "*" for a pattern
+            _run(self.store.fs._rm_file(f"{self.store.path.rstrip('/')}/{key}"))
 
     def _read(self, key: str, byte_range: ByteRequest | None) -> bytes:
         buffer = _run(self.store.get(key, default_buffer_prototype(), byte_range))
@@ -93,8 +109,9 @@ def _run(work: Coroutine[object, object, Result]) -> Result:
     return sync(work)
 
 
-async def _collected(items: AsyncIterator[str]) -> list[str]:
-    return [item async for item in items]
+async def _collected(listing: Callable[[str], AsyncIterator[str]], prefix: str) -> list[str]:
+    """Call `listing` where a loop runs: some stores ask for one at once."""
+    return [item async for item in listing(prefix)]
 
 
 def _buffer(data: bytes) -> Buffer:
