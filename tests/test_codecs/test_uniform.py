@@ -237,3 +237,17 @@ def test_expected_size_is_the_size_of_plain_rows():
     for codec in UniformRows("adaptive", 3), UniformRows("symmetric", 8), cnr_codecs.LosslessRows():
         size = len(codec.encode_rows(values, None, 1000, element="float32"))
         assert size == 24 + 8 + 1000 * codec.bytes_per_row(33, "float32")
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "adaptive"])
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize(
+    ("element", "largest"), [("float32", FLOAT_MAX), ("float16", 65504.0), ("bfloat16", 255 * 2.0**120)]
+)
+def test_steps_rounded_up_do_not_carry_the_largest_values_to_infinity(scheme, bits, element, largest):
+    lows = np.array([0, 0.1, 0.3, 0.5, -0.3, -1])[:, None] * largest
+    values = np.concatenate([np.repeat(lows, 20, axis=1), np.full((6, 20), largest)], axis=1)
+    values = values.astype(cnr_codecs.array_dtype(element))
+    if element == "bfloat16":
+        values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    assert np.isfinite(decode(encode(UniformRows(scheme, bits), values, element))).all()

@@ -3,7 +3,8 @@
 from cnr_codecs.decode import decode_into, present_rows
 from cnr_codecs.elements import array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
-from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment, parse, reseal
+from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
+from cnr_codecs.proof import parse, reseal
 from cnr_codecs.protocol import RowCodec, row_codec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.rowset import RowSet, RowSetKind

@@ -12,7 +12,8 @@ from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload import DEFAULT_MAX_DECODED_BYTES, Payload, parse
+from cnr_codecs.payload import Payload
+from cnr_codecs.proof import DEFAULT_MAX_DECODED_BYTES, parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform import UniformRows

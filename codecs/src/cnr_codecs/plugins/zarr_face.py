@@ -15,7 +15,7 @@ from zarr.core.common import parse_named_configuration
 from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
-from cnr_codecs.payload import parse
+from cnr_codecs.proof import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform import UniformRows
