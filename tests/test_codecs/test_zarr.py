@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import zarr
 from zarr.codecs import Crc32cCodec
+from zarr.core.array_spec import ArrayConfig, ArraySpec
 from zarr.core.sync import sync
 from zarr.registry import get_codec_class
 from zarr.storage import MemoryStore
@@ -217,8 +218,12 @@ def test_synchronous_methods_agree_with_zarrs_path():
     array = create(shape=(64, 16), chunks=(64, 16))
     array[:] = VALUES[:64]
     codec = array.metadata.codecs[0]
-    spec = array._async_array.metadata.get_chunk_spec(
-        (0, 0), array.async_array.config, zarr.core.buffer.default_buffer_prototype()
+    spec = ArraySpec(
+        shape=(64, 16),
+        dtype=array.metadata.data_type,
+        fill_value=np.float32(np.nan),
+        config=ArrayConfig.from_dict({}),
+        prototype=zarr.core.buffer.default_buffer_prototype(),
     )
     chunk = spec.prototype.nd_buffer.from_numpy_array(VALUES[:64])
     encoded = codec._encode_sync(chunk, spec)
