@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class StagedRows:
     """Rows copied at the moment of the save."""
 
     def __init__(self, values: Array) -> None:
-        self._values = values.reshape(len(values), -1)
+        # Not -1 columns: of no rows they can't be told.
+        self._values = values.reshape(len(values), math.prod(values.shape[1:]))
 
     def values(self, begin: int, end: int) -> Array:
         return self._values[begin:end]
