@@ -18,8 +18,8 @@ VERSIONS = "versions"
 WRITERS = "writers"
 NODE = "zarr.json"
 
-_CLAIM = re.compile(r"(\d{6})-([0-9a-f]{8})")
-_VERSION = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{8})")
+_CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
+_VERSION = re.compile(r"([0-9]{6}-[0-9a-f]{8})\.([0-9]{8})")
 _SAFE = "-._"
 
 

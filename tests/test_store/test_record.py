@@ -130,7 +130,16 @@ def test_names_become_one_safe_segment(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["../x", "000003-0123abcd.42", "000003-0123ABCD.00000042", VERSION + "/x", "", VERSION + "\n"]
+    "text",
+    [
+        "../x",
+        "000003-0123abcd.42",
+        "000003-0123ABCD.00000042",
+        VERSION + "/x",
+        "",
+        VERSION + "\n",
+        VERSION.replace("3", "٣"),
+    ],
 )
 def test_what_is_no_version_id_makes_no_key(text: str) -> None:
     with pytest.raises(FormatError, match="is not a version id"):
