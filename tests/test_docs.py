@@ -1,0 +1,187 @@
+"""What the documentation shows is true: its bytes decode, and its programs run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cnr_codecs
+import cnr_store
+from cnr_backends import build_shard, check_chunk, parse_index
+from cnr_store.format import layout
+from cnr_store.format.record import decode_record
+
+ROOT = Path(__file__).parents[1]
+FORMAT = (ROOT / "docs" / "format.md").read_text()
+VERSION, PATH = "000002-0123abcd.00000007", "tables/items/weight"
+WRITTEN = {1: (0, 0.50018311, 1.50054932), 4: (-1, 0.00036621, 2.00109863), 6: (1, np.inf, -3)}
+
+
+def block(title: str) -> str:
+    found = re.findall(rf'^```\w+ title="{title}"\n(.*?)^```', FORMAT, re.DOTALL | re.MULTILINE)
+    assert len(found) == 1, f"{len(found)} blocks of docs/format.md are called {title}"
+    return str(found[0])
+
+
+def hex_block(title: str) -> bytes:
+    """The bytes that a block's lines begin with; what follows three spaces is a comment."""
+    pattern = re.compile(r"(?:[0-9a-f]{2} {1,2})*[0-9a-f]{2}(?= {3}|$)")
+    lines = [pattern.match(line) for line in block(title).splitlines()]
+    return b"".join(bytes.fromhex(line[0]) for line in lines if line)
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, Any]:
+    """The names of the reader that the format's page ends with; nothing in it is ours."""
+    names: dict[str, Any] = {}
+    program = block("reader")
+    assert "import cnr" not in program
+    exec(compile(program, "docs/format.md", "exec"), names)
+    return names
+
+
+# The worked example
+
+
+def test_the_payload_of_the_example_decodes_to_the_rows_beside_it():
+    payload = cnr_codecs.parse(hex_block("payload"))
+    assert payload.seal == layout.seal(VERSION, PATH, 0, 0)
+    assert cnr_codecs.present_rows(payload).tolist() == list(WRITTEN)
+    out = np.zeros((8, 3), np.float32)
+    cnr_codecs.decode_into(payload, out, np.ones(8, np.uint8))
+    for row, values in WRITTEN.items():
+        np.testing.assert_allclose(out[row], np.float32(values), rtol=0, atol=5e-9)
+
+
+def test_the_reader_of_the_page_decodes_the_example(reader):
+    seal = layout.seal(VERSION, PATH, 0, 0)
+    found = list(reader["segments"](hex_block("payload"), seal, 8, 3, "float32"))
+    rows = {int(row): values[i] for ids, values in found for i, row in enumerate(ids)}
+    assert sorted(rows) == list(WRITTEN)
+    for row, values in WRITTEN.items():
+        np.testing.assert_allclose(rows[row], np.float32(values), rtol=0, atol=5e-9)
+
+
+def test_the_codec_writes_the_payload_of_the_example():
+    rows = np.array([(0, 0.5, 1.5), (-1, 0, 2), (1, np.inf, -3)], np.float32)
+    codec = cnr_codecs.UniformRows("asymmetric", 4)
+    seal = layout.seal(VERSION, PATH, 0, 0)
+    data = codec.encode_rows(rows, np.array(list(WRITTEN)), 8, element="float32", seal=seal)
+    assert data == hex_block("payload")
+
+
+def test_the_shard_of_the_example_is_sound():
+    payload, rest = hex_block("payload"), hex_block("shard")
+    assert b"".join(map(bytes, build_shard([payload, None]))) == payload + rest
+    index = parse_index(rest[-36:], 2, len(payload + rest))
+    assert index.present.tolist() == [True, False]
+    assert check_chunk((payload + rest)[: index.lengths[0]]) == payload
+    assert f"tail, {index.crc}" in block("shard")
+
+
+def test_the_records_of_the_example_are_proved(reader, tmp_path):
+    record = decode_record(block("record").rstrip("\n").encode(), VERSION)
+    assert record is not None
+    assert (record.step, record.previous, record.metadata) == (
+        600,
+        "000002-0123abcd.00000006",
+        {"loss": 0.25},
+    )
+    assert decode_record(block("void").rstrip("\n").encode(), VERSION) is None
+    place = tmp_path / "versions" / VERSION / "zarr.json"
+    place.parent.mkdir(parents=True)
+    place.write_text(block("record").rstrip("\n"))
+    assert reader["record"](tmp_path, VERSION)[0]["step"] == 600
+    place.write_text(block("void").rstrip("\n"))
+    assert reader["record"](tmp_path, VERSION) is None
+
+
+# The reader against the store
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype, users: int = 5000) -> None:
+        super().__init__()
+        self.users = nn.Embedding(users, 12, sparse=True, dtype=dtype)
+        self.items = nn.Embedding(9, 3, sparse=True, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.users(ids).float().sum() + (self.items(ids % 9).float() ** 2).sum()
+
+
+@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(2, torch.float32), (3, torch.float16), (8, torch.bfloat16), (32, torch.bfloat16), (4, torch.float32)],
+)
+def test_the_reader_of_the_page_reads_every_version(reader, tmp_path, policy, bits, dtype):
+    torch.manual_seed(0)
+    model = Model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with cnr_store.Checkpointer(tmp_path, model, optimizer, policy=policy, bits=bits) as checkpointer:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randint(5000, (300,))).backward()
+            optimizer.step()
+            checkpointer.save(step).result()
+    for info in cnr_store.versions(tmp_path):
+        expected = cnr_store.state_dict(tmp_path, info)
+        for name, values in expected.items():
+            found = reader["read_rows"](tmp_path, info.id, f"tables/{name.removesuffix('.weight')}/weight")
+            assert found.dtype == values.dtype
+            np.testing.assert_array_equal(found, values)
+
+
+def test_the_reader_of_the_page_reads_symmetric_rows_and_row_state(reader, tmp_path):
+    model = Model(torch.float32, users=60_000)  # several chunks a shard
+    optimizer = torch.optim.Adagrad(model.parameters())
+    codec = {"id": "cnr_uniform", "scheme": "symmetric", "bits": 5}
+    model(torch.arange(50)).backward()
+    optimizer.step()
+    info = cnr_store.save(tmp_path, model, optimizer, codec=codec)
+    expected = cnr_store.open(tmp_path)
+    for path in ("tables/users/weight", "tables/users/sum"):
+        np.testing.assert_array_equal(reader["read_rows"](tmp_path, info.id, path), expected[path][:])
+
+
+def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
+    info = cnr_store.save(tmp_path, Model(torch.float32))
+    manifest = json.loads(zlib.decompress((tmp_path / "versions" / info.id / "manifest").read_bytes()))
+    shown = json.loads(re.findall(r"```json\n(.*?)```", FORMAT, re.DOTALL)[0])
+    assert list(manifest) == list(shown)
+    for lists in itertools.chain(manifest["arrays"].values(), shown["arrays"].values()):
+        assert list(lists) == ["index", "bytes", "tail"]
+        assert len({len(values) for values in lists.values()}) == 1
+
+
+# Programs
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guide.md"])
+def test_the_programs_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for number, program in enumerate(programs):
+        exec(compile(program, f"{page}, program {number}", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"#-> (.*)", "".join(programs))
+    assert shown
+    assert [line for line in printed if line in shown] == shown
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
