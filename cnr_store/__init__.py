@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cnr_store.catalog import VersionInfo
 from cnr_store.errors import (
     CheckpointError,
     ClosedError,
@@ -23,7 +24,6 @@ from cnr_store.errors import (
 )
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
-from cnr_store.versions import VersionInfo
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, PendingSave, load, save

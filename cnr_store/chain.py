@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import array_dtype
+from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.link import Link
-from cnr_store.versions import Catalog
 
 Array = np.ndarray[Any, Any]
 REGION_BYTES = 8 << 20

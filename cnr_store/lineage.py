@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.format.record import Record
 from cnr_store.policy import Since
-from cnr_store.versions import Catalog
 
 
 @dataclass(frozen=True)

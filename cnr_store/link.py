@@ -19,13 +19,13 @@ from cnr_backends import (
     parse_index,
 )
 from cnr_codecs import CodecError, Payload, decode_into, parse
+from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError
 from cnr_store.format import layout
 from cnr_store.format.arrays import parse_rows_document
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.versions import Catalog
 
 Array = np.ndarray[Any, Any]
 _COALESCED_BYTES = 16 << 20

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
+from cnr_store.catalog import Catalog, VersionInfo
 from cnr_store.cli.options import AsJson, StorageOptions, Url, storage_options
 from cnr_store.format.record import ArrayEntry
 from cnr_store.reading.access import versions
-from cnr_store.versions import Catalog, VersionInfo
 
 VersionName = Annotated[
     str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.", show_default=False)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from cnr_store.catalog import VersionInfo
 from cnr_store.demo.config import TrainConfig
 from cnr_store.demo.process import RunLog
 from cnr_store.demo.reader import TimeOrderedReader
 from cnr_store.demo.supervise import Story
-from cnr_store.versions import VersionInfo
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cnr_store.catalog import VersionInfo
 from cnr_store.demo.checks import Check
 from cnr_store.demo.config import Finished
 from cnr_store.demo.supervise import Interruption, Story
-from cnr_store.versions import VersionInfo
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 

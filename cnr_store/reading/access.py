@@ -10,11 +10,11 @@ import zarr
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, Transfer, open_backend
+from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
 from cnr_store.format.layout import decode_name
 from cnr_store.reading.overlay import Overlay
-from cnr_store.versions import Catalog, Version, VersionInfo
 
 Url = str | os.PathLike[str] | Store | Backend
 READ_WORKERS = 4

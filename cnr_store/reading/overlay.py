@@ -15,6 +15,7 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
+from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import dense_object
 from cnr_store.errors import CheckpointError
@@ -27,7 +28,6 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.layout import NODE, parent_groups
 from cnr_store.format.record import Record
-from cnr_store.versions import Catalog
 
 CHUNK_BYTES = 4 << 20
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import LosslessRows
 from cnr_store.bits import Bits
+from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import ClosedError, OptionError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
@@ -39,7 +40,6 @@ from cnr_store.training.snapshot import (
 )
 from cnr_store.training.tables import Table, find_tables
 from cnr_store.training.tracker import Tracker
-from cnr_store.versions import Catalog, Version, VersionInfo
 from cnr_store.write import Writer
 
 log = logging.getLogger("cnr_store")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer
+from cnr_store.catalog import Catalog, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
 from cnr_store.errors import ModelMismatchError
@@ -23,7 +24,6 @@ from cnr_store.training.optimizers import load_optimizer
 from cnr_store.training.snapshot import row_arrays, set_rng_state
 from cnr_store.training.tables import Table, dense_tensors, load_extra_state, parameter_names
 from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, numpy_view
-from cnr_store.versions import Catalog, VersionInfo
 
 Array = np.ndarray[Any, Any]
 

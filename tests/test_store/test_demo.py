@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cnr_backends import StorageError, open_backend
+from cnr_store.catalog import VersionInfo
 from cnr_store.demo.checks import check_all, kept_steps
 from cnr_store.demo.config import Failed, Finished, Saved, Started, Step, TrainConfig, event_line, parse_event
 from cnr_store.demo.data import CROSS_ROWS, load_features
@@ -26,7 +27,6 @@ from cnr_store.demo.process import RunLog
 from cnr_store.demo.reader import TimeOrderedReader
 from cnr_store.demo.source import FILES, cache_folder, find_data
 from cnr_store.demo.supervise import Interruption, Story, Watcher
-from cnr_store.versions import VersionInfo
 
 V1, V2 = "000001-0123abcd.00000001", "000001-0123abcd.00000002"
 RATINGS = 1_000
