@@ -19,7 +19,7 @@ from cnr_backends import Transfer, open_backend
 from cnr_codecs import LosslessRows
 from cnr_store.bits import Bits
 from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.errors import ClosedError, OptionError
+from cnr_store.errors import ClosedError, OptionError, UnsupportedModelError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
@@ -134,15 +134,13 @@ class Checkpointer:
         snapshot_bytes: int = 2 << 30,
         rng: bool = True,
     ) -> None:
-        if workers < 1 or snapshot_bytes < 0:
-            raise OptionError(
-                f"workers={workers}, snapshot_bytes={snapshot_bytes}: at least 1 worker and 0 bytes"
-            )
+        workers = _count("workers", workers, least=1)
+        snapshot_bytes = _count("snapshot_bytes", snapshot_bytes, least=0)
         self._policy = check_policy(policy)
         self._codecs = CodecChoice(bits, codec)
         self._objects = _stateful(state or {})
         self._rng = rng
-        self._model = model
+        self._model = _module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
         self._aliases = table_aliases(model, self._tables)
@@ -181,8 +179,7 @@ class Checkpointer:
             Nothing was written and nothing is forgotten.
         """
         self._check_open()
-        if step < 0:
-            raise OptionError(f"step {step!r}: give the count of training steps, at least 0")
+        step = _count("step", step, least=0)
         began = time.perf_counter()
         self._settle()
         pending = PendingSave(step)
@@ -312,7 +309,7 @@ class Checkpointer:
         self._settle()
         record = self._catalog.find(version)
         restore = Restore(self._catalog, record, self._model, self._tables, self._optimizers)
-        restore.check()
+        restore.check(self._objects)
         lineage = Lineage.of(self._catalog, record)
         self._lineage, self._since_whole = Lineage(), {}  # until all is read, only whole tables are safe
         with Transfer(self._workers, 2 * self._workers) as transfer:
@@ -360,7 +357,21 @@ class Checkpointer:
         self.close()
 
 
-def _stateful(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise OptionError(f"{name}={value!r}: give an integer of at least {least}")
+    return int(value)
+
+
+def _module(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+    return model
+
+
+def _stateful(objects: object) -> dict[str, Any]:
+    if not isinstance(objects, Mapping):
+        raise OptionError(f"state is a {type(objects).__name__}; give {{name: object with a state_dict}}")
     for name, value in objects.items():
         if not (
             callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -212,6 +212,17 @@ def load_optimizer(
     optimizer.load_state_dict({"state": {**state, **tree["other"]}, "param_groups": saved})
 
 
+def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:
+    """Prove that `load_optimizer` would find each group of the optimizer in the tree.
+
+    Raises
+    ------
+    ModelMismatchError, UnsupportedModelError
+        Naming the group that differs.
+    """
+    _match_groups(tree["param_groups"], _named_groups(optimizer, names))
+
+
 def _slots_of(
     table: Table, tree: Tree, slots: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Mapping[str, torch.Tensor]:

@@ -20,9 +20,15 @@ from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.record import Record
 from cnr_store.format.state import ArrayLeaf, decode_state
 from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.optimizers import load_optimizer
+from cnr_store.training.optimizers import check_groups, load_optimizer
 from cnr_store.training.snapshot import row_arrays, set_rng_state
-from cnr_store.training.tables import Table, dense_tensors, load_extra_state, parameter_names
+from cnr_store.training.tables import (
+    Table,
+    check_extra_state,
+    dense_tensors,
+    load_extra_state,
+    parameter_names,
+)
 from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, numpy_view
 
 Array = np.ndarray[Any, Any]
@@ -66,15 +72,24 @@ class Restore:
         self._tables = tables
         self._optimizers = optimizers
         self._where = f"version {record.id} of {catalog.backend.url}"
+        self._state: Any = None
 
-    def check(self) -> None:
-        """Compare names, shapes and types of the model with what is stored.
+    def check(self, objects: Mapping[str, Any]) -> None:
+        """Compare names, shapes and types of the model, its optimizers and `objects` with what is stored.
 
         Raises
         ------
         ModelMismatchError
             Naming what differs, with both shapes.
+        CorruptionError
+            The state is damaged.
         """
+        self._check_tables()
+        self._check_dense()
+        self._state = self._read_state()
+        self._check_state(objects)
+
+    def _check_tables(self) -> None:
         stored = {
             decode_name(path.split("/")[1]): entry.shape
             for path, entry in self._record.arrays.items()
@@ -88,16 +103,25 @@ class Restore:
                     f"table {table.name!r} is {table.element} in the model and {entry.element} in {self._where}; "
                     "convert the model before loading"
                 )
+
+    def _check_dense(self) -> None:
         prefix = dense_path("model", "")
-        dense = {
-            decode_name(path[len(prefix) :]): e.shape
-            for path, e in self._record.arrays.items()
+        entries = {
+            decode_name(path[len(prefix) :]): (path, entry)
+            for path, entry in self._record.arrays.items()
             if path.startswith(prefix)
         }
-        model = {
-            name: tuple(tensor.shape) for name, tensor in dense_tensors(self._model, self._tables).items()
-        }
-        self._compare("tensor", dense, model)
+        tensors = dense_tensors(self._model, self._tables)
+        stored = {name: entry.shape for name, (_, entry) in entries.items()}
+        self._compare("tensor", stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            path, entry = entries[name]
+            stored_type = self._record.nodes[path].get("attributes", {}).get("torch_dtype", entry.element)
+            if stored_type != dtype_name(tensor.dtype):
+                raise ModelMismatchError(
+                    f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored_type} in "
+                    f"{self._where}; convert the model before loading"
+                )
 
     def _compare(
         self, kind: str, stored: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
@@ -106,18 +130,19 @@ class Restore:
         if missing or extra:
             raise ModelMismatchError(
                 f"the model does not fit {self._where}: {kind}s only in the model: {missing or 'none'}, "
-                f"only in the store: {extra or 'none'}"
+                f"only in the store: {extra or 'none'}; give the model that was saved"
             )
         for name, shape in model.items():
             if stored[name] != shape:
                 raise ModelMismatchError(
-                    f"{kind} {name!r} is {_times(shape)} in the model and {_times(stored[name])} in {self._where}"
+                    f"{kind} {name!r} is {_times(shape)} in the model and {_times(stored[name])} in "
+                    f"{self._where}; give the model that was saved"
                 )
 
     def run(
         self, objects: Mapping[str, Any], rng: bool, transfer: Transfer
     ) -> tuple[Restored, dict[str, Bitmap]]:
-        """Read everything into place.
+        """Read everything into place, once `check` has passed.
 
         Returns
         -------
@@ -128,16 +153,13 @@ class Restore:
         CorruptionError
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
-        state = self._state()
-        self._check_state(state, objects)
-        changed = {}
+        state, changed = self._state, {}
         for table in self._tables:
             changed[table.name] = self._read_rows(slot_path(table.name, "weight"), table.parameter, transfer)
         slots = self._read_slots(state["optimizers"], transfer) if self._optimizers else []
         for name, tensor in dense_tensors(self._model, self._tables).items():
             self._read_tensor(name, tensor)
-        if state["extra_state"]:
-            load_extra_state(self._model, state["extra_state"])
+        load_extra_state(self._model, state["extra_state"])
         names = parameter_names(self._model)
         for optimizer, tree, found in zip(self._optimizers, state["optimizers"], slots, strict=False):
             load_optimizer(optimizer, names, self._tables, tree, found)
@@ -148,7 +170,7 @@ class Restore:
         info = VersionInfo.of(self._record)
         return Restored(info, info.step, state["reader"], info.metadata), changed
 
-    def _state(self) -> Any:
+    def _read_state(self) -> Any:
         def read(path: str) -> Array:
             return read_dense(self._catalog, self._record, path)[0]
 
@@ -157,21 +179,27 @@ class Restore:
 
         return decode_state(self._catalog.state(self._record), read=read, from_leaf=tensor)
 
-    def _check_state(self, state: Any, objects: Mapping[str, Any]) -> None:
-        trees = state["optimizers"]
+    def _check_state(self, objects: Mapping[str, Any]) -> None:
+        trees = self._state["optimizers"]
         if self._optimizers and len(trees) != len(self._optimizers):
             raise ModelMismatchError(
                 f"{self._where} holds the state of {len(trees)} optimizers, {len(self._optimizers)} were given; "
                 "give those it was saved with, or none"
             )
+        names = parameter_names(self._model)
         for position, (optimizer, tree) in enumerate(zip(self._optimizers, trees, strict=False)):
             if tree["class"] != type(optimizer).__name__:
                 raise ModelMismatchError(
-                    f"optimizer {position} is {type(optimizer).__name__}, in {self._where} it is {tree['class']}"
+                    f"optimizer {position} is {type(optimizer).__name__}, in {self._where} it is {tree['class']}; "
+                    "give the one it was saved with"
                 )
-        missing = sorted(objects.keys() - state["objects"].keys())
+            check_groups(optimizer, names, tree)
+        missing = sorted(objects.keys() - self._state["objects"].keys())
         if missing:
-            raise ModelMismatchError(f"{self._where} holds no state of {', '.join(missing)}")
+            raise ModelMismatchError(
+                f"{self._where} holds no state of {', '.join(missing)}; leave out of `state` what was not saved"
+            )
+        check_extra_state(self._model, self._state["extra_state"])
 
     def _read_rows(self, path: str, tensor: torch.Tensor, transfer: Transfer) -> Bitmap:
         """Fill a tensor, (rows,) or (rows, k), and return which rows some delta holds."""
@@ -227,13 +255,8 @@ class Restore:
 
     def _read_tensor(self, name: str, tensor: torch.Tensor) -> None:
         values, torch_dtype = read_dense(self._catalog, self._record, dense_path("model", name))
-        stored = dense_tensor(values, torch_dtype)
-        if stored.dtype != tensor.dtype:
-            raise ModelMismatchError(
-                f"tensor {name!r} is {tensor.dtype} in the model and {stored.dtype} in {self._where}"
-            )
         with torch.no_grad():
-            tensor.detach().copy_(stored)
+            tensor.detach().copy_(dense_tensor(values, torch_dtype))
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -267,13 +267,13 @@ def extra_state(model: nn.Module) -> dict[str, object]:
     return {names[key]: value for key, value in state.items() if _is_extra_state(key)}
 
 
-def load_extra_state(model: nn.Module, values: Mapping[str, object]) -> None:
-    """Give every module its extra state back.
+def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[str, nn.Module]:
+    """The modules of a model that have extra state, by the name of that state in `values`.
 
     Raises
     ------
     ModelMismatchError
-        The model's modules with extra state are not those of `values`; nothing was set.
+        They are not those of `values`.
     """
     wrappers = wrapper_paths(model)
     owners = {
@@ -285,5 +285,16 @@ def load_extra_state(model: nn.Module, values: Mapping[str, object]) -> None:
         raise ModelMismatchError(
             f"extra state of the model ({sorted(owners)}) is not that of the checkpoint ({sorted(values)})"
         )
-    for name, module in owners.items():
+    return owners
+
+
+def load_extra_state(model: nn.Module, values: Mapping[str, object]) -> None:
+    """Give every module its extra state back.
+
+    Raises
+    ------
+    ModelMismatchError
+        The model's modules with extra state are not those of `values`; nothing was set.
+    """
+    for name, module in check_extra_state(model, values).items():
         module.set_extra_state(values[name])
