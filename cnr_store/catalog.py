@@ -63,6 +63,11 @@ class VersionInfo:
 
 
 Version = str | int | VersionInfo
+_ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
+
+
+def _is_step(version: object) -> bool:
+    return isinstance(version, int | np.integer) and not isinstance(version, bool)
 
 
 def _no_array(path: str) -> np.ndarray[Any, Any]:
@@ -89,7 +94,10 @@ class Catalog:
         try:
             doc = loads(self.backend.get(layout.ROOT_KEY), f"{self.backend.url}/{layout.ROOT_KEY}")
         except ObjectNotFoundError:
+            self._refuse_older_zarr()
             return False
+        except FormatError as error:
+            raise FormatError(f"{error}; restore that object, or choose another URL") from error
         attributes = doc.get("attributes") if isinstance(doc, dict) else None
         cnr = attributes.get("cnr") if isinstance(attributes, dict) else None
         found = cnr.get("format") if isinstance(cnr, dict) else None
@@ -99,9 +107,19 @@ class Catalog:
             )
         if found != layout.FORMAT:
             raise FormatError(
-                f"{self.backend.url} holds format {found!r}; this release reads format {layout.FORMAT}"
+                f"{self.backend.url} holds format {found!r}; this release reads format {layout.FORMAT}: "
+                "install a newer cnr-store"
             )
         return True
+
+    def _refuse_older_zarr(self) -> None:
+        """A hierarchy of Zarr version 2 has no object that version 3 would see."""
+        found = sorted(_ZARR_2_NODES.intersection(self.backend.list_names("")))
+        if found:
+            raise FormatError(
+                f"{self.backend.url} holds a Zarr hierarchy of version 2 ({', '.join(found)}), not a checkpoint "
+                "store; choose another URL"
+            )
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first; not all were committed."""
@@ -131,7 +149,9 @@ class Catalog:
         """
         record = self.find_record(version)
         if record is None:
-            raise VersionNotFoundError(f"{self.backend.url} has no committed version {version}")
+            raise VersionNotFoundError(
+                f"{self.backend.url} has no committed version {version}; `versions` lists those there are"
+            )
         return record
 
     def newest_first(self) -> Iterator[Record]:
@@ -151,21 +171,25 @@ class Catalog:
         """
         if isinstance(version, VersionInfo):
             return self.record(version.id)
-        if isinstance(version, str) and version != "latest":
-            if layout.VersionId.parse(version) is None:
-                raise VersionNotFoundError(
-                    f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
-                    "a step, or 'latest'"
-                )
+        if isinstance(version, str) and layout.VersionId.parse(version):
             return self.record(version)
+        if version != "latest" and not _is_step(version):
+            raise VersionNotFoundError(
+                f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
+                "a step, or 'latest'"
+            )
         empty = True
         for record in self.newest_first():
             empty = False
             if version in ("latest", record.step):
                 return record
         if empty:
-            raise EmptyStoreError(f"{self.backend.url} holds no committed version")
-        raise VersionNotFoundError(f"{self.backend.url} has no version of step {version}")
+            raise EmptyStoreError(
+                f"{self.backend.url} holds no committed version: check the URL, or save one first"
+            )
+        raise VersionNotFoundError(
+            f"{self.backend.url} has no version of step {version}; `versions` lists those there are"
+        )
 
     def manifest(self, record: Record) -> Manifest:
         """The manifest that a record's digest names."""

@@ -35,6 +35,7 @@ from cnr_store.errors import CheckpointError, FormatError, StateError
 Json = Any
 INLINE_BYTES = 8 * 1024
 MAX_DEPTH = 200
+_SHOWN_PATH = 80
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def _encode(
     depth: int,
 ) -> Json:
     if depth > MAX_DEPTH:
-        raise StateError(f"state{path}: nested deeper than {MAX_DEPTH} levels, or contains itself")
+        raise StateError(
+            f"state{path[:_SHOWN_PATH]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it"
+        )
 
     def inner(item: object, step: str) -> Json:
         return _encode(item, f"{path}{step}", beside, as_leaf, depth + 1)

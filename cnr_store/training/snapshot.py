@@ -199,9 +199,10 @@ def encode_metadata(metadata: Any) -> Any:
     """The caller's metadata as tagged JSON; it stands in the commit record, so it must be small."""
 
     def too_large(path: str, _: ArrayLeaf) -> str:
-        raise StateError(f"metadata{path}: an array of more than 8 KiB; give it through `state=` instead")
+        raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
 
-    doc = encode_state(metadata, beside=too_large, as_leaf=tensor_leaf)
+    # Under its name, so that errors tell it from the state.
+    doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=tensor_leaf)["metadata"]
     if len(dumps(doc)) > MAX_METADATA_BYTES:
         raise StateError(
             f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"

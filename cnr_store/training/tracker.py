@@ -157,7 +157,12 @@ class Tracker:
             No such table, or an id is no integer in ``[0, rows)``; nothing was flagged.
         """
         watch = self._named(name)
-        tensor = torch.as_tensor(ids)
+        try:
+            tensor = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelMismatchError(
+                f"table {name!r}: ids are no numbers ({error}); give integers"
+            ) from error
         rows = watch.table.rows
         if tensor.numel():
             if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
