@@ -103,7 +103,8 @@ class Catalog:
         found = cnr.get("format") if isinstance(cnr, dict) else None
         if found is None:
             raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store; choose another URL"
+                f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
+                "no attributes.cnr); choose another URL"
             )
         if found != layout.FORMAT:
             raise FormatError(
