@@ -18,11 +18,11 @@ from cnr_backends import (
     index_nbytes,
     parse_index,
 )
-from cnr_codecs import CodecError, Payload, decode_into, parse
+from cnr_codecs import CodecError, Payload, Unpacker, decode_into, most_packed_bytes, parse
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError
 from cnr_store.format import layout
-from cnr_store.format.arrays import parse_rows_document
+from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
@@ -45,12 +45,14 @@ class Link:
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
         self.grid: Grid | None = None
+        self._unpacker = Unpacker()
         if path in record.nodes:
             shape, self.grid = parse_rows_document(record.nodes[path], f"version {record.id}, {path}")
             if shape != self.entry.shape:
                 raise CorruptionError(
                     f"version {record.id}, {path}: shapes {shape} and {self.entry.shape} in one record"
                 )
+            self._unpacker = parse_unpacker(record.nodes[path], f"version {record.id}, {path}")
         elif self.entry.rows:
             raise CorruptionError(
                 f"version {record.id}, {path}: {self.entry.rows} rows are recorded without metadata"
@@ -97,7 +99,8 @@ class Link:
         assert grid is not None  # chunks come from it
         row, column = row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns
         try:
-            payload = parse(data)
+            most_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
+            payload = parse(self._unpacker.unpack(data, most_bytes))
             self._check(payload, row, column)
             width = min(grid.chunk_columns, grid.columns - column)
             if width == payload.dim:

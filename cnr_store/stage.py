@@ -13,6 +13,7 @@ import google_crc32c
 import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
+from cnr_codecs import zarr_codecs
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
@@ -81,7 +82,7 @@ def _tasks(backend: Backend, version: str, plan: Plan, staged: Staged) -> Iterat
         if rows.rows_written:
             grid = rows.grid()
             _add_node(
-                staged, rows.path, rows_document(rows.shape, rows.element, grid, rows.codec.zarr_codec())
+                staged, rows.path, rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec))
             )
             yield from _shard_tasks(backend, version, rows, grid)
     for dense in plan.dense:

@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import MemoryStore
 
-from cnr_codecs import array_dtype, fill_value
+from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
 from cnr_store.errors import FormatError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
 from cnr_store.format.state import dumps
@@ -45,8 +45,12 @@ class DenseGrid:
         return "/".join(["c", *([str(index)] + ["0"] * (len(self.shape) - 1) if self.shape else [])])
 
 
-def rows_document(shape: tuple[int, ...], element: str, grid: Grid, serializer: Mapping[str, Any]) -> Doc:
-    """Metadata of a sharded array of rows, shape (rows, dim) or (rows,), encoded by a row codec."""
+def rows_document(
+    shape: tuple[int, ...], element: str, grid: Grid, codecs: Sequence[Mapping[str, Any]]
+) -> Doc:
+    """Metadata of a sharded array of rows, shape (rows, dim) or (rows,), encoded by a row codec and what follows
+    it (`cnr_codecs.zarr_codecs`)."""
+    serializer, *followers = codecs
     two = len(shape) == 2
     return _create(
         shape=shape,
@@ -55,7 +59,7 @@ def rows_document(shape: tuple[int, ...], element: str, grid: Grid, serializer: 
         dtype=array_dtype(element).str,
         fill_value=fill_value(element),
         serializer=json.dumps(serializer, sort_keys=True),
-        compressors=json.dumps([{"name": "crc32c"}]),
+        compressors=json.dumps([*followers, {"name": "crc32c"}]),
         dimension_names=("row", "dim") if two else ("row",),
     )
 
@@ -152,6 +156,7 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
             and sharding["name"] == "sharding_indexed"
             and configuration["index_location"] == "end"
             and [codec["name"] for codec in configuration["index_codecs"]] == ["bytes", "crc32c"]
+            and len(configuration["codecs"]) >= 2
             and configuration["codecs"][-1]["name"] == "crc32c"
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -173,6 +178,20 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     if chunk_rows * chunk_columns * itemsize > MAX_CHUNK_DECODED_BYTES and chunk_rows > 1:
         raise FormatError(f"{what}: a chunk of {chunk} takes more than {MAX_CHUNK_DECODED_BYTES >> 20} MiB")
     return shape, grid
+
+
+def parse_unpacker(doc: Doc, what: str) -> Unpacker:
+    """What undoes the codecs between the row codec and crc32c of a document that `parse_rows_document` has proven.
+
+    Raises
+    ------
+    FormatError
+        One of them is none that may stand there.
+    """
+    try:
+        return Unpacker.of(doc["codecs"][0]["configuration"]["codecs"][1:-1])
+    except (CodecConfigError, AttributeError) as error:
+        raise FormatError(f"{what}: {error}") from error
 
 
 def parse_dense_document(doc: Doc, what: str) -> DenseGrid:

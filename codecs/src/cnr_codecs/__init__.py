@@ -3,6 +3,7 @@
 from cnr_codecs.decode import decode_into, present_rows
 from cnr_codecs.elements import array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
+from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.proof import parse, reseal
 from cnr_codecs.protocol import RowCodec, row_codec
@@ -14,7 +15,11 @@ __all__ = [
     "RowCodec",
     "UniformRows",
     "LosslessRows",
+    "Followed",
     "row_codec",
+    "zarr_codecs",
+    "Unpacker",
+    "most_packed_bytes",
     "parse",
     "present_rows",
     "decode_into",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from cnr_codecs.errors import CodecConfigError
+from cnr_codecs.followed import Followed
 from cnr_codecs.rows import LosslessRows, Offsets, Rows
 from cnr_codecs.uniform import UniformRows
 
@@ -62,7 +63,8 @@ _CODECS: dict[str, type[UniformRows] | type[LosslessRows]] = {
 def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:
     """The row codec of a name, such as "cnr_uniform", or a configuration, {"id": "cnr_uniform", "bits": 4}.
 
-    A row codec is returned as it is.
+    The configuration's "then", if there, lists numcodecs' configurations of what follows; see `Followed`. A row
+    codec is returned as it is.
 
     Raises:
         CodecConfigError: the name is unknown, or it doesn't take these options.
@@ -79,7 +81,9 @@ def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:
     name = options.pop("id", None)
     if name not in _CODECS:
         raise CodecConfigError(f"unknown codec {name!r}; use one of {', '.join(_CODECS)}")
+    then = options.pop("then", None)
     try:
-        return _CODECS[name](**options)
+        codec = _CODECS[name](**options)
     except TypeError as error:
         raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
+    return codec if then is None else Followed(codec, then)

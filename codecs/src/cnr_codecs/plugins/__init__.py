@@ -1,1 +1,1 @@
-"""The codecs as other libraries know them. Each module imports one such library; the rest imports none."""
+"""The codecs as other libraries know them, and what is taken from those libraries. Each module imports one."""

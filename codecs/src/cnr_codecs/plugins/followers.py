@@ -1,0 +1,211 @@
+"""Compressors and checksums of numcodecs, as they may follow a row codec, under the names that Zarr v3 gives them.
+
+The list is closed: what a store's metadata names is looked up here and nowhere else, so metadata can't make a
+reader run what happens to be installed. Each is undone within a size that is known beforehand.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numcodecs  # type: ignore[import-untyped]  # numcodecs ships no types
+
+from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError
+
+# A dictionary of 64 MiB, that of lzma's highest preset, and what the decoder needs beside it.
+_LZMA_MEMORY_BYTES = 80 << 20
+_BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+# What the libraries beneath raise for bytes that are not theirs.
+_DAMAGED = (ValueError, RuntimeError, OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+class _Stream(Protocol):
+    """The standard library's decompressors: bounded, and aware of their end."""
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: memoryview, max_length: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Follower:
+    """One codec from bytes to bytes.
+
+    `zarr_name` is its name in a Zarr array's `codecs`; `configuration` makes the configuration that stands there from
+    that of numcodecs; `undo(data, most_bytes)` gives back at most that many bytes, or raises.
+    """
+
+    zarr_name: str
+    undo: Callable[[memoryview, int], bytes | bytearray]
+    configuration: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
+def follower_config(config: Any) -> dict[str, Any]:
+    """The full configuration {"id": ..., every option} of a follower, as numcodecs states it.
+
+    Raises:
+        CodecConfigError: the codec is none of those that may follow, or doesn't take the options.
+    """
+    name = config.get("id") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping) or not isinstance(name, str) or name not in _FOLLOWERS:
+        raise CodecConfigError(
+            f"{name!r} can't follow a row codec: give configurations {{'id': ...}} of codecs from bytes to bytes, "
+            f"one of {', '.join(_FOLLOWERS)}"
+        )
+    try:
+        full: dict[str, Any] = numcodecs.get_codec(dict(config)).get_config()
+    except (TypeError, ValueError) as error:
+        raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
+    if name == "lzma" and full["format"] not in (lzma.FORMAT_XZ, lzma.FORMAT_ALONE):
+        raise CodecConfigError("codec lzma must write the format xz or alone, which say how they are read")
+    return full
+
+
+def follower_zarr_codec(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a Zarr v3 array's `codecs` for a configuration that `follower_config` made."""
+    follower = _FOLLOWERS[config["id"]]
+    options = {name: value for name, value in config.items() if name != "id"}
+    return {"name": follower.zarr_name, "configuration": follower.configuration(options)}
+
+
+def follow(config: Mapping[str, Any], data: bytes) -> bytes:
+    """What a follower of that full configuration makes of `data`."""
+    return bytes(numcodecs.get_codec(dict(config)).encode(data))
+
+
+def undo(zarr_name: str, data: Any, most_bytes: int) -> bytes | bytearray:
+    """What a follower was given, from what it made of it.
+
+    Raises:
+        PayloadLimitError: that is more than `most_bytes`.
+        PayloadError: the bytes are not such a codec's.
+    """
+    follower = _BY_ZARR_NAME[zarr_name]
+    try:
+        return follower.undo(memoryview(data).cast("B"), most_bytes)
+    except (PayloadError, MemoryError):
+        raise
+    except _DAMAGED as error:
+        raise PayloadError(f"codec {zarr_name}: the bytes are not what it writes: {error}") from error
+
+
+def check_known(zarr_name: Any) -> str:
+    """The name, if it is that of a follower.
+
+    Raises:
+        CodecConfigError: it is not.
+    """
+    if not isinstance(zarr_name, str) or zarr_name not in _BY_ZARR_NAME:
+        raise CodecConfigError(
+            f"codec {zarr_name!r} behind a row codec is unknown; this release reads {', '.join(_BY_ZARR_NAME)}"
+        )
+    return zarr_name
+
+
+def _limit(size: int, most_bytes: int) -> int:
+    if size > most_bytes:
+        raise PayloadLimitError(f"{size} bytes when decompressed, the limit is {most_bytes}")
+    return size
+
+
+def _stream(make: Callable[[], _Stream]) -> Callable[[memoryview, int], bytes]:
+    def undo(data: memoryview, most_bytes: int) -> bytes:
+        stream = make()
+        found = stream.decompress(data, most_bytes + 1)
+        if len(found) > most_bytes:
+            raise PayloadLimitError(f"more than {most_bytes} bytes when decompressed, which is the limit")
+        if not stream.eof or stream.unused_data:
+            raise PayloadError("the compressed bytes are cut, or others follow them")
+        return found
+
+    return undo
+
+
+def _sized(name: str, size: Callable[[memoryview], int]) -> Callable[[memoryview, int], bytearray]:
+    """For a codec whose bytes say at their start how large they decompress."""
+    codec = numcodecs.get_codec({"id": name})
+
+    def undo(data: memoryview, most_bytes: int) -> bytearray:
+        found = bytearray(_limit(size(data), most_bytes))
+        if found:
+            codec.decode(data, out=found)
+        return found
+
+    return undo
+
+
+def _checksum(name: str) -> Callable[[memoryview, int], bytes]:
+    codec = numcodecs.get_codec({"id": name})
+
+    def undo(data: memoryview, most_bytes: int) -> bytes:
+        if len(data) <= 4:
+            raise PayloadError(
+                f"codec numcodecs.{name}: {len(data)} bytes, a checksum takes 4 beside the data"
+            )
+        _limit(len(data) - 4, most_bytes)
+        return bytes(codec.decode(data))
+
+    return undo
+
+
+def _zstd_size(data: memoryview) -> int:
+    """The content size that a frame's header states (RFC 8878, 3.1.1.1)."""
+    if len(data) < 6 or data[:4] != _ZSTD_MAGIC:
+        raise PayloadError("codec zstd: the bytes don't start a frame")
+    descriptor = data[4]
+    single, flag = descriptor >> 5 & 1, descriptor >> 6
+    start = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
+    width = (single, 2, 4, 8)[flag]
+    if width == 0 or len(data) < start + width:
+        raise PayloadError("codec zstd: the frame doesn't state the size of its content")
+    return int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
+
+
+def _lz4_size(data: memoryview) -> int:
+    if len(data) < 4:
+        raise PayloadError("codec numcodecs.lz4: fewer bytes than its header's 4")
+    return int.from_bytes(data[:4], "little")
+
+
+def _blosc_size(data: memoryview) -> int:
+    """The size in the header; the library trusts the header's own length, so that is proved here."""
+    if len(data) < 16:
+        raise PayloadError("codec blosc: fewer bytes than its header's 16")
+    size, _, length = struct.unpack_from("<III", data, 4)
+    if length != len(data):
+        raise PayloadError(f"codec blosc: {len(data)} bytes, its header says {length}")
+    return int(size)
+
+
+def _blosc_configuration(options: Mapping[str, Any]) -> dict[str, Any]:
+    # numcodecs' automatic shuffle (-1) is by bits for single bytes, which is what a payload is to it.
+    shuffle = _BLOSC_SHUFFLES[options["shuffle"] if options["shuffle"] >= 0 else 2]
+    return {**options, "shuffle": shuffle, "typesize": 1}
+
+
+_FOLLOWERS = {
+    "zstd": Follower("zstd", _sized("zstd", _zstd_size)),
+    "gzip": Follower("gzip", _stream(lambda: zlib.decompressobj(wbits=31))),
+    "blosc": Follower("blosc", _sized("blosc", _blosc_size), _blosc_configuration),
+    "zlib": Follower("numcodecs.zlib", _stream(zlib.decompressobj)),
+    "lz4": Follower("numcodecs.lz4", _sized("lz4", _lz4_size)),
+    "bz2": Follower("numcodecs.bz2", _stream(bz2.BZ2Decompressor)),
+    "lzma": Follower(
+        "numcodecs.lzma", _stream(lambda: lzma.LZMADecompressor(lzma.FORMAT_AUTO, _LZMA_MEMORY_BYTES))
+    ),
+    "crc32": Follower("numcodecs.crc32", _checksum("crc32")),
+    "adler32": Follower("numcodecs.adler32", _checksum("adler32")),
+    "fletcher32": Follower("numcodecs.fletcher32", _checksum("fletcher32")),
+}
+_BY_ZARR_NAME = {follower.zarr_name: follower for follower in _FOLLOWERS.values()}
