@@ -1,0 +1,256 @@
+"""Bad arguments give one clear error of our own, which says what, where and what to do, and lose nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+import cnr_store
+from cnr_store import (
+    Checkpointer,
+    ModelMismatchError,
+    OptionError,
+    StateError,
+    UnsupportedModelError,
+    VersionNotFoundError,
+)
+from tests.test_store.lasting_store import ROWS, assert_newest, change, lasting_store, make_model, weight
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Path]:
+    with lasting_store(tmp_path / "stored") as folder:
+        yield folder
+
+
+# Models
+
+
+def _changed(change: Callable[[nn.Module], Any]) -> nn.Module:
+    model = make_model(1)
+    change(model)
+    return model
+
+
+class _WithExtraState(nn.Module):
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (make_model(1, name="u"), r"tables only in the model: \['u'\], only in the store: \['t'\]; give"),
+        (
+            make_model(1, rows=601),
+            "table 't' is 601 x 8 in the model and 600 x 8 in version .*; give the model",
+        ),
+        (make_model(1, dim=9), "table 't' is 600 x 9 in the model and 600 x 8 in version .*; give the model"),
+        (make_model(1, dtype=torch.float16), "table 't' is float16 in the model and float32.*; convert"),
+        (make_model(1, out=5), "tensor 'top.weight' is 5 x 8 in the model and 4 x 8 in version.*; give"),
+        (
+            _changed(lambda m: m.top.double()),
+            "'top.weight' is float64 in the model and float32 in.*; convert",
+        ),
+        (
+            _changed(lambda m: m.top.bfloat16()),
+            "'top.weight' is bfloat16 in the model and float32.*; convert",
+        ),
+        (
+            _changed(lambda m: m.add_module("more", nn.Linear(2, 2))),
+            "tensors only in the model: .'more.bias'",
+        ),
+        (_changed(lambda m: m.add_module("more", nn.Embedding(2, 2))), "tables only in the model: .'more'"),
+        (_changed(lambda m: m.add_module("more", _WithExtraState())), "extra state of the model"),
+    ],
+)
+def test_model_that_does_not_fit(stored: Path, model: nn.Module, message: str) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    with Checkpointer(stored, model) as checkpointer, pytest.raises(ModelMismatchError, match=message):
+        checkpointer.load()
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value), (
+            f"{name} was changed before the model was refused"
+        )
+
+
+def test_optimizer_that_does_not_fit(tmp_path: Path) -> None:
+    model = make_model()
+    cnr_store.save(tmp_path, model, SGD(model.parameters(), lr=0.1))
+    other = make_model(1)
+    before = weight(other).clone()
+    given: list[tuple[Any, str]] = [
+        (Adam(other.parameters()), "optimizer 0 is Adam, in version .* it is SGD; give the one"),
+        (
+            [SGD(other.parameters(), lr=1), SGD(other.parameters(), lr=1)],
+            "state of 1 optimizers, 2 were given",
+        ),
+        (SGD([other.get_parameter("t.weight")], lr=1), "parameter group 0 is in no group of the checkpoint"),
+    ]
+    for optimizer, message in given:
+        with Checkpointer(tmp_path, other, optimizer) as checkpointer:
+            with pytest.raises(ModelMismatchError, match=message):
+                checkpointer.load()
+            assert torch.equal(weight(other), before)
+    with pytest.raises(ModelMismatchError, match="holds no state of clock; leave out"):
+        cnr_store.load(tmp_path, other, state={"clock": torch.optim.lr_scheduler.LRScheduler})
+    assert torch.equal(weight(other), before)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (make_model(rows=0), r"table 't' has shape \(0, 8\); a table has rows"),
+        (make_model().to("meta"), "table 't' is on the meta device.*materialize"),
+        (
+            make_model(dtype=torch.float64),
+            "table 't' is a .*float64; tables are .* of bfloat16, float16, float32",
+        ),
+        (3, "the model is a int; give a torch.nn.Module"),
+    ],
+)
+def test_model_that_can_not_be_saved(tmp_path: Path, model: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpointer(tmp_path / "new", model)
+    assert not (tmp_path / "new").exists()
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"bits": bits}, "bits .*: use 2, 3, 4, 8, 32")
+            for bits in (0, 1, 5, 16, "8", None, 4.0, True, [4])
+        ),
+        ({"bits": {"*": 7}}, "bits 7: use 2, 3, 4, 8, 32"),
+        *(({"policy": policy}, "is not one of full, one-shot") for policy in ("", "Full", None, 3)),
+        ({"codec": "nope"}, "unknown codec 'nope'; use one of"),
+        ({"codec": {"id": "cnr_uniform", "bits": 99}}, "bits must be an integer from 1 to 8, got 99"),
+        ({"codec": {"id": "cnr_uniform", "width": 4}}, "doesn't take these options: .*width"),
+        ({"codec": {"t": "nope"}}, "unknown codec 'nope'"),
+        ({"codec": 3}, "expected a codec's name, configuration or object"),
+        ({"codec": "cnr_uniform", "bits": 4}, "give the width in the codec's configuration alone"),
+        ({"workers": 0}, "workers=0: give an integer of at least 1"),
+        ({"workers": 1.5}, "workers=1.5: give an integer"),
+        ({"snapshot_bytes": -1}, "snapshot_bytes=-1: give an integer of at least 0"),
+        ({"state": {"clock": 3}}, "state 'clock': a int has no state_dict"),
+        ({"state": [3]}, "state is a list; give"),
+    ],
+)
+def test_option_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Checkpointer(tmp_path / "new", make_model(), **options)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", None, True, math.nan, np.int64(-2), np.float64(3)])
+def test_step_that_is_no_count(stored: Path, step: Any) -> None:
+    count: Any = np.int64(7)
+    with Checkpointer(stored, make_model()) as checkpointer:
+        with pytest.raises(OptionError, match=r"step=.*: give an integer of at least 0"):
+            checkpointer.save(step)
+        assert checkpointer.save(count).result().step == 7
+    assert [info.step for info in cnr_store.versions(stored)] == [5, 7]
+
+
+def _endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"reader": {"a": [1, object()]}},
+            r"^state\['reader'\]\['a'\]\[1\]: a builtins.object can't be stored; use",
+        ),
+        ({"reader": {"a": np.array([None])}}, r"\['reader'\]\['a'\]: an array of dtype object.*use numbers"),
+        ({"reader": {"a": "\ud800"}}, r"\['reader'\]\['a'\]: a string that is not valid Unicode"),
+        ({"reader": _endless()}, "nested deeper than 200 levels, or contains itself; flatten it"),
+        ({"metadata": {"a": {3}}}, r"^state\['metadata'\]\['a'\]: a builtins.set can't be stored; use"),
+        ({"metadata": "x" * 70_000}, "metadata takes more than 64 KiB; give it through `state=`"),
+        (
+            {"metadata": [np.zeros(9000)]},
+            r"\['metadata'\]\[0\]: an array of more than 8 KiB; give it through",
+        ),
+    ],
+)
+def test_state_that_can_not_be_stored(stored: Path, given: dict[str, Any], message: str) -> None:
+    model = make_model()
+    with Checkpointer(stored, model, bits=32, policy="consecutive") as checkpointer:
+        checkpointer.load()
+        change(checkpointer, model, [3, 4])
+        with pytest.raises(StateError, match=message):
+            checkpointer.save(6, **given)
+        assert checkpointer.save(6).result().rows == 2
+    assert_newest(stored, model)
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "message"),
+    [
+        ("u", [1], r"no table 'u'; there are \['t'\]"),
+        ("t", [1, ROWS], "ids from 1 to 600, but it has 600 rows"),
+        ("t", [-1], "ids from -1 to -1"),
+        ("t", [1.5], "ids are torch.float32; give integers"),
+        ("t", "abc", "ids are no numbers .*; give integers"),
+        ("t", None, "ids are no numbers .*; give integers"),
+    ],
+)
+def test_touch_of_no_row(tmp_path: Path, table: str, ids: Any, message: str) -> None:
+    with (
+        Checkpointer(tmp_path, make_model()) as checkpointer,
+        pytest.raises(ModelMismatchError, match=message),
+    ):
+        checkpointer.touch(table, ids)
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        *("../x", "..", "", "zarr.json", "{id}/", "{id}\n", "../{id}", "versions/{id}", "LATEST", "5"),
+        *("\u0660{id}", "00000\u0661-00000000.00000001", None, 5.0, True, b"x", [5]),
+    ],
+)
+def test_version_that_is_none(stored: Path, version: Any) -> None:
+    if isinstance(version, str):
+        version = version.format(id=cnr_store.versions(stored)[0].id)
+    _assert_no_version(stored, version, "give an id as `versions` lists them, a step, or 'latest'")
+
+
+@pytest.mark.parametrize("version", [99, -1, "000009-00000000.00000001"])
+def test_version_that_is_not_there(stored: Path, version: Any) -> None:
+    _assert_no_version(stored, version, "`versions` lists those there are")
+
+
+def test_version_of_another_store(stored: Path, tmp_path: Path) -> None:
+    _assert_no_version(stored, cnr_store.save(tmp_path / "other", make_model()), "no committed version")
+
+
+def _assert_no_version(folder: Path, version: Any, message: str) -> None:
+    model = make_model(1)
+    with Checkpointer(folder, model) as checkpointer, pytest.raises(VersionNotFoundError, match=message):
+        checkpointer.load(version)
+    assert torch.equal(weight(model), weight(make_model(1)))
+    for call in (cnr_store.open, cnr_store.view, cnr_store.state_dict):
+        with pytest.raises(VersionNotFoundError, match=message):
+            call(folder, version)
