@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Literal, TypeAlias, TypeVar
 
 from cnr_backends.backend import Backend, Pieces
-from cnr_backends.errors import StorageError, StorageFullError
+from cnr_backends.errors import BackendError, StorageError, StorageFullError
 
 Result = TypeVar("Result")
 
@@ -87,7 +88,9 @@ class FaultyBackend(Backend):
         if fault is None:
             return call()
         if fault == "after":
-            call()
+            # What is lost may be a refusal, too.
+            with suppress(BackendError):
+                call()
         kind = StorageFullError if fault == "full" else StorageError
         error = kind(
             f"{operation} of {key!r} failed in {self.url} (injected: {fault})",
