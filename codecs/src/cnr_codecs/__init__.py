@@ -1,13 +1,17 @@
 """Row-wise codecs for embedding tables: rows of a chunk to bytes and back, for numcodecs and Zarr v3 too."""
 
+from cnr_codecs.choose import choose_search
 from cnr_codecs.decode import decode_into, present_rows
-from cnr_codecs.elements import array_dtype, element_of, fill_value
+from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
 from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
+from cnr_codecs.payload import build as build_payload
 from cnr_codecs.proof import parse, reseal
 from cnr_codecs.protocol import RowCodec, row_codec
-from cnr_codecs.rows import LosslessRows
+from cnr_codecs.reference import pack
+from cnr_codecs.report import CodecReport, error_report
+from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
 from cnr_codecs.rowset import RowSet, RowSetKind
 from cnr_codecs.uniform import UniformRows
 
@@ -20,6 +24,9 @@ __all__ = [
     "zarr_codecs",
     "Unpacker",
     "most_packed_bytes",
+    "choose_search",
+    "error_report",
+    "CodecReport",
     "parse",
     "present_rows",
     "decode_into",
@@ -30,6 +37,11 @@ __all__ = [
     "ParameterType",
     "RowSet",
     "RowSetKind",
+    "Element",
+    "build_payload",
+    "check_rows",
+    "raw_segment",
+    "pack",
     "element_of",
     "array_dtype",
     "fill_value",
