@@ -1,0 +1,304 @@
+"""Decodes spoiled payloads: `python tests/test_codecs/fuzz_payloads.py COUNT SEED` prints what became of them.
+
+Payloads are made from the specification alone, so that every scheme, row set, parameter type and element type
+occurs, then spoiled: bytes are flipped, cut or inserted, or a field is changed and what depends on its size is made to
+fit, so that the lie reaches as deep as it can. Each must decode to the declared shape or be refused; anything else ends
+the process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cnr_codecs
+from cnr_codecs import CodecError, Scheme
+
+Rng = np.random.Generator
+MOST_DECODED_BYTES = 1 << 20
+MEMORY_BYTES = 256 << 20
+ITEM_BYTES = {1: 4, 2: 2, 3: 2, 4: 8, 5: 1, 6: 2, 7: 4, 8: 8, 9: 1, 10: 2, 11: 4, 12: 8, 13: 1}
+INTERESTING = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    32,
+    64,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    1 << 24,
+    (1 << 32) - 1,
+)
+SPECIAL_FLOATS = ("0000", "0080", "007c", "00fc", "007e", "ff7b", "0100", "ffffff7f", "0000807f", "0000c07f")
+CODEBOOKS = {4, 5} & set(Scheme)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The fields of a segment's head, then what follows it."""
+
+    scheme: int
+    bits: int
+    parameter_type: int
+    kind: int
+    count: int
+    row_set: bytes = b""
+    parameters: bytes = b""
+    codes: bytes = b""
+
+    def encode(self) -> bytes:
+        head = struct.pack(
+            "<BBBBI",
+            self.scheme & 255,
+            self.bits & 255,
+            self.parameter_type & 255,
+            self.kind & 255,
+            self.count & 0xFFFFFFFF,
+        )
+        return head + self.row_set + self.parameters + self.codes
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The fields of the header, and the segments; `declared` of them."""
+
+    element: int
+    declared: int
+    rows: int
+    dim: int
+    segments: tuple[Segment, ...]
+
+    def encode(self) -> bytes:
+        fields = (1, self.element, self.declared & 0xFFFF, self.rows & 0xFFFFFFFF, self.dim & 0xFFFFFFFF, 7)
+        return struct.pack("<4sBBHIIQ", b"CNRP", *fields) + b"".join(each.encode() for each in self.segments)
+
+
+def row_set(kind: int, offsets: Any, rows: int) -> bytes:
+    if kind == 0:
+        return b""
+    if kind == 1:
+        flags = np.zeros(max(rows, 1), np.uint8)
+        flags[offsets[offsets < rows]] = 1
+        return np.packbits(flags, bitorder="little").tobytes()
+    return np.asarray(offsets).astype("<u2" if kind == 2 else "<u4").tobytes()
+
+
+def floats(rng: Rng, count: int, parameter_type: int) -> Any:
+    """Finite numbers of at most 11 significant bits, which is what float16 has."""
+    values = rng.normal(0, 3, count).astype("<f2")
+    return values if parameter_type == 1 else values.astype("<f4")
+
+
+def parameters(rng: Rng, segment: Segment) -> bytes:
+    kind, count = segment.parameter_type, min(segment.count, 512)
+    if segment.scheme in (2, 3):
+        scales = np.abs(floats(rng, count, kind)).tobytes()
+        return scales + (floats(rng, count, kind).tobytes() if segment.scheme == 2 else b"")
+    if segment.scheme not in CODEBOOKS:
+        return b""
+    books = count if segment.scheme == 4 else int(rng.integers(1, count + 1))
+    centroids = np.sort(floats(rng, books << segment.bits, kind).reshape(books, -1), axis=1).tobytes()
+    if segment.scheme == 4:
+        return centroids
+    numbers = rng.integers(0, books, count).astype("<u1" if books <= 256 else "<u2")
+    return struct.pack("<I", books) + centroids + numbers.tobytes()
+
+
+def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) -> Segment:
+    """The segment with a row set, parameters and codes of the sizes that its head and the header ask for."""
+    count = min(segment.count, 512)
+    if offsets is None:
+        offsets = (
+            np.sort(rng.choice(max(payload.rows, count), count, replace=False))
+            if payload.rows < 1 << 17
+            else np.arange(count)
+        )
+    width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8
+    codes = rng.bytes(width * count) if payload.element != 13 else bytes(width * count)
+    return replace(
+        segment,
+        row_set=row_set(segment.kind, offsets, min(payload.rows, 1 << 17)),
+        parameters=parameters(rng, segment) if 0 <= segment.bits <= 8 else b"",
+        codes=codes if segment.scheme else b"",
+    )
+
+
+def sound(rng: Rng) -> Payload:
+    """A payload as the specification has it."""
+    element = int(rng.choice([1, 1, 1, 2, 2, 3, 3, *ITEM_BYTES]))
+    rows, dim = int(rng.integers(1, 70)), int(rng.integers(1, 20))
+    payload = Payload(element, 0, rows, dim, ())
+    order, segments = rng.permutation(rows), []
+    for part in np.array_split(order, int(rng.integers(1, 4))):
+        if len(part) == 0:
+            continue
+        offsets = np.sort(part)
+        prefix = offsets[-1] == len(offsets) - 1
+        scheme = int(rng.choice([int(each) for each in Scheme] if element <= 3 else [0, 1]))
+        bits = 0 if scheme == 0 else 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
+        kind = int(rng.integers(0 if prefix else 1, 4))
+        head = Segment(scheme, bits, 0 if scheme < 2 else int(rng.integers(1, 3)), kind, len(part))
+        segments.append(fitted(rng, head, payload, offsets))
+    return replace(payload, declared=len(segments), segments=tuple(segments))
+
+
+def flipped(rng: Rng, payload: Payload) -> bytes:
+    data = bytearray(payload.encode())
+    for _ in range(int(rng.integers(1, 5))):
+        # Structure lies in front.
+        end = len(data) if rng.random() < 0.5 else min(len(data), 64)
+        data[int(rng.integers(0, end))] = (
+            int(rng.integers(0, 256)) if rng.random() < 0.6 else int(rng.integers(0, 5))
+        )
+    return bytes(data)
+
+
+def cut(rng: Rng, payload: Payload) -> bytes:
+    data = payload.encode()
+    return data[: int(rng.integers(0, len(data)))]
+
+
+def grown(rng: Rng, payload: Payload) -> bytes:
+    data, more = payload.encode(), rng.bytes(int(rng.integers(1, 9)))
+    at = int(rng.integers(0, len(data) + 1))
+    return data[:at] + more + data[at + int(rng.integers(0, 2)) * len(more) :]
+
+
+def header_changed(rng: Rng, payload: Payload) -> bytes:
+    """Rows, dim or element type are others; segments follow them half of the time."""
+    field = str(rng.choice(["rows", "dim", "element", "declared"]))
+    value = (
+        int(rng.choice(INTERESTING))
+        if rng.random() < 0.3
+        else int(getattr(payload, field) + rng.integers(-3, 4))
+    )
+    if field == "element":
+        value = int(rng.integers(0, 15))
+    changed = replace(payload, **{field: max(0, value)})
+    if rng.random() < 0.5 and field != "declared":
+        changed = replace(changed, segments=tuple(fitted(rng, each, changed) for each in changed.segments))
+    return changed.encode()
+
+
+def segment_changed(rng: Rng, payload: Payload) -> bytes:
+    """One field of one segment is another; what depends on its size is made to fit."""
+    at = int(rng.integers(len(payload.segments)))
+    segment = payload.segments[at]
+    field = str(rng.choice(["count", "bits", "scheme", "parameter_type", "kind"]))
+    limit = {"count": payload.rows + 3, "bits": 10, "scheme": 7, "parameter_type": 4, "kind": 5}[field]
+    value = int(rng.integers(0, limit)) if rng.random() < 0.9 else int(rng.choice(INTERESTING))
+    changed = replace(segment, **{field: value})
+    if rng.random() < 0.8:
+        changed = fitted(rng, changed, payload)
+    segments = (*payload.segments[:at], changed, *payload.segments[at + 1 :])
+    return replace(payload, segments=segments).encode()
+
+
+def content_changed(rng: Rng, payload: Payload) -> bytes:
+    """Offsets, bitmap, scales, centroids, codebook numbers or codes are others, of the same size."""
+    at = int(rng.integers(len(payload.segments)))
+    segment = payload.segments[at]
+    name = str(rng.choice(["row_set", "parameters", "codes"]))
+    data = bytearray(getattr(segment, name))
+    if not data:
+        return flipped(rng, payload)
+    place = int(rng.integers(len(data)))
+    if name == "parameters" and rng.random() < 0.5:
+        special = bytes.fromhex(str(rng.choice(SPECIAL_FLOATS)))
+        place -= place % len(special)
+        data[place : place + len(special)] = special[: len(data) - place]
+    else:
+        data[place] = int(rng.integers(0, 256))
+    segments = (*payload.segments[:at], replace(segment, **{name: bytes(data)}), *payload.segments[at + 1 :])
+    return replace(payload, segments=segments).encode()
+
+
+def segments_moved(rng: Rng, payload: Payload) -> bytes:
+    """Segments come in another order, twice, or not at all; the header counts them."""
+    chosen = rng.choice(len(payload.segments), int(rng.integers(0, 4)))
+    segments = tuple(payload.segments[int(at)] for at in chosen)
+    return replace(payload, declared=len(segments), segments=segments).encode()
+
+
+WAYS = (
+    flipped,
+    cut,
+    grown,
+    header_changed,
+    segment_changed,
+    segment_changed,
+    content_changed,
+    content_changed,
+    segments_moved,
+)
+
+
+def judge(data: bytes) -> tuple[str, frozenset[int]]:
+    """How far the bytes got, and the schemes decoded.
+
+    Raises: AssertionError if what decodes is not as declared.
+    """
+    try:
+        payload = cnr_codecs.parse(data, max_decoded_bytes=MOST_DECODED_BYTES)
+    except CodecError as error:
+        return ("segments" if str(error).startswith("payload: segment ") else "header"), frozenset()
+    dtype = cnr_codecs.array_dtype(payload.element)
+    out = np.empty((payload.rows, payload.dim), dtype)
+    need = np.ones(payload.rows, np.uint8)
+    present = cnr_codecs.present_rows(payload)
+    written = cnr_codecs.decode_into(payload, out, need)
+    assert written == len(present) == payload.rows - np.count_nonzero(need)
+    assert not need[present].any()
+    return "decoded", frozenset(int(segment.scheme) for segment in payload.segments)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main(count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    bases = [sound(rng) for _ in range(600)]
+    # Loads every kernel, whose code needs address space, before memory is limited.
+    assert all(judge(base.encode())[0] == "decoded" for base in bases)
+    before = resident_bytes()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
+    reached: Counter[str] = Counter()
+    schemes: Counter[int] = Counter()
+    ways = rng.integers(0, len(WAYS), count)
+    for way, base in zip(ways.tolist(), rng.integers(0, len(bases), count).tolist(), strict=True):
+        data = WAYS[way](rng, bases[base])
+        try:
+            end, decoded = judge(data)
+        except BaseException:
+            print(f"spoiled by {WAYS[way].__name__}: {data.hex()}", file=sys.stderr)
+            raise
+        reached[end] += 1
+        schemes.update(decoded)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"reached": reached, "schemes": schemes, "grown_bytes": max(0, peak - before)}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
