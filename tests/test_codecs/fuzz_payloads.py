@@ -116,8 +116,10 @@ def parameters(rng: Rng, segment: Segment) -> bytes:
         return scales + (floats(rng, count, kind).tobytes() if segment.scheme == 2 else b"")
     if segment.scheme not in CODEBOOKS:
         return b""
-    books = count if segment.scheme == 4 else int(rng.integers(1, count + 1))
-    centroids = np.sort(floats(rng, books << segment.bits, kind).reshape(books, -1), axis=1).tobytes()
+    books = count if segment.scheme == 4 else int(rng.integers(1, max(count, 1) + 1))
+    centroids = np.sort(
+        floats(rng, books << segment.bits, kind).reshape(books, 1 << segment.bits), axis=1
+    ).tobytes()
     if segment.scheme == 4:
         return centroids
     numbers = rng.integers(0, books, count).astype("<u1" if books <= 256 else "<u2")
