@@ -30,6 +30,8 @@ def _rows(count, dim, element="float32"):
 
 CASES = {
     "adaptive4": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
+    # "adaptive4" is what the paper's walk gave, when it was the default search.
+    "adaptive4-searched": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
     "adaptive2-searched": (
         {"id": "cnr_uniform", "scheme": "adaptive", "bits": 2, "bins": 40, "ratio": 0.8},
         "float32",

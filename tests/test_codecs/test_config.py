@@ -21,8 +21,11 @@ from cnr_codecs import (
 CODECS = [
     (UniformRows(), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}),
     (UniformRows("symmetric", 8), {"id": "cnr_uniform", "scheme": "symmetric", "bits": 8}),
-    (UniformRows(bins=20), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 4, "bins": 20}),
-    (UniformRows(bits=8, ratio=0.5), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 8, "ratio": 0.5}),
+    (UniformRows(bins=20), {"id": "cnr_uniform", "scheme": "adaptive", "bits": 4, "bins": 20, "ratio": 0.5}),
+    (
+        UniformRows(bits=2, ratio=0.5),
+        {"id": "cnr_uniform", "scheme": "adaptive", "bits": 2, "bins": 25, "ratio": 0.5},
+    ),
     (LosslessRows(), {"id": "cnr_rows"}),
 ]
 
@@ -44,11 +47,13 @@ def test_names_alone_make_default_codecs():
 
 
 @pytest.mark.parametrize(
-    ("bits", "bins", "ratio"), [(1, 25, 0.99), (3, 25, 0.99), (4, 45, 0.5), (7, 45, 0.5)]
+    ("bits", "bins", "ratio"), [(1, 25, 0.99), (3, 25, 0.99), (4, 45, 0.5), (8, 45, 0.5)]
 )
-def test_default_bins_and_ratio_are_left_out(bits, bins, ratio):
-    assert UniformRows("adaptive", bits, bins, ratio) == UniformRows("adaptive", bits)
-    assert "bins" not in UniformRows("adaptive", bits, bins, ratio).get_config()
+def test_bins_or_ratio_mean_the_walk_and_the_paper_gives_the_other(bits, bins, ratio):
+    walk = UniformRows("adaptive", bits, bins, ratio)
+    assert UniformRows("adaptive", bits, bins) == UniformRows("adaptive", bits, ratio=ratio) == walk
+    assert walk != UniformRows("adaptive", bits)
+    assert row_codec(walk.get_config()) == walk
 
 
 def test_eight_bits_are_not_searched_unless_asked():

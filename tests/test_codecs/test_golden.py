@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent / "golden"
 # make_golden.py says what they are.
 NAMES = [
     "adaptive4",
+    "adaptive4-searched",
     "adaptive2-searched",
     "asymmetric8",
     "asymmetric5-bfloat16",
@@ -19,6 +20,8 @@ NAMES = [
     "rows-float64",
     "rows-bool",
 ]
+# Encoders may find better parameters for the same configuration; what was written before decodes as ever.
+WRITTEN_DIFFERENTLY = {"adaptive4"}
 
 
 def test_every_golden_file_is_known():
@@ -45,4 +48,4 @@ def test_golden_payloads(name):
     codec = row_codec(case["config"])
     assert codec.get_config() == case["config"]
     written = codec.encode_rows(values, offsets, case["rows"], element=case["element"], seal=case["seal"])
-    assert written == data
+    assert (written == data) is (name not in WRITTEN_DIFFERENTLY)

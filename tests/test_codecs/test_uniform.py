@@ -9,64 +9,18 @@ from hypothesis import strategies as st
 
 import cnr_codecs
 from cnr_codecs import ParameterType, Scheme, UniformRows, reference
-from cnr_codecs.kernels import uniform as kernels
+from cnr_codecs.kernels import walk
 from cnr_codecs.uniform import row_extremes, search_factor
-
-FLOAT_MAX = np.finfo(np.float32).max
-ROW_MAKERS = {
-    "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
-    "constant": lambda rng, dim: np.full(dim, rng.choice([0.1, 1.0, -3e38, 1e-42, 0.0, -0.0])),
-    "zeros of both signs": lambda rng, dim: rng.choice([0.0, -0.0], dim),
-    "with nan": lambda rng, dim: rng.choice([1.0, np.nan, -np.nan], dim),
-    "with inf": lambda rng, dim: rng.choice([1.0, np.inf, -np.inf], dim),
-    "subnormal": lambda rng, dim: rng.normal(0, 1e-41, dim),
-    "small": lambda rng, dim: rng.uniform(-3e-4, 3e-4, dim),
-    "tiny": lambda rng, dim: rng.uniform(-1e-30, 1e-30, dim),
-    "tiny range, huge offset": lambda rng, dim: 1e8 + rng.uniform(0, 100, dim),
-    "one step apart": lambda rng, dim: np.nextafter(np.float32(7), rng.choice([0, 7, 9], dim).astype("f4")),
-    "largest": lambda rng, dim: rng.choice([FLOAT_MAX, -FLOAT_MAX, 0], dim),
-    "nearly largest": lambda rng, dim: rng.uniform(1e38, FLOAT_MAX, dim),
-    "one outlier": lambda rng, dim: np.where(np.arange(dim) == dim // 2, 1e6, rng.normal(0, 1e-3, dim)),
-    "beyond float16": lambda rng, dim: rng.uniform(-1e5, 1e5, dim),
-    "any bits": lambda rng, dim: rng.integers(0, 1 << 32, dim, dtype=np.uint32).view(np.float32),
-}
-SCHEMES = st.sampled_from(["symmetric", "asymmetric", "adaptive"])
-BITS = st.integers(1, 8)
-
-
-@st.composite
-def adversarial_rows(draw, min_rows=1):
-    """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
-    dim = draw(st.integers(1, 70))
-    kinds = draw(st.lists(st.sampled_from(sorted(ROW_MAKERS)), min_size=min_rows, max_size=70))
-    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    with np.errstate(all="ignore"):
-        rows = [np.asarray(ROW_MAKERS[kind](rng, dim)).astype(np.float32) for kind in kinds]
-    return np.stack(rows) if rows else np.empty((0, dim), np.float32)
-
-
-def encode(codec, values, element="float32"):
-    return cnr_codecs.parse(codec.encode_rows(values, None, max(len(values), 1), element=element))
-
-
-def decode(payload):
-    out = np.full((payload.rows, payload.dim), 7, cnr_codecs.array_dtype(payload.element))
-    need = np.ones(payload.rows, np.uint8)
-    cnr_codecs.decode_into(payload, out, need)
-    return out
-
-
-def rows_of(segment):
-    return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
-
-
-def quantized(payload):
-    """(rows, scale, offset, segment) of each segment with codes."""
-    return [
-        (rows_of(segment), *segment.affine(), segment)
-        for segment in payload.segments
-        if segment.scheme is not Scheme.RAW
-    ]
+from tests.test_codecs.hard_rows import (
+    BITS,
+    FLOAT_MAX,
+    SCHEMES,
+    adversarial_rows,
+    decode,
+    encode,
+    quantized,
+    rows_of,
+)
 
 
 @given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
@@ -89,7 +43,7 @@ def test_greedy_walk_equals_the_reference(values, bits, bins, data):
     low, high = row_extremes(values)
     factor = search_factor(low, high, bins)
     left, right = np.zeros((2, len(values)), np.int32)
-    kernels.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1, left, right)
+    walk.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1, left, right)
     expected = reference.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1)
     np.testing.assert_array_equal((left, right), expected)
     assert (left + right <= steps).all()
@@ -199,15 +153,16 @@ def test_zeros_decode_to_positive_zero():
             assert not np.signbit(decoded).any()
 
 
-@pytest.mark.parametrize(("bits", "expected"), [(2, 0.2559), (4, 0.0654)])
-def test_adaptive_reaches_the_error_of_the_published_search(bits, expected):
+@pytest.mark.parametrize(("bits", "walk", "expected"), [(2, (25, 0.99), 0.2559), (4, (45, 0.5), 0.0654)])
+def test_the_walk_reaches_the_error_of_the_published_search(bits, walk, expected):
     values = np.random.default_rng(0).normal(0, 0.1, (4000, 64)).astype(np.float32)
 
-    def error(scheme):
-        return np.linalg.norm(values - decode(encode(UniformRows(scheme, bits), values)), axis=1).mean()
+    def error(*options):
+        return np.linalg.norm(values - decode(encode(UniformRows(*options), values)), axis=1).mean()
 
-    assert error("adaptive") == pytest.approx(expected, rel=0.01)
-    assert error("adaptive") < error("asymmetric") < error("symmetric")
+    assert error("adaptive", bits, *walk) == pytest.approx(expected, rel=0.01)
+    assert error("adaptive", bits) < error("adaptive", bits, *walk)
+    assert error("adaptive", bits) < error("asymmetric", bits) < error("symmetric", bits)
 
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])

@@ -57,9 +57,11 @@ def test_metadata_round_trips(codec):
     assert entry == codec.rows_codec.zarr_codec()
 
 
-def test_default_options_are_left_out_of_the_metadata():
-    assert ZarrUniform(bins=45, ratio=0.5) == ZarrUniform()
-    assert ZarrUniform(bins=45, ratio=0.5).to_dict() == ADAPTIVE
+def test_options_of_the_walk_stand_in_the_metadata_and_their_absence_means_the_search():
+    walk = ZarrUniform(bins=45)
+    assert walk == ZarrUniform(bins=45, ratio=0.5) != ZarrUniform()
+    assert walk.to_dict()["configuration"] == ADAPTIVE["configuration"] | {"bins": 45, "ratio": 0.5}
+    assert ZarrUniform().to_dict() == ADAPTIVE
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from torch import nn
 
 from cnr_codecs import element_of, reference
 from cnr_codecs.elements import element_named
-from cnr_codecs.parameters import asymmetric
-from cnr_codecs.uniform import default_search, search_factor
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import dense_path, slot_path
 
@@ -153,19 +151,9 @@ def reference_rows(values: Array, element: str, bits: int) -> Array:
     raw_bytes = values.shape[1] * element_named(element).stored.itemsize
     finite: Flags = np.asarray(np.isfinite(values).all(axis=1))
     wide = np.where(finite[:, None], values, 0).astype(np.float32)
-    low, high = reference.row_extremes(wide)
-    bins, ratio = default_search(bits)
-    steps = min(int(bins * ratio), bins - 1)
-    with np.errstate(all="ignore"):
-        left, right = reference.greedy_walk(
-            wide, low, search_factor(low, high, bins), bins, steps, (1 << bits) - 1
-        )
-        step = (high.astype(np.float64) - low) / bins
-        narrowed_low = np.where(left > 0, low + left * step, low).astype(np.float64)
-        narrowed_high = np.where(right > 0, high - right * step, high).astype(np.float64)
-        parameters = asymmetric(narrowed_low, narrowed_high, bits, element_named(element))
-        codes = reference.quantize(wide, parameters.scale, parameters.offset, bits)
-        decoded = reference.dequantize(codes, parameters.scale, parameters.offset)
+    parameters = reference.parameters(wide, "adaptive", bits, element_named(element))
+    codes = reference.quantize(wide, parameters.scale, parameters.offset, bits)
+    decoded = reference.dequantize(codes, parameters.scale, parameters.offset)
     code_bytes = -(-values.shape[1] * bits // 8)
     costly = np.where(parameters.float16, 4, 8) + code_bytes >= raw_bytes
     exact = ~finite | parameters.raw | costly

@@ -1,9 +1,11 @@
 """Parameters of uniform quantization: from the range of a row to the numbers its decoder will use.
 
-Scales are rounded up and offsets down, so that the range stays covered. They are float16 where that costs
-less than one part in 128 of the range, else float32 with at most 16 significant bits in the scale: scale *
-code is then exact, and decoders that fuse the addition agree with those that don't. Rows that neither
-serves are stored raw.
+Readable numpy, as `cnr_codecs.reference`: `kernels.parameters` computes the same, bit for bit.
+
+A range's scale is rounded up and its offset down, so that it stays covered; a searched line's to the nearest.
+Both are float16 where that costs less than one part in 128 of the range, else float32 with at most 16
+significant bits in the scale: scale * code is then exact, and decoders that fuse the addition agree with
+those that don't. Rows that neither serves are stored raw.
 
 Ranges may be anything: callers silence numpy's floating-point warnings, and heed `raw`.
 """
@@ -22,8 +24,10 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-# Float16 parameters may widen a row's range by this factor, and with it the row's error.
+# Float16 parameters may widen a row's range by this factor, and with it the row's error, or move the codes'
+# values by this share of what they span.
 _MOST_WIDENED = 1 + 2**-7
+_MOST_MOVED = 2**-7
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -57,6 +61,20 @@ def asymmetric(low: Float64s, high: Float64s, bits: int, element: Element) -> Pa
     return Parameters(scale, offset, np.stack([scale, offset]), fits16, ~(fits16 | fits32))
 
 
+def fitted(scale: Float64s, offset: Float64s, bits: int, element: Element) -> Parameters:
+    """Scale and offset of rows with these lines, of positive scales."""
+    levels = (1 << bits) - 1
+    scale16, offset16 = (each.astype(np.float16).astype(np.float64) + 0.0 for each in (scale, offset))
+    moved = np.abs(offset16 - offset) + np.abs(scale16 - scale) * levels
+    fits16 = (moved <= scale * levels * _MOST_MOVED) & _holds(scale16, offset16, levels, element)
+    scale32 = _ceil_16_bits(scale)
+    offset32 = offset.astype(np.float32).astype(np.float64) + 0.0
+    fits32 = (scale32 >= _TINY) & _holds(scale32, offset32, levels, element)
+    scale_ = np.where(fits16, scale16, scale32).astype(np.float32)
+    offset_ = np.where(fits16, offset16, offset32).astype(np.float32)
+    return Parameters(scale_, offset_, np.stack([scale_, offset_]), fits16, ~(fits16 | fits32))
+
+
 def symmetric(magnitude: Float64s, bits: int, element: Element) -> Parameters:
     """Half steps of rows with these greatest magnitudes, which may be non-finite (then raw)."""
     levels = (1 << bits) - 1
@@ -80,15 +98,15 @@ def _holds(scale: Float64s, offset: Float64s, levels: int, element: Element) -> 
 
 
 def _floor(values: Float64s, dtype: type[np.floating[Any]]) -> Float64s:
-    """Rounded to a narrower type towards minus infinity."""
+    """Rounded to a narrower type towards minus infinity; never -0."""
     nearest = values.astype(dtype)
     below = np.nextafter(nearest, dtype(-np.inf))
-    return np.where(nearest > values, below, nearest).astype(np.float64)
+    return np.where(nearest > values, below, nearest).astype(np.float64) + 0.0
 
 
 def _ceil_float16(values: Float64s) -> Float64s:
-    """Rounded to float16 towards plus infinity."""
-    return -_floor(-values, np.float16)
+    """Rounded to float16 towards plus infinity; never -0."""
+    return -_floor(-values, np.float16) + 0.0
 
 
 def _ceil_16_bits(values: Float64s) -> Float64s:

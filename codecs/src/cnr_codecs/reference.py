@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
+
+from cnr_codecs.elements import Element
+from cnr_codecs.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
+from cnr_codecs.windows import CUT, NEIGHBOURS, NORMAL_SHARES, NORMAL_STEPS, RANGE_SHARES, REFITS
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -22,10 +28,13 @@ def keys_to_floats(keys: npt.NDArray[np.int32]) -> Float32s:
 
 
 def quantize(values: Float32s, scale: Float32s, offset: Float32s, bits: int) -> Bytes:
-    """Codes (n, dim) of finite values: (x - offset) / scale, clamped to the codes and rounded half even."""
-    step = np.where(scale > 0, scale, np.float32(1))[:, None]
+    """Codes (n, dim) of finite values: (x - offset) * (1 / scale), clamped to the codes and rounded half even.
+
+    The reciprocal is a float32 too; a scale of 0 counts as 1.
+    """
+    gain = np.float32(1) / np.where(scale > 0, scale, np.float32(1))
     with np.errstate(over="ignore"):
-        steps = (values - offset[:, None]) / step
+        steps = (values - offset[:, None]) * gain[:, None]
     return np.rint(np.clip(steps, 0, (1 << bits) - 1)).astype(np.uint8)
 
 
@@ -92,8 +101,138 @@ def _window_error(y: Float32s, cut: Float32s, width: int, levels: int, skip: int
     gain = np.float32(levels) / np.float32(width)
     steps = (y - cut[:, None]) * gain - np.float32(skip) * gain
     errors = np.rint(np.clip(steps, 0, levels)) - steps
-    total = np.zeros(len(y), np.float32)
-    # Column by column, as each of the kernel's lanes sums: the order of the additions decides the last bit.
-    for column in (errors * errors).T:
-        total += column
-    return total * (np.float32(width) * np.float32(width))
+    return _sum_columns(errors * errors) * (np.float32(width) * np.float32(width))
+
+
+def search(
+    values: Float32s, low: Float32s, factor: Float32s, levels: int, normal_step: np.float32
+) -> tuple[Float32s, Float32s, Float32s]:
+    """The line that quantizes each row of (n, dim) values best, of those that a fixed list of windows leads to.
+
+    A row is first mapped to [-levels / 2, levels / 2] by `low` and `factor`. A window, of a centre and a
+    step, gives every value a code, clamped; the line of least squares through those codes is never worse than the
+    window itself, and is what is kept if it leaves a smaller error than any before, that is, explains more of
+    the row. `cnr_codecs.windows` says which windows are tried.
+
+    Returns:
+        (what the line explains, times n squared, 0 if there is none; its value at the middle code; its step).
+    """
+    half = np.float32(levels) * np.float32(0.5)
+    with np.errstate(all="ignore"):
+        best = _Lines((values - low[:, None]) * factor[:, None] - half, half)
+        for share in RANGE_SHARES:
+            best.offer(np.zeros(len(values), np.float32), np.broadcast_to(share, len(values)))
+        mean, deviation = best.moments()
+        for share in NORMAL_SHARES:
+            best.offer(mean, deviation * (share * normal_step))
+        best.offer_around(((CUT * half, 1 - CUT), (-CUT * half, 1 - CUT)))
+        for around in NEIGHBOURS:
+            best.offer_around(around)
+        for _ in range(REFITS):
+            best.offer(best.centre, best.step)
+    return best.explained, best.centre, best.step
+
+
+class _Lines:
+    """The best line of each row of `values` (n, dim) so far."""
+
+    def __init__(self, values: Float32s, half: np.float32) -> None:
+        count, dim = values.shape
+        self.values = values
+        self.half = half
+        self.dim = np.float32(dim)
+        self.sums = _sum_columns(values)
+        self.explained, self.centre = (np.zeros(count, np.float32) for _ in range(2))
+        self.step = np.ones(count, np.float32)
+
+    def moments(self) -> tuple[Float32s, Float32s]:
+        """Mean and standard deviation, 1 where that is 0."""
+        mean = self.sums / self.dim
+        off = self.values - mean[:, None]
+        deviation = np.sqrt(_sum_columns(off * off) / self.dim)
+        return mean, np.where(deviation > 0, deviation, np.float32(1))
+
+    def offer_around(self, windows: Iterable[tuple[np.float32, np.float32]]) -> None:
+        """Try the best window so far, moved by a share of its step and made wider."""
+        centre, step = self.centre, self.step
+        for shift, share in windows:
+            self.offer(centre + shift * step, step * share)
+
+    def offer(self, centre: Float32s, step: Float32s) -> None:
+        """Fit lines to the codes of these windows, and keep those that are the best of their row."""
+        gain = np.float32(1) / step
+        start = self.half - centre * gain
+        steps = self.values * gain[:, None] + start[:, None]
+        codes = np.rint(np.clip(steps, 0, 2 * self.half)) - self.half
+        total = _sum_columns(codes)
+        variance = self.dim * _sum_columns(codes * codes) - total * total
+        covariance = self.dim * _sum_columns(codes * self.values) - total * self.sums
+        slope = covariance / np.where(variance > 0, variance, np.float32(1))
+        better = (variance > 0) & (covariance > 0) & (covariance * slope > self.explained)
+        self.explained = np.where(better, covariance * slope, self.explained)
+        self.centre = np.where(better, (self.sums - slope * total) / self.dim, self.centre)
+        self.step = np.where(better, slope, self.step)
+
+
+def _sum_columns(values: Float32s) -> Float32s:
+    """Sums of rows, column by column, as each of the kernel's lanes sums: the order decides the last bit."""
+    total = np.zeros(len(values), np.float32)
+    for column in values.T:
+        total = total + column
+    return total
+
+
+def parameters(
+    values: Float32s, scheme: str, bits: int, element: Element, walk: tuple[int, float] | None = None
+) -> Parameters:
+    """Parameters of (n, dim) values: what each scheme quantizes a row with.
+
+    Args:
+        walk: (bins, ratio) of the paper's greedy walk, where the adaptive scheme is to use it.
+    """
+    with np.errstate(all="ignore"):
+        least, most = row_extremes(values)
+        low, high = least.astype(np.float64), most.astype(np.float64)
+        if scheme == "symmetric":
+            return symmetric(np.maximum(np.abs(low), np.abs(high)), bits, element)
+        if scheme == "adaptive" and walk is not None:
+            return asymmetric(*_walked(values, bits, *walk), bits, element)
+        whole = asymmetric(low, high, bits, element)
+        if scheme == "adaptive" and bits in NORMAL_STEPS:
+            return _searched(values, whole, bits, element)
+        return whole
+
+
+def _walked(values: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64s, Float64s]:
+    least, most = row_extremes(values)
+    factor = _factor(least, most, np.float32(bins))
+    left, right = greedy_walk(values, least, factor, bins, min(int(bins * ratio), bins - 1), (1 << bits) - 1)
+    low, high = least.astype(np.float64), most.astype(np.float64)
+    width = (high - low) / bins
+    return np.where(left > 0, low + left * width, low), np.where(right > 0, high - right * width, high)
+
+
+def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) -> Parameters:
+    """Parameters by the search; those of the whole range where it finds none, or none that can be stored."""
+    levels = (1 << bits) - 1
+    least, most = row_extremes(values)
+    factor = _factor(least, most, np.float32(levels))
+    explained, centre, step = search(values, least, factor, levels, NORMAL_STEPS[bits])
+    unit, middle, slope = (each.astype(np.float64) for each in (factor, centre, step))
+    offset = least + (middle + levels / 2 - slope * (levels / 2)) / unit
+    found = fitted(slope / unit, offset, bits, element)
+    use = (explained > 0) & (factor > 0) & ~found.raw
+    return Parameters(
+        np.where(use, found.scale, whole.scale),
+        np.where(use, found.offset, whole.offset),
+        np.where(use, found.stored, whole.stored),
+        np.where(use, found.float16, whole.float16),
+        ~use & whole.raw,
+    )
+
+
+def _factor(low: Float32s, high: Float32s, parts: np.float32) -> Float32s:
+    """What maps ranges to so many parts; 0, so that a search does nothing, where that is no float32."""
+    span = high - low
+    factor = parts / span
+    return np.where(np.isfinite(span) & np.isfinite(factor), factor, np.float32(0))

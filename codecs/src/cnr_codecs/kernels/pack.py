@@ -9,6 +9,18 @@ from numba import njit
 
 
 @njit(nogil=True, cache=True)
+def pack_rows(codes: Any, dim: int, bits: int, out: Any) -> None:
+    """Pack rows of `dim` codes, one after the other in `codes` (uint8), into `out` (uint8 (n, bytes a row))."""
+    count, width = out.shape
+    if dim * bits == 8 * width:
+        # No row ends within a byte: all of them are one.
+        pack_row(codes[: count * dim], bits, out.reshape(-1))
+    else:
+        for i in range(count):
+            pack_row(codes[i * dim : (i + 1) * dim], bits, out[i])
+
+
+@njit(nogil=True, cache=True)
 def pack_row(codes: Any, bits: int, out: Any) -> None:
     """Pack `codes` (uint8, each below 2**bits) into `out` (uint8, ceil(len(codes) * bits / 8))."""
     dim = codes.size
@@ -16,14 +28,16 @@ def pack_row(codes: Any, bits: int, out: Any) -> None:
         for j in range(dim):
             out[j] = codes[j]
     elif bits == 4:
-        for k in range(dim // 2):
-            out[k] = codes[2 * k] | (codes[2 * k + 1] << 4)
+        pairs = codes[: dim // 2 * 2].view(np.uint16)
+        for k in range(pairs.size):
+            out[k] = np.uint8((pairs[k] | (pairs[k] >> np.uint16(4))) & np.uint16(0xFF))
         if dim % 2:
             out[dim // 2] = codes[dim - 1]
     elif bits == 2:
-        for k in range(dim // 4):
-            low = codes[4 * k] | (codes[4 * k + 1] << 2)
-            out[k] = low | (codes[4 * k + 2] << 4) | (codes[4 * k + 3] << 6)
+        fours = codes[: dim // 4 * 4].view(np.uint32)
+        for k in range(fours.size):
+            pair = fours[k] | (fours[k] >> np.uint32(6))
+            out[k] = np.uint8((pair | (pair >> np.uint32(12))) & np.uint32(0xFF))
         _pack_tail(codes, dim // 4 * 4, bits, out, dim // 4)
     else:
         # Eight codes fill `bits` whole bytes.

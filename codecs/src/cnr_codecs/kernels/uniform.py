@@ -1,4 +1,10 @@
-"""Uniform quantization: ranges of rows, the greedy search for a narrower range, codes."""
+"""Rows quantized block by block, each block while it is in the cache: ranges, parameters, codes, packed.
+
+The callers' arrays hold n rows: `values` float32 (n, dim), finite or not; `out` is a tuple of scales and
+offsets, float32 (n,), the same as float16, uint16 (2, n), for rows whose kind says so, their kinds, uint8
+(n,), and packed codes, uint8 (n, bytes a row). Rows of kind 0 are to be stored raw, and what is left for them
+means nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,29 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cnr_codecs.kernels.pack import pack_row
+from cnr_codecs.kernels.pack import pack_rows
+from cnr_codecs.kernels.parameters import (
+    FIT_OFFSET,
+    FIT_SCALE,
+    FITTED,
+    HIGH,
+    KIND,
+    LANES,
+    LINES,
+    LOW,
+    OFFSET,
+    SCALE,
+    asymmetric_parameters,
+    fitted_parameters,
+    symmetric_parameters,
+)
+from cnr_codecs.kernels.search import BEST_STEP, CENTRE, EXPLAINED, search, work_size
 
-# Rows that the search walks side by side, one a vector lane; each sums its own error in the order of its
-# columns.
-LANES = 64
+# Adding it to a float32 of 0 to 2**22 rounds half even, and leaves the integer in the lowest bits.
+_ROUNDING = np.float32(3 << 22)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def row_keys(bits: Any, low: Any, high: Any) -> None:
     """Least and greatest of each row of `bits` (int32 (n, dim): float32 values' bits), as keys.
 
@@ -33,92 +54,133 @@ def row_keys(bits: Any, low: Any, high: Any) -> None:
         high[i] = most
 
 
-@njit(nogil=True, cache=True)
-def quantize_pack(values: Any, order: Any, scale: Any, offset: Any, bits: int, out: Any) -> None:
-    """Codes of the rows `order` of `values` (float32 (n, dim)), packed into `out` (uint8 (len(order), bytes
-    a row)).
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out: Any) -> None:
+    """Quantize rows over their own ranges."""
+    levels = np.float64((1 << bits) - 1)
+    work = np.zeros(LINES)
+    low, high = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    codes = np.empty(LANES * values.shape[1], np.uint8)
+    for first in range(0, len(values), LANES):
+        rows = slice(first, min(first + LANES, len(values)))
+        _ranges(values[rows], low, high, work)
+        if symmetric:
+            symmetric_parameters(work, levels, overflow)
+        else:
+            asymmetric_parameters(work, levels, overflow)
+        _finish(values[rows], bits, work, codes, rows, out)
 
-    code = round half even of clamp((x - offset) / scale, 0, 2**bits - 1), in float32; scale 0 counts as 1.
-    """
-    codes = np.empty(values.shape[1], np.uint8)
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float, out: Any) -> None:
+    """Quantize rows over given ranges, `low` to `high` (float64 (n,)); values beyond are clamped."""
+    work = np.zeros(LINES)
+    codes = np.empty(LANES * values.shape[1], np.uint8)
+    for first in range(0, len(values), LANES):
+        rows = slice(first, min(first + LANES, len(values)))
+        for k in range(rows.stop - first):
+            work[LOW + k] = low[first + k]
+            work[HIGH + k] = high[first + k]
+        asymmetric_parameters(work, np.float64((1 << bits) - 1), overflow)
+        _finish(values[rows], bits, work, codes, rows, out)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> None:
+    """Quantize rows with the scale and offset that a search finds for each."""
+    levels = (1 << bits) - 1
+    work = np.zeros(LINES)
+    low, high = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    codes = np.empty(LANES * values.shape[1], np.uint8)
+    search_work = np.zeros(work_size(values.shape[1]), np.float32)
+    least, factor = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    for first in range(0, len(values), LANES):
+        rows = slice(first, min(first + LANES, len(values)))
+        _ranges(values[rows], low, high, work)
+        _factors(work, np.float32(levels), least, factor)
+        search(values[rows], least, factor, levels, normal_step, search_work)
+        _lines(search_work, factor, levels * 0.5, work)
+        asymmetric_parameters(work, np.float64(levels), overflow)
+        fitted_parameters(work, np.float64(levels), overflow)
+        _finish(values[rows], bits, work, codes, rows, out)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _ranges(values: Any, low: Any, high: Any, work: Any) -> None:
+    """LOW and HIGH of the rows."""
+    row_keys(values.view(np.int32), low, high)
+    for k in range(LANES):
+        key = low[k]
+        work[LOW + k] = np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+    for k in range(LANES):
+        key = high[k]
+        work[HIGH + k] = np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _factors(work: Any, levels: Any, least: Any, factor: Any) -> None:
+    """What maps a row's range to its levels; 0, so that nothing is found, where that is no float32."""
+    for k in range(LANES):
+        least[k] = np.float32(work[LOW + k])
+        span = np.float32(work[HIGH + k]) - least[k]
+        gain = levels / span
+        factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
+    """The windows that the search found, as lines in the rows' own units."""
+    for k in range(LANES):
+        unit = np.float64(factor[k])
+        step = np.float64(found[BEST_STEP + k])
+        shift = np.float64(found[CENTRE + k]) + half - step * half
+        work[FIT_SCALE + k] = step / unit
+        work[FIT_OFFSET + k] = work[LOW + k] + shift / unit
+        work[FITTED + k] = found[EXPLAINED + k] if unit > 0.0 else 0.0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _finish(values: Any, bits: int, work: Any, codes: Any, rows: Any, out: Any) -> None:
+    """Codes by SCALE and OFFSET, packed, and the parameters themselves, into `rows` of `out`."""
+    scales, offsets, kind, packed = out[0][rows], out[1][rows], out[3][rows], out[4][rows]
+    count, dim = values.shape
+    for k in range(count):
+        scales[k] = np.float32(work[SCALE + k])
+    for k in range(count):
+        offsets[k] = np.float32(work[OFFSET + k])
+    for k in range(count):
+        kind[k] = np.uint8(np.int32(work[KIND + k]))
+    _float16_bits(scales, out[2][0][rows])
+    _float16_bits(offsets, out[2][1][rows])
     top = np.float32((1 << bits) - 1)
-    for i in range(order.size):
-        row = values[order[i]]
-        zero = offset[i]
-        step = scale[i] if scale[i] > 0 else np.float32(1)
-        for j in range(row.size):
-            t = (row[j] - zero) / step
-            t = t if t > 0 else np.float32(0)
+    _quantize(values, scales, offsets, top, codes)
+    pack_rows(codes, dim, bits, packed)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _quantize(values: Any, scales: Any, offsets: Any, top: Any, codes: Any) -> None:
+    """code = round half even of clamp((x - offset) * (1 / scale), 0, top), in float32; scale 0 counts as 1."""
+    count, dim = values.shape
+    for k in range(count):
+        row = values[k]
+        line = codes[k * dim : (k + 1) * dim]
+        offset = offsets[k]
+        gain = np.float32(1) / (scales[k] if scales[k] > 0 else np.float32(1))
+        for j in range(dim):
+            t = (row[j] - offset) * gain
+            t = t if t > np.float32(0) else np.float32(0)
             t = t if t < top else top
-            codes[j] = np.uint8(np.rint(t))
-        pack_row(codes, bits, out[i])
+            line[j] = np.uint8(np.float32(t + _ROUNDING).view(np.uint32) & np.uint32(0xFF))
 
 
-@njit(nogil=True, cache=True)
-def greedy_walk(
-    values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
-) -> None:
-    """Walk the range of each row narrower; leave in `left` and `right` the bins to cut off its ends.
-
-    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]; `left` and `right` are int32 (n,), zero
-    at first. See `reference.greedy_walk` for the walk itself.
-    """
-    n, dim = values.shape
-    y = np.zeros((dim, LANES), np.float32)
-    cut = np.zeros(LANES, np.float32)
-    best = np.zeros(LANES, np.float32)
-    error_a = np.zeros(LANES, np.float32)
-    error_b = np.zeros(LANES, np.float32)
-    for start in range(0, n, LANES):
-        stop = min(start + LANES, n)
-        for k in range(stop - start):
-            row = values[start + k]
-            for j in range(dim):
-                y[j, k] = (row[j] - low[start + k]) * factor[start + k]
-        cut[:] = 0
-        _window_errors(y, cut, np.float32(levels) / np.float32(bins), levels, best, error_b)
-        best[:] = error_b * np.float32(bins * bins)
-        for step in range(1, steps + 1):
-            width = np.float32(bins - step)
-            _window_errors(y, cut, np.float32(levels) / width, levels, error_a, error_b)
-            error_a *= width * width
-            error_b *= width * width
-            _take_step(step, cut, error_a, error_b, best, left[start:stop], right[start:stop])
-
-
-@njit(nogil=True, cache=True)
-def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error_b: Any) -> None:
-    """Squared errors, in steps, of the windows that begin at bin cut + 1 (a) and at bin cut (b).
-
-    `gain` is levels per bin. The lanes of `y` (dim, LANES) are rows, each summed in the order of its columns.
-    """
-    top = np.float32(levels)
-    error_a[:] = 0
-    error_b[:] = 0
-    for j in range(y.shape[0]):
-        line = y[j]
-        for k in range(LANES):
-            b = (line[k] - cut[k]) * gain
-            a = b - gain
-            clamped_a = a if a > 0 else np.float32(0)
-            clamped_a = clamped_a if clamped_a < top else top
-            clamped_b = b if b > 0 else np.float32(0)
-            clamped_b = clamped_b if clamped_b < top else top
-            off_a = np.rint(clamped_a) - a
-            off_b = np.rint(clamped_b) - b
-            error_a[k] += off_a * off_a
-            error_b[k] += off_b * off_b
-
-
-@njit(nogil=True, cache=True)
-def _take_step(step: int, cut: Any, error_a: Any, error_b: Any, best: Any, left: Any, right: Any) -> None:
-    """Move each lane to the better window, and remember the best one so far."""
-    for k in range(left.size):
-        error = error_b[k]
-        if error_a[k] < error:
-            error = error_a[k]
-            cut[k] += np.float32(1)
-        if error < best[k]:
-            best[k] = error
-            left[k] = np.int32(cut[k])
-            right[k] = np.int32(step) - left[k]
+@njit(nogil=True, cache=True, error_model="numpy")
+def _float16_bits(values: Any, halves: Any) -> None:
+    """The bits of float32s that are float16s."""
+    bits = values.view(np.uint32)
+    for k in range(bits.size):
+        size = bits[k] & np.uint32(0x7FFFFFFF)
+        normal = (size - np.uint32(0x38000000)) >> np.uint32(13)
+        units = np.uint32(size).view(np.float32) * np.float32(1 << 24) + _ROUNDING
+        small = np.float32(units).view(np.uint32) & np.uint32(0x3FF)
+        half = normal if size >= np.uint32(0x38800000) else small
+        halves[k] = np.uint16(half | ((bits[k] >> np.uint32(16)) & np.uint32(0x8000)))
