@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog import VersionInfo
 from cnr_store.errors import (
+    BaseLostError,
+    BusyError,
     CheckpointError,
     ClosedError,
     CorruptionError,
@@ -26,13 +28,14 @@ from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_s
 from cnr_store.reading.access import state_dict, versions, view
 
 if TYPE_CHECKING:
-    from cnr_store.training.checkpointer import Checkpointer, PendingSave, load, save
+    from cnr_store.training.checkpointer import Checkpointer, load, save
+    from cnr_store.training.pending import PendingSave
     from cnr_store.training.restore import Restored
 
 __version__ = "0.1.0"
 _NEED_TORCH = {
     "Checkpointer": "checkpointer",
-    "PendingSave": "checkpointer",
+    "PendingSave": "pending",
     "save": "checkpointer",
     "load": "checkpointer",
     "Restored": "restore",
@@ -64,6 +67,8 @@ __all__ = [
     "FormatError",
     "CorruptionError",
     "SaveError",
+    "BaseLostError",
+    "BusyError",
     "SupersededError",
     "ClosedError",
     "OptionError",

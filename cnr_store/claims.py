@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cnr_backends import Backend, ObjectExistsError
-from cnr_store.errors import SupersededError
+from cnr_store.errors import BaseLostError, SaveError, SupersededError
 from cnr_store.format import layout
 from cnr_store.format.arrays import document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
@@ -43,26 +44,47 @@ def claim(backend: Backend, base: str | None) -> Claim:
         backend, layout.ROOT_KEY, document_bytes(group_document({"cnr": {"format": layout.FORMAT}}))
     )
     _create_if_missing(backend, f"{layout.VERSIONS}/{layout.NODE}", document_bytes(group_document()))
-    generation = 1 + max((known.generation for known in _generations(backend)), default=0)
+    newest = max(_generations(backend), default=ClaimId(0, ""))
+    generation = newest.generation + 1
+    if generation > layout.MAX_GENERATION:
+        raise SaveError(
+            f"{backend.url}: {newest} uses the last generation there is; if no writer of this store made it, remove "
+            f"{layout.writer_key(newest)}"
+        )
     mine = ClaimId(generation, secrets.token_hex(4))
     doc = {"generation": generation, "token": mine.token, "base": base, "time": time.time()}
     backend.create(layout.writer_key(mine), dumps(doc))
     return Claim(mine)
 
 
-def check(backend: Backend, mine: Claim) -> None:
-    """Stop a writer that is no longer the newest.
+def check(backend: Backend, mine: Claim, needs: Sequence[str]) -> None:
+    """Stop a writer that is no longer the newest, or whose save leans on what is gone.
+
+    Parameters
+    ----------
+    needs
+        Versions that the save can't be read without.
 
     Raises
     ------
     SupersededError
         Naming both claims.
+    BaseLostError
+        Naming what is gone.
     """
-    newest = max(_claims(backend), default=mine.id)
+    there = _claims(backend)
+    newest = max(there, default=mine.id)
     if newest > mine.id:
         raise SupersededError(
             f"{backend.url}: writer {mine.id} was superseded by {newest}, which another process started; "
             "stop this one, or load the newest version and go on from there"
+        )
+    lost = sorted(set(needs) - set(backend.list_names(layout.VERSIONS))) if needs else []
+    if mine.id not in there:
+        lost.append(layout.writer_key(mine.id))
+    if lost:
+        raise BaseLostError(
+            f"{backend.url}: {', '.join(lost)} was removed while training ran; the next save writes everything whole"
         )
 
 

@@ -10,7 +10,9 @@
     │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
+    │   │   └── BaseLostError                     what it leans on is gone; the next one is whole
     │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
+    │   ├── BusyError             (RuntimeError)  called again from within itself
     │   └── ClosedError           (ValueError)    the checkpointer was closed
     └── arguments: change the call or the model
         ├── OptionError           (ValueError)    a policy, width, pattern or number out of range
@@ -50,6 +52,14 @@ class CorruptionError(CheckpointError, OSError):
 
 class SaveError(CheckpointError, OSError):
     """A save failed. The newest committed version is untouched and no changed row is forgotten."""
+
+
+class BaseLostError(SaveError):
+    """The store, or a version that the save leans on, was removed. The next save is whole."""
+
+
+class BusyError(CheckpointError, RuntimeError):
+    """The checkpointer was called from within one of its own calls, as by a signal handler."""
 
 
 class SupersededError(CheckpointError, RuntimeError):

@@ -79,5 +79,6 @@ class Lineage:
 
 
 def _sizes(record: Record) -> tuple[int, ...]:
-    earlier = () if record.policy.get("full", True) else tuple(record.policy.get("sizes_bytes", ()))
+    # A version that leans on nothing is full, also where no policy asked for it.
+    earlier = () if record.kind == "baseline" else tuple(record.policy.get("sizes_bytes", ()))
     return (*earlier, record.nbytes)

@@ -39,8 +39,8 @@ class Writer:
         self._claim: claims.Claim | None = None
         self._base: str | None = None
 
-    def restart(self, base: str) -> None:
-        """Go on from the version `base`, under a new claim."""
+    def restart(self, base: str | None) -> None:
+        """Go on from the version `base`, or from nothing, under a new claim."""
         self._claim, self._base = None, base
 
     def write(self, plan: Plan, rows_done: Callable[[], None] = lambda: None) -> Record:
@@ -69,7 +69,7 @@ class Writer:
             finally:
                 rows_done()
             record = _record(self._backend, version, plan, staged, nonce)
-            claims.check(self._backend, self._claim)
+            claims.check(self._backend, self._claim, plan.needs)
             return commit(self._backend, record)
         except Exception as error:  # whatever went wrong, the attempt must be voided
             landed = version and _give_up(self._backend, version, str(self._claim and self._claim.id), nonce)

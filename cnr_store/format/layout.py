@@ -7,9 +7,11 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
-from cnr_store.errors import FormatError
+from cnr_store.errors import FormatError, UnsupportedModelError
 
 FORMAT = 1
+MAX_GENERATION = 999_999
+MAX_SEGMENT_BYTES = 200
 FEATURES: frozenset[str] = frozenset()
 """Features that a commit record may list in ``requires`` and this reader knows."""
 
@@ -79,7 +81,13 @@ def encode_name(name: str) -> str:
     quoted = urllib.parse.quote(name, safe=_SAFE)
     if quoted.startswith((".", "__")) or quoted == NODE:
         quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"
-    return quoted.replace("~", "%7E")
+    quoted = quoted.replace("~", "%7E")
+    if len(quoted) > MAX_SEGMENT_BYTES:
+        raise UnsupportedModelError(
+            f"the name {name[:40]}... takes {len(quoted)} bytes in a key, at most {MAX_SEGMENT_BYTES} are portable; "
+            "shorten the modules' names"
+        )
+    return quoted
 
 
 def decode_name(segment: str) -> str:
@@ -97,7 +105,12 @@ def slot_path(table: str, slot: str) -> str:
 
 
 def dense_path(group: str, name: str) -> str:
-    """Path of a whole, lossless array: `group` is `model`, `optim` or `state`."""
+    """Path of a whole, lossless array: `group` is `model`, `optim` or `state`.
+
+    Only the state refers to those of `optim` and `state`, so their names may be shortened.
+    """
+    if group != "model" and len(urllib.parse.quote(name, safe=_SAFE)) > MAX_SEGMENT_BYTES - 8:
+        name = f"{name[:16]}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
     return f"dense/{group}/{encode_name(name)}"
 
 

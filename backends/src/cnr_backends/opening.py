@@ -47,7 +47,7 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
     protocol = protocol_of(url)
     if protocol in ("", "file", "local"):
         _refuse_options(url, {name: value for name, value in storage_options.items() if name != "auto_mkdir"})
-        return LocalBackend(url.removeprefix(f"{protocol}://") if protocol else url)
+        return LocalBackend(url[len(protocol) + 3 :] if protocol else url)
     return _KINDS.get(protocol, FsspecBackend)(url, storage_options)
 
 

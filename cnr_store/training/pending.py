@@ -1,0 +1,126 @@
+"""A save under way, who may work on a checkpointer, and what happens when the process ends meanwhile."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from cnr_store.catalog import VersionInfo
+from cnr_store.errors import BusyError, ClosedError, SaveError
+from cnr_store.format.record import Record
+from cnr_store.training.snapshot import LiveRows
+
+
+class PendingSave:
+    """A save under way.
+
+    Attributes
+    ----------
+    step
+        The step it saves.
+    stall_seconds
+        How long `save` held the training thread.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.stall_seconds = 0.0
+        self.asked = False
+        self.future: Future[Record] = Future()
+        self.abandoned = threading.Event()
+
+    def done(self) -> bool:
+        """Whether it has been committed or has failed."""
+        return self.future.done()
+
+    def result(self, timeout: float | None = None) -> VersionInfo:
+        """Wait for the commit, at most `timeout` seconds.
+
+        Raises
+        ------
+        SaveError, SupersededError
+            Why there is no such version. Its rows are part of the next save.
+        TimeoutError
+            It is still being written.
+        """
+        try:
+            return VersionInfo.of(self.future.result(timeout))
+        finally:
+            self.asked = self.future.done()
+
+
+class LeasedRows:
+    """Rows still in the model, readable until the save is abandoned because training can't wait for it."""
+
+    def __init__(self, rows: LiveRows, pending: PendingSave) -> None:
+        self._rows = rows
+        self._pending = pending
+
+    def values(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        taken = self._rows.values(begin, end)
+        if self._pending.abandoned.is_set():
+            raise SaveError(f"the save of step {self._pending.step} was interrupted while it read the model")
+        return taken
+
+
+class Turn:
+    """Lets one thread of one process work at a time, and refuses to be entered twice by one thread."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def take(self, what: str) -> Iterator[None]:
+        """Wait for one's turn.
+
+        Raises
+        ------
+        BusyError
+            This thread has it already: a signal handler or hook calls back.
+        ClosedError
+            This is a fork of the process that made the checkpointer.
+        """
+        me = threading.get_ident()
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"{what}: this checkpointer belongs to process {self._process}; make one after the fork"
+            )
+        if self._owner == me:
+            raise BusyError(
+                f"{what}: called while this thread is inside the same checkpointer; call it afterwards"
+            )
+        with self._lock:
+            self._owner = me
+            try:
+                yield
+            finally:
+                self._owner = None
+
+
+_under_way: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+
+
+def finish_before_exit(pending: PendingSave) -> None:
+    """Let the interpreter wait for this save before it takes the thread pools down."""
+    _under_way.add(pending)
+
+
+def _finish() -> None:
+    for pending in list(_under_way):
+        with suppress(Exception):  # its failure was logged when it happened
+            pending.future.exception()
+
+
+# The pools' own hook refuses new work, which a save that is still writing needs; hooks run last in, first out, and
+# only those registered here run before the threads are joined.
+getattr(threading, "_register_atexit", atexit.register)(_finish)

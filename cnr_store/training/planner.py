@@ -1,0 +1,139 @@
+"""Decides what of each array of rows a version gets, and takes the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cnr_codecs import LosslessRows
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
+from cnr_store.format.layout import weight_path
+from cnr_store.lineage import Lineage
+from cnr_store.plan import RowsWrite
+from cnr_store.policy import Decision
+from cnr_store.training.bitmap import Bitmap, rows_of
+from cnr_store.training.codecs import CodecChoice
+from cnr_store.training.pending import LeasedRows, PendingSave
+from cnr_store.training.snapshot import LiveRows, RowArray, Staging
+from cnr_store.training.tables import Table
+
+Bitmaps = dict[str, Bitmap]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+_LOSSLESS = LosslessRows()
+
+
+class Planner:
+    """Plans the rows of the next version: which go whole, which as a delta, over which base.
+
+    Attributes
+    ----------
+    lineage
+        The committed version that the next one continues.
+    since_whole
+        Per table, packed: the rows that changed since its whole version was saved.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        aliases: Mapping[str, tuple[str, ...]],
+        codecs: CodecChoice,
+        staging: Staging,
+    ) -> None:
+        self.lineage = Lineage()
+        self.since_whole: Bitmaps = {}
+        self._tables = tables
+        self._aliases = aliases
+        self._codecs = codecs
+        self._staging = staging
+
+    def forget(self) -> None:
+        """Lean on nothing: the next version is whole."""
+        self.lineage, self.since_whole = Lineage(), {}
+
+    def committed(self, lineage: Lineage, dirty: Bitmaps) -> None:
+        """A version with these dirty rows was committed; `lineage` ends with it."""
+        self.lineage = lineage
+        for table in self._tables:
+            line = lineage.lines[weight_path(table.name)]
+            flagged = dirty[table.name]
+            if line.links == (lineage.version,):
+                self.since_whole[table.name] = np.zeros_like(flagged)
+            else:
+                self.since_whole[table.name] = self.since_whole[table.name] | flagged
+
+    def rows(
+        self,
+        decision: Decision,
+        arrays: Sequence[RowArray],
+        dirty: Bitmaps,
+        unsafe: Collection[str],
+        pending: PendingSave,
+    ) -> list[RowsWrite]:
+        """What to write of each array, staged where there is room.
+
+        Parameters
+        ----------
+        dirty
+            Packed bitmap per table of the rows that may have changed since the last save.
+        unsafe
+            Tables whose changed rows are not known.
+
+        Raises
+        ------
+        UnsupportedModelError
+            A row is too wide to be a chunk.
+        """
+        self._staging.begin()
+        ids = {table.name: self._changed_ids(table, decision, dirty[table.name]) for table in self._tables}
+        whole = {table.name for table in self._tables if decision.full or len(ids[table.name]) == table.rows}
+        whole |= {array.table.name for array in arrays if not self._continues(array)}
+        whole |= set(unsafe)
+        writes = [self._write(array, decision, whole, ids[array.table.name], pending) for array in arrays]
+        # What is still in the model comes first, so that training waits no longer than it must.
+        return sorted(writes, key=lambda write: not isinstance(write.source, LeasedRows))
+
+    def _write(
+        self, array: RowArray, decision: Decision, whole: set[str], ids: Ids, pending: PendingSave
+    ) -> RowsWrite:
+        table, line = array.table, self.lineage.lines.get(array.path)
+        if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
+            raise UnsupportedModelError(
+                f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
+                "stored by rows; split the table's columns"
+            )
+        is_delta = line is not None and table.name not in whole
+        written = ids if is_delta else None
+        is_weight = array.tensor is table.parameter
+        source = self._staging.take(array, written)
+        return RowsWrite(
+            path=array.path,
+            shape=array.shape,
+            element=array.element,
+            base=line.base(decision.since) if line is not None and is_delta else None,
+            ids=written,
+            source=LeasedRows(source, pending) if isinstance(source, LiveRows) else source,
+            codec=self._codecs.of(table.name, table.rows * array.row_bytes) if is_weight else _LOSSLESS,
+            aliases=self._aliases[table.name] if is_weight else (),
+        )
+
+    def _continues(self, array: RowArray) -> bool:
+        """Whether a delta of this array's table can lean on what is stored.
+
+        State that an optimizer has just made is written whole beside a delta; a weight never is.
+        """
+        line = self.lineage.lines.get(array.path)
+        if line is None:
+            return array.tensor is not array.table.parameter
+        return (line.shape, line.element) == (array.shape, array.element)
+
+    def _changed_ids(self, table: Table, decision: Decision, dirty: Bitmap) -> Ids:
+        if decision.since == "baseline":
+            before = self.since_whole.get(table.name)
+            if before is None or before.shape != dirty.shape:  # nothing to lean on, or a table that grew
+                return np.arange(table.rows)
+            dirty = dirty | before
+        return rows_of(dirty, table.rows)

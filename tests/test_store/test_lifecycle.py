@@ -1,0 +1,245 @@
+"""A checkpointer among threads, signals, forks, removed stores and the end of its process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cnr_store
+from cnr_backends import Backend, open_backend
+from cnr_store.training import planner, snapshot
+
+
+class Job:
+    """A small table under SGD whose steps move the rows they are given."""
+
+    def __init__(self, place: Any, rows: int = 2000, **options: Any) -> None:
+        self.model = nn.EmbeddingBag(rows, 8, mode="sum", sparse=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.checkpointer = cnr_store.Checkpointer(place, self.model, self.optimizer, bits=32, **options)
+        self.place = place
+
+    def step(self, *ids: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.tensor([ids])).sum().backward()
+        self.optimizer.step()
+
+    def assert_newest_is_now(self) -> None:
+        stored = cnr_store.state_dict(self.place)["weight"]
+        assert np.array_equal(stored, self.model.weight.detach().numpy())
+
+
+def test_saves_from_several_threads_take_turns(tmp_path: Path) -> None:
+    job = Job(tmp_path, policy="consecutive")
+    failures: list[BaseException] = []
+
+    def saves() -> None:
+        try:
+            for step in range(5):
+                job.checkpointer.save(step)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=saves) for _ in range(3)]
+    for ids in range(0, 100, 10):
+        job.step(ids)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    job.checkpointer.close()
+    assert not failures
+    assert len(cnr_store.versions(tmp_path)) == 15
+    job.assert_newest_is_now()
+
+
+def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    class Reader:
+        def state_dict(self) -> dict[str, int]:
+            job.checkpointer.save(1)
+            return {}
+
+    with pytest.raises(cnr_store.BusyError, match="save: called while this thread is inside"):
+        job.checkpointer.save(0, reader=Reader())
+    job.checkpointer.save(2).result()
+    job.assert_newest_is_now()
+
+
+def test_an_interrupt_while_rows_are_read_commits_nothing_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives while the background still reads the model, as in a notebook; then training goes on."""
+    job = Job(tmp_path, snapshot_bytes=0)
+    job.checkpointer.save(0).result()
+    job.step(3, 4)
+    gather, interrupted = snapshot.gather, threading.Event()
+
+    def interrupting(*arguments: Any) -> Any:
+        if not interrupted.is_set():
+            interrupted.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return gather(*arguments)
+
+    monkeypatch.setattr(snapshot, "gather", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        job.checkpointer.save(1)
+        signal.raise_signal(signal.SIGINT)  # if the save was faster than the signal
+    job.step(5)
+    job.checkpointer.save(2).result()
+    job.assert_newest_is_now()
+    job.checkpointer.close()
+
+
+def test_a_save_that_cannot_be_planned_forgets_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path)
+    job.checkpointer.save(0).result()
+    job.step(7)
+    with monkeypatch.context() as patched:
+        patched.setattr(planner.Planner, "rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job.checkpointer.save(1)
+    assert job.checkpointer.save(2).result().rows == 1
+    job.assert_newest_is_now()
+
+
+@pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
+def test_a_table_that_grew_is_saved_whole(tmp_path: Path, policy: str) -> None:
+    job = Job(tmp_path, rows=1000, policy=policy)
+    job.checkpointer.save(0).result()
+    job.step(1)
+    job.checkpointer.save(1).result()
+    job.model.weight.data = torch.cat([job.model.weight.data, torch.ones(100, 8)])
+    job.step(1050)
+    assert job.checkpointer.save(2).result().rows == 1100
+    job.assert_newest_is_now()
+    job.step(1051)
+    assert job.checkpointer.save(3).result().rows == 1
+    job.assert_newest_is_now()
+
+
+@pytest.mark.parametrize("what", ["all", "baseline"])
+def test_a_removed_base_is_noticed_and_the_next_save_is_whole(tmp_path: Path, what: str) -> None:
+    store = tmp_path / "store"
+    job = Job(store)
+    baseline = job.checkpointer.save(0).result()
+    shutil.rmtree(store if what == "all" else store / "versions" / baseline.id)
+    job.step(1)
+    with pytest.raises(
+        cnr_store.BaseLostError, match="was removed while training ran; the next save writes everything"
+    ):
+        job.checkpointer.save(1).result()
+    assert job.checkpointer.save(2).result().kind == "baseline"
+    job.assert_newest_is_now()
+
+
+def test_generations_that_ran_out_are_said_so(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path)
+    backend.put("writers/999999-00000000", b"{}")
+    job = Job(tmp_path)
+    with pytest.raises(cnr_store.SaveError, match="999999-00000000 uses the last generation"):
+        job.checkpointer.save(0).result()
+    assert backend.list_names("writers") == ["999999-00000000"]
+    backend.delete("writers/999999-00000000")
+    job.checkpointer.save(1).result()
+    job.assert_newest_is_now()
+
+
+def test_a_fork_cannot_use_its_parents_checkpointer(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.checkpointer.save(0).result()
+    job.checkpointer._turn._process += 1  # as a fork sees it
+    for call in (lambda: job.checkpointer.save(1), job.checkpointer.load, job.checkpointer.close):
+        with pytest.raises(cnr_store.ClosedError, match="belongs to process"):
+            call()
+
+
+def test_an_error_in_the_block_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(type(open_backend(tmp_path))):  # type: ignore[misc]  # whichever backend serves a folder
+        def put(self, key: str, data: Any) -> None:
+            raise OSError("no")
+
+    backend: Backend = Failing(str(tmp_path))
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(KeyError, match="mine"),
+        Job(backend).checkpointer as checkpointer,
+    ):
+        checkpointer.save(0)
+        raise KeyError("mine")
+    assert "save of step 0 failed" in caplog.text
+
+
+def test_a_row_too_wide_to_store_is_refused_before_writing(tmp_path: Path) -> None:
+    model = nn.Embedding(1, (64 << 18) + 1)
+    with cnr_store.Checkpointer(tmp_path, model) as checkpointer:
+        with pytest.raises(cnr_store.UnsupportedModelError, match="split the table's columns"):
+            checkpointer.save(0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_too_long_for_a_key(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"表" * 30: nn.Embedding(3, 2)})
+    with cnr_store.Checkpointer(tmp_path, model) as checkpointer:
+        with pytest.raises(cnr_store.UnsupportedModelError, match="shorten the modules' names"):
+            checkpointer.save(0)
+    with cnr_store.Checkpointer(tmp_path, nn.Embedding(3, 2)) as checkpointer:
+        reader = {"k" * 250: np.arange(5000), "k" * 251: np.arange(5001)}
+        checkpointer.save(0, reader=reader).result()
+        restored = checkpointer.load().reader
+    assert [len(values) for values in restored.values()] == [5000, 5001]
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    program = "import cnr_store, sys, torch, atexit\n" + textwrap.dedent(script)
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_that_ends_without_close_keeps_its_last_save(tmp_path: Path) -> None:
+    done = run(
+        """
+        model = torch.nn.EmbeddingBag(200_000, 16)
+        checkpointer = cnr_store.Checkpointer(sys.argv[1], model, bits=4)
+        checkpointer.save(7)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
+
+
+def test_a_save_at_exit_is_one_clear_error(tmp_path: Path) -> None:
+    done = run(
+        """
+        checkpointer = cnr_store.Checkpointer(sys.argv[1], torch.nn.EmbeddingBag(100, 4))
+        def late():
+            try:
+                checkpointer.save(1)
+            except cnr_store.ClosedError as error:
+                print("refused:", error)
+            checkpointer.close()
+        atexit.register(late)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused: the save of step 1 can't begin" in done.stdout
