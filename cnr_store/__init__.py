@@ -47,7 +47,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.training.{_NEED_TORCH[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.training.{_NEED_TORCH[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"cnr_store.{name} needs torch: pip install 'cnr-store[torch]'", name="torch"
+        ) from error
 
 
 __all__ = [

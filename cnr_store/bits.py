@@ -25,6 +25,8 @@ def check_bits(bits: Bits) -> Bits:
     OptionError
         Naming the value and what is allowed.
     """
+    if isinstance(bits, Mapping) and not all(isinstance(pattern, str) for pattern in bits):
+        raise OptionError(f"bits {bits!r}: patterns are strings, such as 'user*'")
     values = list(bits.values()) if isinstance(bits, Mapping) else [bits]
     for value in values:
         if value != "auto" and (type(value) is not int or value not in WIDTHS):

@@ -43,6 +43,14 @@ class Writer:
         """Go on from the version `base`, or from nothing, under a new claim."""
         self._claim, self._base = None, base
 
+    def _say_if_nothing_was_loaded(self) -> None:
+        if self._claim is not None and self._base is None and self._claim.id.generation > 1:
+            log.warning(
+                "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
+                "versions are the latest from now on. To go on from an earlier one, call load() before the first save",
+                self._backend.url,
+            )
+
     def write(self, plan: Plan, rows_done: Callable[[], None] = lambda: None) -> Record:
         """Write a version and commit it.
 
@@ -63,6 +71,7 @@ class Writer:
             try:
                 if self._claim is None:
                     self._claim = claims.claim(self._backend, self._base)
+                    self._say_if_nothing_was_loaded()
                 version = self._claim.next_version()
                 with Transfer(self._workers, 2 * self._workers) as transfer:
                     staged = stage(self._backend, version, plan, transfer)

@@ -95,6 +95,7 @@ class Checkpointer:
         self._model = _module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
+        codecs.check_tables([table.name for table in self._tables])
         self._workers = workers
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
@@ -108,6 +109,9 @@ class Checkpointer:
         self._turn = Turn()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
         self._tracker = Tracker(self._tables, self._optimizers)
+        # Ahead of the first save, so that compiling never stands between a save and its commit.
+        sizes = {table.name: (table.parameter.nbytes, table.dim, table.element) for table in self._tables}
+        self._executor.submit(codecs.warm, sizes)
 
     def save(self, step: int, reader: Any = None, metadata: Any = None, full: bool = False) -> PendingSave:
         """Take the state of this moment and write it behind training's back.

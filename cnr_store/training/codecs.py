@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cnr_codecs import CodecError, LosslessRows, RowCodec, UniformRows, row_codec
+import numpy as np
+
+from cnr_codecs import (
+    CodecError,
+    LosslessRows,
+    RowCodec,
+    UniformRows,
+    array_dtype,
+    decode_into,
+    parse,
+    row_codec,
+)
 from cnr_store.bits import LOSSLESS, LOSSLESS_BELOW_BYTES, Bits, check_bits, choose_bits, match_pattern
 from cnr_store.errors import OptionError
 
@@ -44,6 +55,32 @@ class CodecChoice:
             raise OptionError(
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
+
+    def check_tables(self, tables: Sequence[str]) -> None:
+        """Refuse patterns that fit no table: they were meant for one.
+
+        Raises
+        ------
+        OptionError
+            Naming the pattern and the tables there are.
+        """
+        patterns = [*self._patterns, *(self._bits if isinstance(self._bits, Mapping) else ())]
+        for pattern in patterns:
+            if not any(match_pattern({pattern: True}, table) for table in tables):
+                raise OptionError(
+                    f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
+                )
+
+    def warm(self, sizes: Mapping[str, tuple[int, int, str]]) -> None:
+        """Compile what saving and loading these tables will run.
+
+        `sizes` are (bytes, dim, element type) by table name. Kernels are compiled once an installation, and kept.
+        """
+        wanted = {(self.of(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()}
+        for codec, dim, element in wanted:
+            rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
+            payload = codec.encode_rows(rows, None, 2, element=element)
+            decode_into(parse(payload), rows, np.ones(2, np.uint8))
 
     def of(self, table: str, table_bytes: int) -> RowCodec:
         """The codec for a table of that name and size in bytes. Small tables are lossless unless named."""
