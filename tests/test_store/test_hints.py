@@ -15,10 +15,10 @@ import cnr_store
 
 @pytest.mark.parametrize("option", ["bits", "codec"])
 def test_a_pattern_that_fits_no_table(tmp_path: Path, option: str) -> None:
-    model = nn.ModuleDict({"users": nn.Embedding(10, 4), "items": nn.Embedding(10, 4)})
+    model = nn.ModuleDict({"users": nn.Embedding(10, 4), "films": nn.Embedding(10, 4)})
     value = {"users.weight": 2} if option == "bits" else {"users.weight": "cnr_rows"}
     with pytest.raises(
-        cnr_store.OptionError, match=r"'users.weight' fits no table; there are 'users', 'items'"
+        cnr_store.OptionError, match=r"'users.weight' fits no table; there are 'users', 'films'"
     ):
         cnr_store.Checkpointer(tmp_path, model, **{option: value})  # type: ignore[arg-type]  # one of two
 
