@@ -106,10 +106,27 @@ def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | Non
 def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
     """Write `values`, ``(n, ...)`` of the array type, over the rows ``start`` to ``start + n`` of a tensor.
 
-    float32 is rounded to nearest for a bfloat16 tensor; values that came from one are restored exactly.
+    float32 is rounded to nearest even for a bfloat16 tensor; values that came from one, NaNs included, are
+    restored bit for bit.
     """
+    source = np.ascontiguousarray(values)
+    target = tensor.detach()[start : start + len(source)]
     with torch.no_grad():
-        tensor.detach()[start : start + len(values)].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        target.copy_(torch.from_numpy(source))
+        if target.dtype is torch.bfloat16:
+            _keep_nans(target, source)
+
+
+def _keep_nans(target: torch.Tensor, source: npt.NDArray[np.float32]) -> None:
+    """Give a bfloat16 tensor the sign and payload of each NaN of `source`, which torch makes all alike."""
+    where = np.isnan(source)
+    if not where.any():
+        return
+    high = (source.view(np.uint32)[where] >> 16).astype(np.uint16)
+    # Of a NaN whose payload lies in the lower half alone, the upper half by itself would be infinity.
+    high[high & 0x7F == 0] |= 0x40
+    bits = torch.from_numpy(high.view(np.int16)).to(target.device)
+    target.view(torch.int16)[torch.from_numpy(where).to(target.device)] = bits
 
 
 def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
