@@ -29,7 +29,7 @@ from cnr_store.training.tables import (
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, numpy_view
+from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, note_change, numpy_view
 
 Array = np.ndarray[Any, Any]
 
@@ -223,8 +223,12 @@ class Restore:
             if target is None:
                 assign_rows(tensor, first, out.reshape(rows, *tensor.shape[1:]))
 
-        for _ in transfer.map(read, reader.regions()):
-            pass
+        try:
+            for _ in transfer.map(read, reader.regions()):
+                pass
+        finally:
+            # A read that fails half way has changed rows, too.
+            note_change(tensor)
         return np.packbits(changed, bitorder="little")
 
     def _read_slots(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 
@@ -67,7 +68,7 @@ def numpy_view(tensor: torch.Tensor) -> AnyArray:
     """The same memory as a numpy array, without a copy.
 
     The tensor is on the CPU. Element types without a numpy equal (bfloat16, float8) appear as unsigned
-    integers of their size.
+    integers of their size. Whoever writes to it calls `note_change` afterwards.
     """
     plain = tensor.detach()
     if not has_numpy_type(plain.dtype):
@@ -127,6 +128,15 @@ def _keep_nans(target: torch.Tensor, source: npt.NDArray[np.float32]) -> None:
     high[high & 0x7F == 0] |= 0x40
     bits = torch.from_numpy(high.view(np.int16)).to(target.device)
     target.view(torch.int16)[torch.from_numpy(where).to(target.device)] = bits
+
+
+def note_change(tensor: torch.Tensor) -> None:
+    """Let torch count a change of `tensor` that was written through `numpy_view`, so that all who watch see it.
+
+    Tensors made in inference mode count none.
+    """
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:

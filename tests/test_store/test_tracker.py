@@ -19,70 +19,9 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.bitmap import Bitmap, rows_of
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tracker import Tracker
-
-ROWS = 40
-ALL = list(range(ROWS))
-
-TRUSTED: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
-    "sgd_sparse": (lambda p: SGD(p, lr=0.1), True),
-    "sgd": (lambda p: SGD(p, lr=0.1), False),
-    "sgd_plain": (lambda p: SGD(p, lr=0.1, foreach=False), False),
-    "sgd_fused": (lambda p: SGD(p, lr=0.1, fused=True), False),
-    "adagrad_sparse": (lambda p: Adagrad(p, lr=0.1), True),
-    "adagrad": (lambda p: Adagrad(p, lr=0.1), False),
-    "adagrad_plain": (lambda p: Adagrad(p, lr=0.1, foreach=False), False),
-    "adagrad_fused": (lambda p: Adagrad(p, lr=0.1, fused=True), False),
-    "sparse_adam": (lambda p: SparseAdam(p, lr=0.1), True),
-}
-
-
-def ids(*rows: int) -> torch.Tensor:
-    return torch.tensor(rows)
-
-
-def listed(bitmap: Bitmap, rows: int = ROWS) -> list[int]:
-    return [int(row) for row in rows_of(bitmap, rows)]
-
-
-def backward(loss: Any) -> None:
-    loss.backward()
-
-
-class Bench:
-    """A model with one table, its optimizer, and a tracker."""
-
-    def __init__(self, kind: str = "sgd_sparse", given: bool = True, **options: Any) -> None:
-        make, sparse = TRUSTED[kind]
-        self.table = nn.Embedding(ROWS, 3, sparse=sparse, **options)
-        self.model = nn.ModuleDict({"t": self.table})
-        self.optimizer = make(self.model.parameters())
-        self.tracker = Tracker(find_tables(self.model), [self.optimizer] if given else [])
-
-    def forward(self, *rows: int) -> Any:
-        return self.table(ids(*rows)).square().sum()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def train(self, *rows: int) -> None:
-        self.forward(*rows).backward()
-        self.step()
-
-    def functional(self, *rows: int) -> Any:
-        """A lookup past the module."""
-        return nn.functional.embedding(ids(*rows), self.table.weight, sparse=self.table.sparse).sum()
-
-    def swap(self) -> list[int]:
-        return listed(self.tracker.swap()["t"])
-
-    def write(self, row: int) -> None:
-        """Change a row by hand."""
-        with torch.no_grad():
-            self.table.weight[row] += 1
+from tests.test_store.tracked_table import ALL, ROWS, TRUSTED, Bench, backward, ids, listed
 
 
 @pytest.mark.parametrize("kind", TRUSTED)

@@ -5,12 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import cnr_store
+from cnr_store import Checkpointer
 from cnr_store.training.tensors import assign_rows, gather
 from tests.test_store.tracked_table import ALL, Bench
+
+
+@pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
+def test_a_load_by_another_checkpointer_is_seen(tmp_path: Path, policy: str) -> None:
+    bench = Bench("adagrad")
+    bench.train(7)
+    cnr_store.save(tmp_path / "other", bench.model, bench.optimizer, bits=32)
+    with Checkpointer(
+        tmp_path / "store", bench.model, bench.optimizer, policy=policy, bits=32
+    ) as checkpointer:
+        bench.train(*ALL)
+        checkpointer.save(0).result()
+        cnr_store.load(tmp_path / "other", bench.model, bench.optimizer)
+        bench.train(3)
+        checkpointer.save(1).result()
+        saved = Bench("adagrad")
+        cnr_store.load(tmp_path / "store", saved.model, saved.optimizer)
+        assert torch.equal(saved.table.weight, bench.table.weight)
+        assert torch.equal(saved.slot(), bench.slot())
+
+
+def test_a_load_of_its_own_leaves_nothing_to_save(tmp_path: Path) -> None:
+    bench = Bench("adagrad")
+    with Checkpointer(tmp_path, bench.model, bench.optimizer, policy="consecutive", bits=32) as checkpointer:
+        bench.train(1)
+        checkpointer.save(0).result()
+        checkpointer.load()
+        bench.train(2)
+        version = checkpointer.save(1).result()
+        assert version.rows == 1
 
 
 def bfloat16_patterns() -> torch.Tensor:
