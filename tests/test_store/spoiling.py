@@ -1,0 +1,110 @@
+"""Storage that is held up or fails where a test wants it to."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from cnr_backends.testing.faulty import Fault
+
+_RECORD = re.compile(r"versions/[0-9]{6}-[0-9a-f]{8}\.[0-9]{8}/zarr\.json")
+_PATIENCE_SECONDS = 60
+
+
+@dataclass
+class Spoil:
+    """One fault of a save.
+
+    Attributes
+    ----------
+    where
+        Which operation: its number from 0, or a part of its key (``record`` stands for the commit record's).
+    kind
+        ``before``, ``after`` or ``full``, as `FaultyBackend` knows them.
+    then
+        What befalls every later operation; None if storage is sound again.
+    operation, key
+        The operation that was hit; "" before it is.
+    """
+
+    where: int | str
+    kind: Fault
+    then: Fault = None
+    operation: str = ""
+    key: str = ""
+    _count: int = 0
+
+    def __call__(self, operation: str, key: str) -> Fault:
+        if self.struck:
+            return self.then
+        self._count += 1
+        if not self._here(key):
+            return None
+        self.operation, self.key = operation, key
+        return self.kind
+
+    def _here(self, key: str) -> bool:
+        if isinstance(self.where, int):
+            return self._count - 1 == self.where
+        return _is_record(key) if self.where == "record" else self.where in key
+
+    @property
+    def struck(self) -> bool:
+        return self.operation != ""
+
+    @property
+    def committed(self) -> bool:
+        """Whether only the answer to the commit was lost."""
+        return self.operation == "create" and self.kind == "after" and _is_record(self.key)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the version exists although its writer can't know."""
+        return self.committed and self.then is not None
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the save must fail: it was hit, and not just after it was complete."""
+        return self.struck and (not self.committed or self.then is not None)
+
+
+def _is_record(key: str) -> bool:
+    return _RECORD.fullmatch(key) is not None
+
+
+class Weather:
+    """What befalls the operations of a `FaultyBackend`; it can be changed at any time."""
+
+    def __init__(self) -> None:
+        self._spoil: Callable[[str, str], Fault] | None = None
+        self._open = threading.Event()
+        self._open.set()
+        self._lock = threading.Lock()
+
+    def change(self, spoil: Callable[[str, str], Fault] | None, hold: bool = False) -> None:
+        """From here on operations, by name and key, are spoiled like this; held ones wait for `release`."""
+        self._spoil = spoil
+        if hold:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def __call__(self, operation: str, key: str, _: int) -> Fault:
+        if not self._open.wait(_PATIENCE_SECONDS):
+            return "before"
+        with self._lock:
+            return self._spoil(operation, key) if self._spoil is not None else None
+
+
+def forget(url: str) -> None:
+    """Remove everything under a ``memory://`` URL; listings there take as long as there are objects anywhere."""
+    prefix = f"{MemoryFileSystem._strip_protocol(url)}/"
+    for key in [key for key in MemoryFileSystem.store if key.startswith(prefix)]:
+        del MemoryFileSystem.store[key]
