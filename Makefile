@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint types imports docs clean
+.PHONY: demo test bench lint types imports docs clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/codecs.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Measures the codecs beside their peers, in one process and in turns."""

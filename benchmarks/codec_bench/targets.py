@@ -1,0 +1,88 @@
+"""What the codecs should reach, and whether they do: the least of the ratios measured counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.codec_bench.contenders import (
+    ADAPTIVE_2,
+    ADAPTIVE_4,
+    ASYMMETRIC_8,
+    TORCH_2,
+    TORCH_4,
+    TORCH_8,
+    Contender,
+)
+from benchmarks.codec_bench.table import Line
+
+# Errors are computed from rows of float32 sums: equal ones may differ in their last digits.
+_ERROR_SLACK = 1 + 1e-6
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target. `measured` is the worst ratio, at `where`; `no_worse_error` None where errors don't matter."""
+
+    name: str
+    wanted: float
+    measured: float
+    where: str
+    no_worse_error: bool | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.wanted and self.no_worse_error is not False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+    def __str__(self) -> str:
+        error = {None: "", True: ", error no higher", False: ", ERROR HIGHER"}[self.no_worse_error]
+        verdict = "met" if self.met else "NOT MET"
+        return f"{verdict:8} {self.name}: {self.measured:.2f} of {self.wanted:g} ({self.where}{error})"
+
+
+def against_peers(lines: Sequence[Line]) -> Iterator[Target]:
+    """The targets that the table's lines decide."""
+    yield _encode("adaptive, 4 bits: times torch's encoding", 40, lines, ADAPTIVE_4, TORCH_4)
+    yield _encode("adaptive, 2 bits: times torch's encoding", 50, lines, ADAPTIVE_2, TORCH_2)
+    yield _pace("asymmetric, 8 bits: times torch's encoding", "encode_gb_s", lines, ASYMMETRIC_8, TORCH_8)
+    for us, peer in ((ASYMMETRIC_8, TORCH_8), (ADAPTIVE_4, TORCH_4), (ADAPTIVE_2, TORCH_2)):
+        yield _pace(f"{us.bits} bits: times torch's decoding", "decode_gb_s", lines, us, peer)
+
+
+def of_scaling(zarr_share: dict[str, float], threads: dict[str, float] | None) -> Iterator[Target]:
+    """The targets of Zarr and threads."""
+    way = min(zarr_share, key=lambda each: zarr_share[each])
+    yield Target("through Zarr: share of the bare codec's pace", 0.7, zarr_share[way], way)
+    if threads is not None:
+        way = min(threads, key=lambda each: threads[each])
+        yield Target("two threads: times one thread's pace", 1.8, threads[way], way)
+
+
+def _pairs(lines: Sequence[Line], us: Contender, peer: Contender) -> list[tuple[Line, Line]]:
+    def of(contender: Contender) -> dict[tuple[str, int, str], Line]:
+        wanted = (contender.name, contender.bits)
+        return {(x.rows, x.dim, x.size): x for x in lines if (x.contender, x.bits) == wanted}
+
+    found, others = of(us), of(peer)
+    return [(found[place], others[place]) for place in found if place in others]
+
+
+def _pace(name: str, pace: str, lines: Sequence[Line], us: Contender, peer: Contender) -> Target:
+    ratios = [(getattr(a, pace) / getattr(b, pace), a) for a, b in _pairs(lines, us, peer)]
+    ratio, worst = min(ratios, key=lambda each: each[0])
+    return Target(name, 1, ratio, f"at worst: {worst.rows}, dim {worst.dim}, {worst.size}")
+
+
+def _encode(name: str, wanted: float, lines: Sequence[Line], us: Contender, peer: Contender) -> Target:
+    target = _pace(name, "encode_gb_s", lines, us, peer)
+    sound = all(
+        a.first_rows_l2_error <= b.first_rows_l2_error * _ERROR_SLACK
+        if peer.slow
+        else a.mean_l2_error <= b.mean_l2_error * _ERROR_SLACK
+        for a, b in _pairs(lines, us, peer)
+    )
+    return Target(name, wanted, target.measured, target.where, sound)
