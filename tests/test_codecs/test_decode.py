@@ -17,11 +17,24 @@ from cnr_codecs import (
     fill_value,
     parse,
     present_rows,
+    reference,
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.payload import build
 
 ROWS = 40
+
+
+def run_payload(bits, dim=5):
+    """A payload whose rows follow one another, and all of its rows decoded at once."""
+    values = np.random.default_rng(5).normal(size=(30, dim)).astype(np.float32)
+    payload = parse(
+        UniformRows("asymmetric", bits).encode_rows(values, np.arange(4, 34), ROWS, element="float32")
+    )
+    codes = reference.unpack(payload.segments[0].codes, bits, dim)
+    whole = np.full((ROWS, dim), -1, np.float32)
+    whole[4:34] = reference.dequantize(codes, *payload.segments[0].affine())
+    return payload, whole
 
 
 def mixed_payload(element, dim=5):
@@ -42,17 +55,18 @@ def mixed_payload(element, dim=5):
 
 
 PAYLOADS = {element: mixed_payload(element) for element in ("float32", "float16", "bfloat16")}
+PAYLOADS |= {f"run of {bits} bits": run_payload(bits) for bits in (1, 2, 4, 8)}
 
 
 @given(
-    element=st.sampled_from(sorted(PAYLOADS)),
+    name=st.sampled_from(sorted(PAYLOADS)),
     first_row=st.integers(-50, 50),
-    marks=st.lists(st.integers(0, 3), max_size=60),
+    marks=st.lists(st.integers(0, 3), max_size=60) | st.integers(0, 60).map(lambda count: [1] * count),
     margin=st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=300)
-def test_windows_take_the_rows_that_are_asked_for(element, first_row, marks, margin):
-    payload, whole = PAYLOADS[element]
+def test_windows_take_the_rows_that_are_asked_for(name, first_row, marks, margin):
+    payload, whole = PAYLOADS[name]
     need = np.array(marks, np.uint8)
     wide = np.full((len(need), 5 + 2 * margin), 9, whole.dtype)
     out = wide[:, margin : margin + 5]

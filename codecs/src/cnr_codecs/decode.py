@@ -11,6 +11,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import element_named, fill_value
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
+from cnr_codecs.kernels.dequantize import decode_run
 from cnr_codecs.payload import Payload, Scheme, Segment
 
 Need = npt.NDArray[np.uint8]
@@ -107,14 +108,44 @@ def _copy(payload: Payload, segment: Segment, target: _Target) -> int:
     return written
 
 
+def _run(rows: npt.NDArray[np.uint32], target: _Target) -> range | None:
+    """The part of these rows that lies within `out`, if they follow one another and all of it is asked for."""
+    if not len(rows) or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
+        return None
+    place = int(rows[0]) - target.first_row
+    part = range(max(0, -place), min(len(rows), len(target.need) - place))
+    if not len(part):
+        return range(0)
+    return part if target.need[place + part.start : place + part.stop].all() else None
+
+
+def _decode_run(
+    segment: Segment, start: int, scale: Any, offset: Any, row: int, run: range, target: _Target
+) -> int:
+    """Decode the part `run` of the rows from `row` on, which are the segment's from its `start`-th."""
+    first = row - target.first_row + run.start
+    part = slice(start + run.start, start + run.stop)
+    place = slice(first, first + len(run))
+    if run:
+        flat = target.flat[first * target.stride :]
+        dim = target.out.shape[1]
+        decode_run(segment.codes[part], scale[part], offset[part], segment.bits, dim, flat, target.stride)
+        target.need[place] = 0
+    return len(run)
+
+
 def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
     scale, offset = segment.affine()
     place = (target.first_row, target.need)
     written = 0
     for start, rows in segment.row_set.blocks():
         stop = start + len(rows)
-        codes = (segment.codes[start:stop], rows, scale[start:stop], offset[start:stop])
         kind = (segment.bits, payload.dim)
+        run = _run(rows, target) if payload.element == "float32" else None
+        if run is not None:
+            written += _decode_run(segment, start, scale, offset, int(rows[0]), run, target)
+            continue
+        codes = (segment.codes[start:stop], rows, scale[start:stop], offset[start:stop])
         if payload.element == "float16":
             written += kernels.decode_float16(
                 *codes, *kind, *place, target.flat.view(np.uint16), target.stride

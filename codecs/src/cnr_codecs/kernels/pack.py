@@ -61,6 +61,17 @@ def _pack_tail(codes: Any, first: int, bits: int, out: Any, start: int) -> None:
 
 
 @njit(nogil=True, cache=True)
+def unpack_rows(packed: Any, dim: int, bits: int, codes: Any) -> None:
+    """The inverse of `pack_rows`."""
+    count, width = packed.shape
+    if dim * bits == 8 * width:
+        unpack_row(packed.reshape(-1), bits, codes[: count * dim])
+    else:
+        for i in range(count):
+            unpack_row(packed[i], bits, codes[i * dim : (i + 1) * dim])
+
+
+@njit(nogil=True, cache=True)
 def unpack_row(packed: Any, bits: int, codes: Any) -> None:
     """The inverse of `pack_row`: fill `codes` (uint8) from `packed` (uint8)."""
     dim = codes.size
@@ -68,17 +79,17 @@ def unpack_row(packed: Any, bits: int, codes: Any) -> None:
         for j in range(dim):
             codes[j] = packed[j]
     elif bits == 4:
-        for k in range(dim // 2):
-            codes[2 * k] = packed[k] & 0xF
-            codes[2 * k + 1] = packed[k] >> 4
+        pairs = codes[: dim // 2 * 2].view(np.uint16)
+        for k in range(pairs.size):
+            byte = np.uint16(packed[k])
+            pairs[k] = (byte | (byte << np.uint16(4))) & np.uint16(0x0F0F)
         if dim % 2:
             codes[dim - 1] = packed[dim // 2] & 0xF
     elif bits == 2:
-        for k in range(dim // 4):
-            codes[4 * k] = packed[k] & 3
-            codes[4 * k + 1] = (packed[k] >> 2) & 3
-            codes[4 * k + 2] = (packed[k] >> 4) & 3
-            codes[4 * k + 3] = packed[k] >> 6
+        fours = codes[: dim // 4 * 4].view(np.uint32)
+        for k in range(fours.size):
+            pair = np.uint32(packed[k]) | (np.uint32(packed[k]) << np.uint32(12))
+            fours[k] = (pair | (pair << np.uint32(6))) & np.uint32(0x03030303)
         _unpack_tail(packed, dim // 4, bits, codes, dim // 4 * 4)
     else:
         mask = np.uint64((1 << bits) - 1)
