@@ -8,13 +8,14 @@ whose keys are strings that do not begin with ``$``. Everything else is an objec
 ``$tuple``     a list
 ``$dict``      a list of ``[key, value]`` pairs: keys that are not plain strings
 ``$ordered``   the same for an ordered dictionary
+``$counter``   the same for a counter
 ``$bytes``     base64
 ``$scalar``    ``[dtype, base64]``: a numpy scalar, little-endian
 ``$array``     ``{"kind", "dtype", "shape", "data": base64}`` or ``{"kind", "path", ...}``
 =============  ======================================================================
 
 ``$array`` holds a numpy array (kind ``numpy``) or a tensor (kind ``torch``, with ``torch_dtype`` where the
-element type has no numpy name). Arrays of at most `INLINE_BYTES` stand in the tree, others beside it.
+element type has no numpy name). Arrays of at most 8 KiB stand in the tree, others beside it.
 """
 
 from __future__ import annotations
@@ -23,34 +24,43 @@ import base64
 import binascii
 import json
 import math
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cnr_store.errors import CheckpointError, FormatError, StateError
+from cnr_store.format.leaves import (
+    ArrayLeaf,
+    Beside,
+    decode_leaf,
+    decode_scalar,
+    encode_leaf,
+    encode_scalar,
+)
 
 Json = Any
-INLINE_BYTES = 8 * 1024
 MAX_DEPTH = 200
+MAX_DOCUMENT_BYTES = 256 << 20
+MAX_INTEGER_BITS = 14_000
+"""About 4,200 decimal digits: Python's JSON reads no more than 4,300."""
+
 _SHOWN_PATH = 80
-
-
-@dataclass(frozen=True)
-class ArrayLeaf:
-    """An array found in a state: numpy values, what it was (`numpy` or `torch`), and torch's name of its type."""
-
-    values: np.ndarray[Any, Any]
-    kind: str = "numpy"
-    torch_dtype: str | None = None
+_MAPPINGS: dict[type[object], str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_OF_TAG: dict[str, Callable[[dict[Any, Any]], dict[Any, Any]]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": Counter,
+}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def encode_state(
     value: object,
     *,
-    beside: Callable[[str, ArrayLeaf], str],
+    beside: Beside,
     as_leaf: Callable[[object], ArrayLeaf | None] = lambda _: None,
 ) -> Json:
     """Turn a state into JSON values.
@@ -60,8 +70,8 @@ def encode_state(
     value
         Any nesting of the types in this module's table.
     beside
-        Called with (path in the tree, leaf) for an array too large to stand in the tree; returns the path of
-        the array it becomes in the version.
+        Called with (path in the tree, leaf) for an array too large to stand in the tree, its values
+        little-endian; returns the path of the array it becomes in the version.
     as_leaf
         Recognises other array types, such as tensors.
 
@@ -70,68 +80,72 @@ def encode_state(
     StateError
         For a value that can't be carried exactly, with its path.
     """
-    return _encode(value, "", beside, as_leaf, 0)
-
-
-def _encode(
-    value: object,
-    path: str,
-    beside: Callable[[str, ArrayLeaf], str],
-    as_leaf: Callable[[object], ArrayLeaf | None],
-    depth: int,
-) -> Json:
-    if depth > MAX_DEPTH:
+    try:
+        return _Encoder(beside, as_leaf).value(value, "", 0)
+    except RecursionError as error:
         raise StateError(
-            f"state{path[:_SHOWN_PATH]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it"
-        )
-
-    def inner(item: object, step: str) -> Json:
-        return _encode(item, f"{path}{step}", beside, as_leaf, depth + 1)
-
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return _checked_text(value, path) if kind is str else value
-    if isinstance(value, float) and kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, list) and kind is list:
-        return [inner(item, f"[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple) and kind is tuple:
-        return {"$tuple": [inner(item, f"[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, dict) and kind in (dict, OrderedDict):
-        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {_checked_text(key, path): inner(item, f"[{key!r}]") for key, item in value.items()}
-        pairs = [[inner(key, f".key({key!r})"), inner(item, f"[{key!r}]")] for key, item in value.items()]
-        return {"$dict" if kind is dict else "$ordered": pairs}
-    if isinstance(value, bytes) and kind is bytes:
-        return {"$bytes": _base64(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {"$scalar": [value.dtype.newbyteorder("<").str, _base64(_little(np.asarray(value)).tobytes())]}
-    leaf = as_leaf(value)
-    if leaf is None and type(value) is np.ndarray:
-        leaf = ArrayLeaf(value)
-    if leaf is not None:
-        return _encode_array(leaf, path, beside)
-    raise StateError(
-        f"state{path}: a {kind.__module__}.{kind.__qualname__} can't be stored; use None, bool, int, float, str, "
-        "bytes, list, tuple, dict, numpy arrays or tensors (give an object's state_dict() instead of the object)"
-    )
+            "state: nested deeper than the interpreter's stack has room for; flatten it"
+        ) from error
 
 
-def _encode_array(leaf: ArrayLeaf, path: str, beside: Callable[[str, ArrayLeaf], str]) -> Json:
-    values = leaf.values
-    if values.dtype.kind not in "biufc":
+class _Encoder:
+    """Few frames a level, so that `MAX_DEPTH` levels fit the interpreter's stack."""
+
+    def __init__(self, beside: Beside, as_leaf: Callable[[object], ArrayLeaf | None]) -> None:
+        self._beside = beside
+        self._as_leaf = as_leaf
+
+    def value(self, value: object, path: str, depth: int) -> Json:
+        if depth > MAX_DEPTH:
+            raise StateError(
+                f"state{path[:_SHOWN_PATH]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it"
+            )
+        kind = type(value)
+        if isinstance(value, list) and kind is list:
+            return [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+        if isinstance(value, tuple) and kind is tuple:
+            return {"$tuple": [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
+        if isinstance(value, dict) and kind in _MAPPINGS:
+            if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+                return {
+                    _checked_text(key, path): self.value(item, f"{path}[{key!r}]", depth + 1)
+                    for key, item in value.items()
+                }
+            return {
+                _MAPPINGS[kind]: [
+                    [
+                        self.value(key, f"{path}.key({key!r})", depth + 1),
+                        self.value(item, f"{path}[{key!r}]", depth + 1),
+                    ]
+                    for key, item in value.items()
+                ]
+            }
+        return self._single(value, path)
+
+    def _single(self, value: object, path: str) -> Json:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if isinstance(value, int) and kind is int:
+            return _checked_integer(value, path)
+        if isinstance(value, str) and kind is str:
+            return _checked_text(value, path)
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, bytes) and kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, np.generic) and (scalar := encode_scalar(value)) is not None:
+            return {"$scalar": scalar}
+        leaf = self._as_leaf(value)
+        if leaf is None and isinstance(value, np.ndarray) and kind is np.ndarray:
+            leaf = ArrayLeaf(value)
+        if leaf is not None:
+            return {"$array": encode_leaf(leaf, path, self._beside)}
         raise StateError(
-            f"state{path}: an array of dtype {values.dtype} can't be stored; use numbers or booleans"
+            f"state{path}: a {kind.__module__}.{kind.__qualname__} can't be stored; use None, bool, int, float, "
+            "str, bytes, list, tuple, dict, Counter, plain numpy arrays or tensors (give an object's state_dict() "
+            "instead of the object)"
         )
-    doc: dict[str, Json] = {"kind": leaf.kind}
-    if leaf.torch_dtype is not None:
-        doc["torch_dtype"] = leaf.torch_dtype
-    if values.nbytes > INLINE_BYTES:
-        doc["path"] = beside(path, leaf)
-    else:
-        little = _little(values)
-        doc |= {"dtype": little.dtype.str, "shape": list(values.shape), "data": _base64(little.tobytes())}
-    return {"$array": doc}
 
 
 def decode_state(
@@ -147,66 +161,89 @@ def decode_state(
     Raises
     ------
     FormatError
-        For a tag that is unknown or malformed.
+        For a tag that is unknown or malformed, and for more than `MAX_DEPTH` levels.
     """
-    if isinstance(doc, list):
-        return [decode_state(item, read=read, from_leaf=from_leaf) for item in doc]
-    if not isinstance(doc, dict):
-        return doc
-    tag = next(iter(doc), "")
-    if not tag.startswith("$"):
-        return {key: decode_state(item, read=read, from_leaf=from_leaf) for key, item in doc.items()}
-    if len(doc) != 1:
-        raise FormatError(f"state: the tag {tag} does not stand alone")
-    body = doc[tag]
     try:
-        return _decode_tag(tag, body, read, from_leaf)
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError, KeyError, binascii.Error) as error:
-        raise FormatError(f"state: malformed {tag} value: {error}") from error
+        return _Decoder(read, from_leaf).value(doc, 0)
+    except RecursionError as error:
+        raise FormatError("state: nested deeper than the interpreter's stack has room for") from error
 
 
-def _decode_tag(
-    tag: str,
-    body: Json,
-    read: Callable[[str], np.ndarray[Any, Any]],
-    from_leaf: Callable[[ArrayLeaf], object],
-) -> Any:
-    def inner(item: Json) -> Any:
-        return decode_state(item, read=read, from_leaf=from_leaf)
+class _Decoder:
+    """The way back, as frugal with frames."""
 
-    if tag == "$float" and body in ("nan", "inf", "-inf"):
-        return float(body)
-    if tag == "$tuple":
-        return tuple(inner(item) for item in body)
-    if tag == "$dict":
-        return {inner(key): inner(item) for key, item in body}
-    if tag == "$ordered":
-        return OrderedDict((inner(key), inner(item)) for key, item in body)
-    if tag == "$bytes":
-        return base64.b64decode(body, validate=True)
-    if tag == "$scalar":
-        dtype, data = body
-        return np.frombuffer(base64.b64decode(data, validate=True), _number_type(dtype))[0]
-    if tag == "$array":
-        if "path" in body:
-            values = read(body["path"])
-        else:
-            raw = base64.b64decode(body["data"], validate=True)
-            values = np.frombuffer(raw, _number_type(body["dtype"])).reshape(body["shape"]).copy()
-        leaf = ArrayLeaf(values, body["kind"], body.get("torch_dtype"))
-        return from_leaf(leaf) if leaf.kind == "torch" else values
-    raise FormatError(f"state: unknown tag {tag}; a newer cnr-store may have written it")
+    def __init__(
+        self, read: Callable[[str], np.ndarray[Any, Any]], from_leaf: Callable[[ArrayLeaf], object]
+    ) -> None:
+        self._read = read
+        self._from_leaf = from_leaf
+
+    def value(self, doc: Json, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise FormatError(f"state: nested deeper than {MAX_DEPTH} levels")
+        if isinstance(doc, list):
+            return [self.value(item, depth + 1) for item in doc]
+        if not isinstance(doc, dict):
+            return doc
+        tag = next((key for key in doc if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.value(item, depth + 1) for key, item in doc.items()}
+        if len(doc) != 1:
+            raise FormatError(f"state: the tag {tag[:_SHOWN_PATH]} does not stand alone")
+        try:
+            return self._tagged(tag, doc[tag], depth)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, binascii.Error) as error:
+            raise FormatError(f"state: malformed {tag} value: {error}") from error
+
+    def _tagged(self, tag: str, body: Json, depth: int) -> Any:
+        if tag == "$tuple" and isinstance(body, list):
+            return tuple([self.value(item, depth + 1) for item in body])
+        if tag in _OF_TAG and isinstance(body, list):
+            pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in body]
+            found = _OF_TAG[tag](dict(pairs))  # a counter would count pairs
+            if len(found) != len(pairs):
+                raise ValueError("a key stands twice")
+            return found
+        if tag == "$float" and body in ("nan", "inf", "-inf"):
+            return float(body)
+        if tag == "$bytes":
+            return base64.b64decode(body, validate=True)
+        if tag == "$scalar":
+            return decode_scalar(body)
+        if tag == "$array":
+            leaf = decode_leaf(body, self._read)
+            return self._from_leaf(leaf) if leaf.kind == "torch" else leaf.values
+        if tag in ("$tuple", "$float", *_OF_TAG):
+            raise ValueError("it is none")
+        raise FormatError(f"state: unknown tag {tag[:_SHOWN_PATH]}; a newer cnr-store may have written it")
 
 
 def dumps(doc: Json) -> bytes:
-    """Compact UTF-8 JSON; refuses NaN and infinities, which JSON lacks."""
-    return json.dumps(doc, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    """Compact UTF-8 JSON; refuses NaN and infinities, which JSON lacks.
+
+    Raises
+    ------
+    StateError
+        It is nested too deep, or larger than `loads` would read.
+    """
+    try:
+        data = json.dumps(doc, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    except RecursionError as error:
+        raise StateError(
+            "state: nested deeper than the interpreter's stack has room for; flatten it"
+        ) from error
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise StateError(
+            f"a document of {len(data)} bytes; at most {MAX_DOCUMENT_BYTES >> 20} MiB are read again: put long lists "
+            "of numbers into numpy arrays, which are stored beside the state"
+        )
+    return data
 
 
-def loads(data: bytes, what: str) -> Json:
-    """Strict JSON: no duplicate keys, no NaN.
+def loads(data: bytes, what: str, most_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
+    """Strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `most_bytes`.
 
     Raises
     ------
@@ -223,30 +260,29 @@ def loads(data: bytes, what: str) -> Json:
             raise ValueError("a key stands twice in one object")
         return found
 
+    if len(data) > most_bytes:
+        raise FormatError(f"{what}: {len(data)} bytes, at most {most_bytes >> 20} MiB are allowed")
     try:
-        return json.loads(data, parse_constant=no_constant, object_pairs_hook=unique)
+        doc = json.loads(data, parse_constant=no_constant, object_pairs_hook=unique)
+        if _SURROGATE.search(data):
+            json.dumps(doc, ensure_ascii=False).encode()
+        return doc
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not sound JSON: {error}") from error
 
 
-def _number_type(text: str) -> np.dtype[Any]:
-    dtype = np.dtype(text)
-    if dtype.kind not in "biufc":
-        raise ValueError(f"dtype {text!r} is not a number type")
-    return dtype
+def _checked_integer(value: int, path: str) -> int:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise StateError(
+            f"state{path}: an integer of {value.bit_length()} bits; at most {MAX_INTEGER_BITS} are stored, give "
+            "its bytes instead"
+        )
+    return value
 
 
-def _little(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _checked_text(value: Any, path: str) -> str:
+def _checked_text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise StateError(f"state{path}: a string that is not valid Unicode: {error}") from error
-    return str(value)
+    return value

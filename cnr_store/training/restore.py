@@ -17,8 +17,9 @@ from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
+from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.record import Record
-from cnr_store.format.state import ArrayLeaf, decode_state
+from cnr_store.format.state import decode_state
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
 from cnr_store.training.snapshot import row_arrays, set_rng_state

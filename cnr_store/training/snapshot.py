@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.layout import dense_path, slot_path
-from cnr_store.format.state import ArrayLeaf, dumps, encode_state
+from cnr_store.format.leaves import ArrayLeaf
+from cnr_store.format.state import dumps, encode_state
 from cnr_store.plan import DenseWrite
 from cnr_store.training.optimizers import optimizer_tree, row_slots
 from cnr_store.training.tables import (
@@ -216,11 +217,15 @@ def state_of(value: Any) -> Any:
 
 
 def tensor_leaf(value: object) -> ArrayLeaf | None:
-    """A tensor as a leaf of a state; it owns its memory."""
-    if isinstance(value, torch.Tensor):
+    """A tensor or a numpy array as a leaf of a state; it owns its memory.
+
+    None for subclasses, whose masks, units or shards would be lost.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):
         values, torch_dtype = dense_numpy(value)
         return ArrayLeaf(values, "torch", torch_dtype)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and kind is np.ndarray:
         return ArrayLeaf(value.copy())
     return None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import FormatError, StateError
-from cnr_store.format.state import ArrayLeaf, decode_state, dumps, encode_state, loads
+from cnr_store.format.leaves import ArrayLeaf
+from cnr_store.format.state import MAX_DEPTH, decode_state, dumps, encode_state, loads
 
 scalars = st.one_of(
     st.none(),
@@ -32,6 +36,7 @@ states = st.recursive(
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(st.sampled_from(["a", "$tuple", "$x", ""]), inner, max_size=4),
         st.dictionaries(st.text(), inner, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=4).map(Counter),
     ),
     max_leaves=20,
 )
@@ -50,9 +55,11 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, np.ndarray):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return bool(
+            left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        )
     if isinstance(left, np.generic):
-        return left.tobytes() == right.tobytes()
+        return bool(left.tobytes() == right.tobytes())
     if isinstance(left, float):
         return (math.isnan(left) and math.isnan(right)) or (
             left == right and math.copysign(1, left) == math.copysign(1, right)
@@ -84,6 +91,7 @@ def test_arrays_small_and_large(dtype: str, shape: tuple[int, ...]) -> None:
     restored, beside = round_trip({"a": [array]})
     assert np.array_equal(restored["a"][0], array)
     assert bool(beside) == (array.nbytes > 8192)
+    assert all(values.dtype.str[0] in "<|" for values in beside.values())
 
 
 class Custom:
@@ -100,6 +108,12 @@ class Number(int):
         ({"reader": {"file": Custom()}}, r"state\['reader'\]\['file'\]: a .*Custom"),
         ([1, {2, 3}], r"state\[1\]: a builtins.set"),
         ((Number(3),), r"state\[0\]: a .*Number"),
+        ([np.ma.masked_array([1.0], [True])], r"state\[0\]: a numpy.ma.MaskedArray"),
+        ({"a": np.arange(2000.0).view(np.recarray)}, r"state\['a'\]: a numpy.rec.recarray"),
+        ({"a": np.zeros(3, np.longdouble)}, r"state\['a'\]: an array of dtype"),
+        ({"a": np.longdouble(1)}, r"state\['a'\]: a numpy.longdouble"),
+        ({"a": defaultdict(int)}, r"state\['a'\]: a collections.defaultdict"),
+        ({"a": [1 << 20_000]}, r"state\['a'\]\[0\]: an integer of 20001 bits"),
         ({"a": np.array(["x"])}, r"state\['a'\]: an array of dtype"),
         ({"a": np.array([object()])}, r"state\['a'\]: an array of dtype"),
         ({"a": np.datetime64("2020-01-01")}, r"state\['a'\]: a numpy.datetime64"),
@@ -118,13 +132,72 @@ def test_a_state_that_contains_itself() -> None:
         round_trip(endless)
 
 
+def no_array(path: str) -> np.ndarray:
+    raise KeyError(path)
+
+
+def nested(levels: int, kind: type) -> object:
+    value: object = None
+    for _ in range(levels):
+        value = {1: value} if kind is dict else kind([value])
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_the_deepest_state_comes_back_and_a_deeper_one_is_refused_both_ways(kind: type) -> None:
+    assert same(round_trip(nested(MAX_DEPTH, kind))[0], nested(MAX_DEPTH, kind))
+    with pytest.raises(StateError, match="deeper than 200 levels"):
+        round_trip(nested(MAX_DEPTH + 1, kind))
+    for levels in (MAX_DEPTH + 1, 2000):
+        doc: object = 0
+        for _ in range(levels):
+            doc = {"$dict": [[1, doc]]} if kind is dict else {"$tuple": [doc]} if kind is tuple else [doc]
+        with pytest.raises(FormatError, match="deeper than 200 levels"):
+            decode_state(doc, read=no_array)
+
+
+def test_no_stack_is_too_short_for_an_error() -> None:
+    def within(frames: int) -> None:
+        if frames:
+            within(frames - 1)
+            return
+        with pytest.raises(StateError, match="stack"):
+            encode_state(nested(MAX_DEPTH, tuple), beside=lambda *_: "")
+        with pytest.raises(FormatError, match="stack"):
+            decode_state(doc, read=no_array)
+
+    doc = json.loads(MAX_DEPTH * '{"$tuple":[' + MAX_DEPTH * "]}")
+    within(sys.getrecursionlimit() - len(inspect.stack(0)) - 250)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         '{"$pickle": "gASV"}',
         '{"$tuple": 3}',
         '{"$tuple": [1], "b": 2}',
+        '{"a": 1, "$tuple": []}',
         '{"$float": "1e5"}',
+        '{"$float": {}}',
+        '{"$ordered": 5}',
+        '{"$counter": [[1, 2], [1, 3]]}',
+        '{"$dict": [[{"$x": 1}, 1]]}',
+        '{"$bytes": 5}',
+        '{"$scalar": 1}',
+        '{"$scalar": ["<f8", ""]}',
+        '{"$scalar": [[], ""]}',
+        '{"$array": 5}',
+        '{"$array": {}}',
+        '{"$array": {"kind": [], "path": "a"}}',
+        '{"$array": {"kind": "numpy", "path": []}}',
+        '{"$array": {"kind": "numpy", "torch_dtype": "bfloat16", "path": "a"}}',
+        '{"$array": {"kind": "torch", "torch_dtype": 5, "path": "a"}}',
+        '{"$array": {"kind": "numpy", "dtype": "i4,i4", "shape": [], "data": ""}}',
+        '{"$array": {"kind": "numpy", "dtype": "<f16", "shape": [0], "data": ""}}',
+        '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": 5, "data": ""}}',
+        '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [-1], "data": "AAAA"}}',
+        '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [1e400, 0], "data": ""}}',
+        '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [1180591620717411303424, 0], "data": ""}}',
         '{"$bytes": "???"}',
         '{"$scalar": ["O", "AAAA"]}',
         '{"$array": {"kind": "numpy", "dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}}',
@@ -135,10 +208,17 @@ def test_a_state_that_contains_itself() -> None:
 )
 def test_malformed_tags_are_refused(text: str) -> None:
     with pytest.raises(FormatError, match=r"^state: "):
-        decode_state(loads(text.encode(), "state"), read={}.__getitem__)
+        decode_state(loads(text.encode(), "state"), read=no_array)
 
 
-@pytest.mark.parametrize("text", ["{", "NaN", '{"a":1,"a":2}', "[" * 100_000, "\xff", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["{", "NaN", '"\\udc00"', "9" * 5000, '{"a":1,"a":2}', "[" * 100_000, "\xff", "1 2"]
+)
 def test_strict_json(text: str) -> None:
     with pytest.raises(FormatError, match="the thing: not sound JSON"):
         loads(text.encode("latin-1"), "the thing")
+
+
+def test_a_document_larger_than_allowed() -> None:
+    with pytest.raises(FormatError, match="the thing: 2097154 bytes, at most 1 MiB"):
+        loads(b'"' + b"a" * (2 << 20) + b'"', "the thing", 1 << 20)

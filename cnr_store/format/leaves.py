@@ -1,0 +1,116 @@
+"""Arrays and numpy scalars inside a state: little-endian bytes, inline where small, beside the state where not."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnr_store.errors import StateError
+
+Array = np.ndarray[Any, Any]
+INLINE_BYTES = 8 * 1024
+NUMBER_TYPES: Mapping[str, np.dtype[Any]] = {
+    dtype.str: dtype
+    for dtype in (
+        np.dtype(name).newbyteorder("<")
+        for name in (
+            *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64", "complex64", "complex128"),
+        )
+    )
+}
+"""Element types that a state may hold, as numpy writes them: those that are the same on every machine."""
+
+_INLINE = frozenset({"kind", "dtype", "shape", "data"})
+_BESIDE = frozenset({"kind", "path"})
+
+
+@dataclass(frozen=True)
+class ArrayLeaf:
+    """An array found in a state: numpy values, what it was (`numpy` or `torch`), and torch's name of its type."""
+
+    values: Array
+    kind: str = "numpy"
+    torch_dtype: str | None = None
+
+
+Beside = Callable[[str, ArrayLeaf], str]
+
+
+def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
+    """The body of a ``$array`` tag; an array too large to stand in the tree goes through `beside`.
+
+    Raises
+    ------
+    StateError
+        Its elements are none of `NUMBER_TYPES`.
+    """
+    little = _little(leaf.values)
+    if little is None:
+        raise StateError(
+            f"state{path}: an array of dtype {leaf.values.dtype} can't be stored; use numbers of at most 64 bits "
+            "(complex: 128) or booleans"
+        )
+    doc: dict[str, Any] = {"kind": leaf.kind}
+    if leaf.torch_dtype is not None:
+        doc["torch_dtype"] = leaf.torch_dtype
+    if little.nbytes > INLINE_BYTES:
+        return doc | {"path": beside(path, replace(leaf, values=little))}
+    return doc | {"dtype": little.dtype.str, "shape": list(little.shape), "data": _base64(little)}
+
+
+def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayLeaf:
+    """The leaf that a ``$array`` body stands for; `read` returns the array at a path.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError
+        It is malformed.
+    """
+    kind, torch_dtype = body["kind"], body.get("torch_dtype")
+    if kind not in ("numpy", "torch") or not (torch_dtype is None or type(torch_dtype) is str):
+        raise ValueError("its kind or torch_dtype is none")
+    if torch_dtype is not None and kind != "torch":
+        raise ValueError("a torch_dtype of an array that was no tensor")
+    members = body.keys() - {"torch_dtype"}
+    if members == _BESIDE:
+        if type(body["path"]) is not str:
+            raise ValueError("its path is no string")
+        return ArrayLeaf(read(body["path"]), kind, torch_dtype)
+    if members != _INLINE:
+        raise ValueError("it has neither a path nor data")
+    dtype, shape = NUMBER_TYPES[body["dtype"]], body["shape"]
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("its shape is none")
+    raw = base64.b64decode(body["data"], validate=True)
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"its {len(raw)} bytes do not fit its shape")
+    return ArrayLeaf(np.frombuffer(raw, dtype).reshape(shape).copy(), kind, torch_dtype)
+
+
+def encode_scalar(value: np.generic) -> list[str] | None:
+    """``[dtype, base64]`` of a numpy scalar, None where its type can't be stored."""
+    little = _little(np.asarray(value))
+    return None if little is None else [little.dtype.str, _base64(little)]
+
+
+def decode_scalar(body: Any) -> np.generic:
+    """The scalar that `encode_scalar` was given; ValueError, TypeError or KeyError where that is malformed."""
+    dtype, data = body
+    (value,) = np.frombuffer(base64.b64decode(data, validate=True), NUMBER_TYPES[dtype])
+    scalar: np.generic = value
+    return scalar
+
+
+def _little(values: Array) -> Array | None:
+    dtype = values.dtype.newbyteorder("<")
+    return values.astype(dtype, copy=False) if dtype.str in NUMBER_TYPES else None
+
+
+def _base64(values: Array) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
