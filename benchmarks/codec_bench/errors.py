@@ -12,7 +12,7 @@ from cnr_codecs.choose import BINS_LADDER
 
 DIM = 64
 SEARCHED_BITS = (2, 3, 4)
-RATIOS = (0.25, 0.5, 0.75, 1.0)
+RATIOS = (0.1, 0.2, 0.3, 0.5, 1.0)
 
 
 @dataclass(frozen=True)

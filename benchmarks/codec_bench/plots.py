@@ -18,7 +18,7 @@ _DIM = 64
 
 
 def draw_errors(curves: Mapping[str, Curves], path: Path) -> None:
-    """Mean l2 error by bytes a row, one panel a set of rows, one line a scheme."""
+    """Mean l2 error by width, one panel a set of rows, one line a scheme."""
     figure, panels = _panels(len(curves))
     for panel, (name, lines) in zip(panels, curves.items(), strict=True):
         for scheme, points in lines.items():
@@ -56,8 +56,16 @@ def draw_pace(lines: Sequence[Line], path: Path) -> None:
 
 
 def _panels(count: int) -> tuple[Any, list[Any]]:
-    figure, panels = plt.subplots(1, count, figsize=(4 * count, 4), layout="constrained", squeeze=False)
-    return figure, list(panels[0])
+    """A figure with `count` panels, at most four in a line."""
+    across = min(count, 4)
+    down = -(-count // across)
+    figure, grid = plt.subplots(
+        down, across, figsize=(4 * across, 4 * down), layout="constrained", squeeze=False
+    )
+    panels = list(grid.flat)
+    for unused in panels[count:]:
+        unused.remove()
+    return figure, panels[:count]
 
 
 def _save(figure: Any, path: Path) -> None:
