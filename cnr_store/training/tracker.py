@@ -7,7 +7,8 @@ change that no hook accounts for makes the table *whole*, so that all its rows a
 A row looked up before a save may be updated after it. If a given optimizer owns the table, the step itself
 flags the row, in whatever order forwards, backwards, steps and saves come: batches in a pipeline, gradients
 accumulated over many. For other tables a step may go unseen; there every row looked up in one interval is
-flagged in the next one, too.
+flagged in the next one, too. Only where no optimizer was given at all are lookups trusted to explain changes
+that no step accounts for.
 """
 
 from __future__ import annotations
@@ -122,8 +123,11 @@ class Tracker:
                 watch.mark_gradient(parameter.grad)
 
     def _changed_elsewhere(self, watch: Watch) -> bool:
-        # Who updates a table without a given optimizer is unknown; its lookups are trusted if there are any.
-        return watch.unexplained or (watch.unaccounted and watch.table.name in self._owned)
+        # With no optimizer given, who updates a table is unknown: its lookups are trusted if there are any. With
+        # some, and of a table that takes no gradient, a change that no step made is another's: an average's, say.
+        if self._optimizers or not watch.table.parameter.requires_grad:
+            return watch.unaccounted
+        return watch.unexplained
 
     def _stepped(self, optimizer: Optimizer) -> list[tuple[int, Watch]]:
         """The tables of an optimizer, each with the position of its parameter group."""

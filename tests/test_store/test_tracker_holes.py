@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 import cnr_store
 from cnr_store import Checkpointer
+from cnr_store.training.tables import find_tables
 from cnr_store.training.tensors import assign_rows, gather
-from tests.test_store.tracked_table import ALL, Bench
+from cnr_store.training.tracker import Tracker
+from tests.test_store.tracked_table import ALL, ROWS, Bench, ids, listed
 
 
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
@@ -43,6 +47,48 @@ def test_a_load_of_its_own_leaves_nothing_to_save(tmp_path: Path) -> None:
         bench.train(2)
         version = checkpointer.save(1).result()
         assert version.rows == 1
+
+
+class Averaged(nn.Module):
+    """A student that trains, and a teacher that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Embedding(ROWS, 3), nn.Embedding(ROWS, 3)
+
+    def forward(self, *rows: int) -> Any:
+        return (self.student(ids(*rows)) - self.teacher(ids(*rows))).square().sum()
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_average_of_a_table_is_whole_although_rows_were_looked_up(frozen: bool) -> None:
+    model = Averaged()
+    model.teacher.weight.requires_grad_(not frozen)
+    optimizer = SGD(model.student.parameters(), lr=0.1)
+    tracker = Tracker(find_tables(model), [optimizer])
+    for _ in range(2):
+        model(5, 6).backward()
+        optimizer.step()
+        model.follow()
+        swapped = tracker.swap()
+        assert listed(swapped["student"]) == [5, 6]
+        assert listed(swapped["teacher"]) == ALL
+
+
+def test_without_an_optimizer_only_tables_that_train_are_explained_by_lookups() -> None:
+    model = Averaged()
+    model.teacher.weight.requires_grad_(False)
+    tracker = Tracker(find_tables(model))
+    model(5, 6).backward()
+    SGD(model.student.parameters(), lr=0.1).step()
+    model.follow()
+    swapped = tracker.swap()
+    assert listed(swapped["student"]) == [5, 6]
+    assert listed(swapped["teacher"]) == ALL
 
 
 def bfloat16_patterns() -> torch.Tensor:
