@@ -105,19 +105,14 @@ class Tracker:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         for position, watch in self._stepped(optimizer):
             parameter = watch.table.parameter
-            if parameter.grad is None and not watch.unaccounted:
+            changes = watch.changes
+            if parameter.grad is None and not changes:
                 continue
-            memory, version = watch.seen
             watch.account()
             reason = group_moves_untouched(optimizer, position, parameter.dtype)
             if reason is not None:
                 watch.make_whole(reason)
-            elif (
-                watch.resized
-                or parameter.grad is None
-                or watch.seen[0] != memory
-                or watch.seen[1] - version > counted_changes(optimizer, position)
-            ):
+            elif watch.resized or parameter.grad is None or changes > counted_changes(optimizer, position):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
                 watch.mark_gradient(parameter.grad)
@@ -201,6 +196,8 @@ class Tracker:
             return watch.whole
         if watch.table.shared_with:
             return f"its memory is shared with {', '.join(watch.table.shared_with)}"
+        if watch.table.parameter.is_inference():
+            return "it was made in inference mode, where torch counts no changes"
         if watch.resized:
             return "its number of rows changed"
         return _OUTSIDE if self._changed_elsewhere(watch) else None

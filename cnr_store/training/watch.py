@@ -6,6 +6,7 @@ import torch
 
 from cnr_store.training import bitmap
 from cnr_store.training.bitmap import Bitmap
+from cnr_store.training.fingerprint import Fingerprint
 from cnr_store.training.rowbits import RowBits
 from cnr_store.training.tables import Table
 
@@ -19,9 +20,6 @@ class Watch:
         Rows flagged in this interval.
     carried
         Rows flagged although not in this interval: looked up in the last one, or given back by a failed save.
-    seen
-        Memory and version counter of the parameter when its last change was accounted for. Torch raises the
-        counter at every change in place.
     whole
         Why the rows that changed in this interval are not known; None if they are.
     """
@@ -53,9 +51,14 @@ class Watch:
         return self.bits.rows != self.table.rows
 
     @property
+    def changes(self) -> float:
+        """How often the parameter changed in place since that was last accounted for; see `Fingerprint`."""
+        return self._seen.changes_in(self.table.parameter)
+
+    @property
     def unaccounted(self) -> bool:
         """Whether the parameter changed since its changes were last accounted for."""
-        return fingerprint(self.table.parameter) != self.seen
+        return self.changes != 0
 
     @property
     def unexplained(self) -> bool:
@@ -64,7 +67,7 @@ class Watch:
 
     def account(self) -> None:
         """Declare every change so far flagged."""
-        self.seen = fingerprint(self.table.parameter)
+        self._seen = Fingerprint(self.table.parameter)
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape."""
@@ -88,8 +91,3 @@ class Watch:
             self.carried = self.carried | flagged
         else:
             self.make_whole("its number of rows changed since a save that failed")
-
-
-def fingerprint(parameter: torch.Tensor) -> tuple[int, int]:
-    """Where the values are, and how often they were changed in place."""
-    return parameter.data_ptr(), parameter._version

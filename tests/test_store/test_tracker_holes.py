@@ -91,6 +91,38 @@ def test_without_an_optimizer_only_tables_that_train_are_explained_by_lookups() 
     assert listed(swapped["teacher"]) == ALL
 
 
+@pytest.mark.parametrize("rows", [ROWS, 1000, 100_000])
+def test_memory_that_comes_back_at_the_same_address_is_other_memory(rows: int) -> None:
+    table = nn.Embedding(rows, 3)
+    tracker = Tracker(find_tables(table), [SGD(table.parameters(), lr=0.1)])
+    for _ in range(10):
+        for _ in range(2):
+            table.weight.data = table.weight.data * 0.5
+        assert len(listed(tracker.swap()["weight"], rows)) == rows
+        assert not tracker.swap()["weight"].any()
+
+
+def test_values_laid_out_otherwise_in_the_same_memory_are_noticed() -> None:
+    table = nn.Embedding(3, 3)
+    tracker = Tracker(find_tables(table), [SGD(table.parameters(), lr=0.1)])
+    table.weight.data = table.weight.data.t()
+    assert listed(tracker.swap()["weight"], 3) == [0, 1, 2]
+
+
+def test_a_model_made_in_inference_mode_is_whole_and_can_be_loaded(tmp_path: Path) -> None:
+    saved = nn.Embedding(ROWS, 3)
+    cnr_store.save(tmp_path, saved, bits=32)
+    with torch.inference_mode():
+        model = nn.Embedding(ROWS, 3)
+        cnr_store.load(tmp_path, model)
+        tracker = Tracker(find_tables(model))
+        for _ in range(2):
+            model(ids(1))
+            assert "inference mode" in tracker.whole_reasons()["weight"]
+            assert listed(tracker.swap()["weight"]) == ALL
+    assert torch.equal(model.weight, saved.weight)
+
+
 def bfloat16_patterns() -> torch.Tensor:
     """Every bfloat16 there is, (2**13, 8)."""
     return (
