@@ -153,8 +153,11 @@ def _finish(values: Any, bits: int, work: Any, codes: Any, rows: Any, out: Any) 
     _float16_bits(scales, out[2][0][rows])
     _float16_bits(offsets, out[2][1][rows])
     top = np.float32((1 << bits) - 1)
-    _quantize(values, scales, offsets, top, codes)
-    pack_rows(codes, dim, bits, packed)
+    if bits == 8:
+        _quantize(values, scales, offsets, top, packed.reshape(-1))
+    else:
+        _quantize(values, scales, offsets, top, codes)
+        pack_rows(codes, dim, bits, packed)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
