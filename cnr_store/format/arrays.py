@@ -18,20 +18,37 @@ from zarr.storage import MemoryStore
 
 from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
 from cnr_store.errors import FormatError
+from cnr_store.format import proof
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
+from cnr_store.format.leaves import NUMBER_TYPES
 from cnr_store.format.state import dumps
 
 MAX_DENSE_CHUNK_BYTES = 32 << 20
+MAX_BLOCK_BYTES = 1 << 30
+"""Of the rows of one inner chunk in all their columns, decoded: what a reader composes at once."""
+
+MAX_COLUMN_CHUNKS = 4096
+MAX_DIMENSIONS = 64
 Doc = dict[str, Any]
+_NUMBER_TYPES = {dtype.name: dtype for dtype in NUMBER_TYPES.values()}
 
 
 @dataclass(frozen=True)
 class DenseGrid:
-    """Cut of a dense array: along its first axis only. Each chunk is one object."""
+    """Cut of a dense array: along its first axis only. Each chunk is one object.
+
+    `torch_dtype` is torch's name of the element type where numpy lacks it and `dtype` holds its bits.
+    """
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: np.dtype[Any]
+    torch_dtype: str | None = None
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of the values of a chunk, which is stored whole."""
+        return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -49,7 +66,14 @@ def rows_document(
     shape: tuple[int, ...], element: str, grid: Grid, codecs: Sequence[Mapping[str, Any]]
 ) -> Doc:
     """Metadata of a sharded array of rows, shape (rows, dim) or (rows,), encoded by a row codec and what follows
-    it (`cnr_codecs.zarr_codecs`)."""
+    it (`cnr_codecs.zarr_codecs`).
+
+    Raises
+    ------
+    FormatError
+        The grid is one that readers refuse.
+    """
+    _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
     serializer, *followers = codecs
     two = len(shape) == 2
     return _create(
@@ -93,8 +117,9 @@ def dense_document(grid: DenseGrid, name: str, torch_dtype: str | None = None) -
             else {"name": "bytes"}
         ),
         compressors=json.dumps([{"name": "crc32c"}]),
-        dimension_names=tuple(f"{name}.{i}" for i in range(len(grid.shape))),
     )
+    # Set here, so that arrays of one cut share what zarr has made.
+    doc["dimension_names"] = [f"{name}.{i}" for i in range(len(grid.shape))]
     if torch_dtype is not None:
         doc["attributes"] = {"torch_dtype": torch_dtype}
     return doc
@@ -143,17 +168,13 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
         Where the document is not one that format 1 allows; `what` names it.
     """
     try:
-        shape = _sizes(doc["shape"], smallest=1)
-        shard = _sizes(doc["chunk_grid"]["configuration"]["chunk_shape"], smallest=1)
+        shape, shard = _shape_and_chunk(doc, range(1, 3), least=1)
         (sharding,) = doc["codecs"]
         configuration = sharding["configuration"]
-        chunk = _sizes(configuration["chunk_shape"], smallest=1)
-        itemsize = np.dtype(doc["data_type"]).itemsize
+        chunk = proof.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
+        itemsize = _NUMBER_TYPES[doc["data_type"]].itemsize
         sound = (
-            doc["node_type"] == "array"
-            and doc["chunk_grid"]["name"] == "regular"
-            and doc["chunk_key_encoding"] == {"name": "default", "configuration": {"separator": "/"}}
-            and sharding["name"] == "sharding_indexed"
+            sharding["name"] == "sharding_indexed"
             and configuration["index_location"] == "end"
             and [codec["name"] for codec in configuration["index_codecs"]] == ["bytes", "crc32c"]
             and len(configuration["codecs"]) >= 2
@@ -161,23 +182,36 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise FormatError(f"{what}: array metadata is malformed: {error!r}") from error
-    if not sound or not len(shape) == len(shard) == len(chunk) or len(shape) not in (1, 2):
+    if not sound:
         raise FormatError(f"{what}: array metadata is not that of sharded rows in format 1")
     (rows, columns), (shard_rows, shard_columns), (chunk_rows, chunk_columns) = (
         (*sizes, 1)[:2] for sizes in (shape, shard, chunk)
     )
     grid = Grid(rows, columns, chunk_rows, chunk_columns, shard_rows, shard_columns)
+    _check_limits(grid, itemsize, what)
+    return shape, grid
+
+
+def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
+    """What a reader would have to hold or walk through at once."""
+    chunk = f"{grid.chunk_rows} x {grid.chunk_columns}"
     if (
-        shard_rows % chunk_rows
-        or shard_columns % chunk_columns
+        grid.shard_rows % grid.chunk_rows
+        or grid.shard_columns % grid.chunk_columns
         or grid.chunks_per_shard > MAX_CHUNKS_PER_SHARD
     ):
         raise FormatError(
-            f"{what}: shards of {shard} do not hold 1 to {MAX_CHUNKS_PER_SHARD} chunks of {chunk}"
+            f"{what}: shards of {grid.shard_rows} x {grid.shard_columns} do not hold 1 to {MAX_CHUNKS_PER_SHARD} "
+            f"chunks of {chunk}"
         )
-    if chunk_rows * chunk_columns * itemsize > MAX_CHUNK_DECODED_BYTES and chunk_rows > 1:
+    if grid.chunk_rows * grid.chunk_columns * itemsize > MAX_CHUNK_DECODED_BYTES and grid.chunk_rows > 1:
         raise FormatError(f"{what}: a chunk of {chunk} takes more than {MAX_CHUNK_DECODED_BYTES >> 20} MiB")
-    return shape, grid
+    if grid.column_chunks > MAX_COLUMN_CHUNKS:
+        raise FormatError(f"{what}: chunks of {chunk} cut a row into more than {MAX_COLUMN_CHUNKS} pieces")
+    if grid.chunk_rows * max(grid.columns, grid.chunk_columns) * itemsize > MAX_BLOCK_BYTES:
+        raise FormatError(
+            f"{what}: {grid.chunk_rows} rows of {grid.columns} columns take more than {MAX_BLOCK_BYTES >> 20} MiB"
+        )
 
 
 def parse_unpacker(doc: Doc, what: str) -> Unpacker:
@@ -197,22 +231,35 @@ def parse_unpacker(doc: Doc, what: str) -> Unpacker:
 def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
     """The cut of a dense array, proven as `parse_rows_document` does."""
     try:
-        shape = _sizes(doc["shape"], smallest=0)
-        chunk = _sizes(doc["chunk_grid"]["configuration"]["chunk_shape"], smallest=1)
-        dtype = np.dtype(doc["data_type"])
-        sound = doc["node_type"] == "array" and [codec["name"] for codec in doc["codecs"]] == [
-            "bytes",
-            "crc32c",
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+        shape, chunk = _shape_and_chunk(doc, range(MAX_DIMENSIONS + 1), least=0)
+        dtype = _NUMBER_TYPES[doc["data_type"]]
+        names = [codec["name"] for codec in doc["codecs"]]
+        endian = doc["codecs"][0].get("configuration", {}).get("endian", "little")
+        torch_dtype = doc.get("attributes", {}).get("torch_dtype")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise FormatError(f"{what}: array metadata is malformed: {error!r}") from error
-    if not sound or len(shape) != len(chunk) or any(c < s for c, s in zip(chunk[1:], shape[1:], strict=True)):
+    whole = tuple(max(1, n) for n in shape)
+    if (
+        names != ["bytes", "crc32c"]
+        or endian != "little"
+        or chunk[1:] != whole[1:]
+        or chunk[:1] > whole[:1]
+        or not (torch_dtype is None or (type(torch_dtype) is str and dtype.kind == "u"))
+    ):
         raise FormatError(f"{what}: array metadata is not that of a dense array in format 1")
-    return DenseGrid(shape, chunk, dtype)
+    return DenseGrid(shape, chunk, dtype, torch_dtype)
 
 
-def _sizes(value: Any, smallest: int) -> tuple[int, ...]:
-    sizes = tuple(value)
-    if any(type(n) is not int or not smallest <= n < 1 << 48 for n in sizes):
-        raise ValueError(f"sizes {sizes} are not integers of at least {smallest}")
-    return sizes
+def _shape_and_chunk(
+    doc: Doc, dimensions: Sequence[int], least: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and outer chunk shape of an array whose chunks lie where format 1 says."""
+    grid = doc["chunk_grid"]
+    if (
+        doc["node_type"] != "array"
+        or grid["name"] != "regular"
+        or doc["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}
+    ):
+        raise ValueError("it is no array, or its chunks lie elsewhere")
+    shape = proof.sizes(doc["shape"], "shape", least, dimensions)
+    return shape, proof.sizes(grid["configuration"]["chunk_shape"], "chunk_shape", 1, [len(shape)])

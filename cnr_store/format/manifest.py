@@ -17,13 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnr_store.errors import CorruptionError
+from cnr_store.errors import CorruptionError, SaveError
+from cnr_store.format import proof
 from cnr_store.format.state import dumps, loads
 
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 64 << 20
+"""Inflated. That is about two million objects."""
+
+MAX_RATIO = 32
+"""Inflated to compressed bytes beyond the first MiB; lists of objects reach 12."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One object: its size in bytes and the u32 at its end."""
 
@@ -43,6 +48,13 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's bytes, such that `decode_manifest` reads them.
+
+    Raises
+    ------
+    SaveError
+        There are too many objects.
+    """
     arrays = {}
     for path, parts in manifest.arrays.items():
         indexes = sorted(parts)
@@ -51,7 +63,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "bytes": [parts[i].nbytes for i in indexes],
             "tail": [parts[i].tail for i in indexes],
         }
-    return zlib.compress(dumps({"format": 1, "version": manifest.version, "arrays": arrays}), 6)
+    text = dumps({"format": 1, "version": manifest.version, "arrays": arrays})
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise SaveError(
+            f"the manifest of version {manifest.version} would take {len(text)} bytes; at most "
+            f"{MAX_MANIFEST_BYTES >> 20} MiB are read again: keep fewer tables in one store"
+        )
+    data = zlib.compress(text, 6)
+    return data if len(text) <= _most_inflated(len(data)) else zlib.compress(text, 0)
 
 
 def decode_manifest(data: bytes, version: str) -> Manifest:
@@ -66,31 +85,37 @@ def decode_manifest(data: bytes, version: str) -> Manifest:
     doc = loads(_inflate(data, what), what)
     try:
         if doc["format"] != 1 or doc["version"] != version:
-            raise ValueError(f"it says format {doc['format']}, version {doc['version']}")
-        arrays = {path: _parts(columns) for path, columns in doc["arrays"].items()}
+            raise ValueError(
+                f"it says format {proof.shown(doc['format'])}, version {proof.shown(doc['version'])}"
+            )
+        arrays = {path: _parts(proof.members(columns, "an array")) for path, columns in doc["arrays"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"{what}: {error!r}; the object was altered or swapped") from error
     return Manifest(version, arrays)
 
 
-def _parts(columns: Any) -> dict[int, Part]:
-    lists = [columns["index"], columns["bytes"], columns["tail"]]
-    if any(type(n) is not int or n < 0 for values in lists for n in values):
+def _parts(columns: dict[str, Any]) -> dict[int, Part]:
+    index, nbytes, tail = (columns[name] for name in ("index", "bytes", "tail"))
+    if any(type(n) is not int or not 0 <= n <= proof.MOST for n in itertools.chain(index, nbytes, tail)):
         raise ValueError("a size or index is not a natural number")
-    index, nbytes, tail = lists
     if any(b <= a for a, b in itertools.pairwise(index)):
         raise ValueError("indexes are not ascending")
     return {i: Part(n, t) for i, n, t in zip(index, nbytes, tail, strict=True)}
 
 
+def _most_inflated(nbytes: int) -> int:
+    """Bytes that a manifest of `nbytes` may inflate to: a small object must not take much memory."""
+    return min(MAX_MANIFEST_BYTES, (1 << 20) + MAX_RATIO * nbytes)
+
+
 def _inflate(data: bytes, what: str) -> bytes:
-    inflater = zlib.decompressobj()
+    inflater, most = zlib.decompressobj(), _most_inflated(len(data))
     try:
-        text = inflater.decompress(data, MAX_MANIFEST_BYTES)
+        text = inflater.decompress(data, most)
     except zlib.error as error:
         raise CorruptionError(f"{what}: not a zlib stream: {error}") from error
     if not inflater.eof or inflater.unused_data:
         raise CorruptionError(
-            f"{what}: cut, followed by other bytes, or larger than {MAX_MANIFEST_BYTES >> 20} MiB"
+            f"{what}: cut, followed by other bytes, or larger than the {most} bytes that {len(data)} may become"
         )
     return text

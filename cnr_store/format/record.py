@@ -13,14 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnr_store.errors import CorruptionError, FormatError
-from cnr_store.format.arrays import Doc, group_document
-from cnr_store.format.layout import FEATURES, FORMAT, VersionId
+from cnr_codecs import array_dtype
+from cnr_store.errors import CorruptionError, FormatError, SaveError
+from cnr_store.format import proof
+from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
+from cnr_store.format.layout import FEATURES, FORMAT
 from cnr_store.format.state import dumps, loads
 
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 KINDS = ("whole", "delta", "dense")
+MAX_RECORD_BYTES = 64 << 20
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -69,23 +73,25 @@ class ArrayEntry:
 
     @classmethod
     def from_json(cls, doc: Doc) -> ArrayEntry:
-        kind, base = doc["kind"], doc.get("base")
-        if kind not in KINDS or (kind == "delta") != (base is not None):
-            raise ValueError(f"an array of kind {kind!r} with base {base!r}")
-        if base is not None and VersionId.parse(base) is None:
-            raise ValueError(f"{base!r} is not a version id")
-        shape = tuple(int(n) for n in doc["shape"])
-        if min(shape, default=0) < 0 or (kind != "dense" and len(shape) not in (1, 2)):
-            raise ValueError(f"shape {shape}")
+        """The entry, proven; ValueError or KeyError where it is malformed."""
+        kind = proof.one_of(doc["kind"], "kind", KINDS)
+        aliases = proof.texts(doc.get("aliases", []), "aliases")
+        nbytes = proof.natural(doc["bytes"], "bytes")
+        if kind == "dense":
+            shape = proof.sizes(doc["shape"], "shape", 0, range(MAX_DIMENSIONS + 1))
+            return cls(kind, shape, proof.text(doc["element"], "element"), nbytes=nbytes, aliases=aliases)
+        shape, base = proof.sizes(doc["shape"], "shape", 1, (1, 2)), doc["base"]
+        if (kind == "delta") != (base is not None):
+            raise ValueError(f"an array of kind {kind} with base {proof.shown(base)}")
         return cls(
-            kind=kind,
-            shape=shape,
-            element=str(doc["element"]),
-            base=base,
-            rows=int(doc.get("rows", 0)),
-            nbytes=int(doc["bytes"]),
-            codec=doc.get("codec"),
-            aliases=tuple(doc.get("aliases", ())),
+            kind,
+            shape,
+            _element(doc["element"]),
+            None if base is None else proof.version(base, "base"),
+            proof.natural(doc["rows"], "rows", shape[0]),
+            nbytes,
+            proof.members(doc["codec"], "codec"),
+            aliases,
         )
 
 
@@ -177,6 +183,11 @@ def encode_record(record: Record) -> bytes:
         "metadata": dict(record.nodes),
     }
     data = dumps(doc)
+    if len(data) > MAX_RECORD_BYTES:
+        raise SaveError(
+            f"the commit record of version {record.id} would take {len(data)} bytes for {len(record.arrays)} arrays; "
+            f"at most {MAX_RECORD_BYTES >> 20} MiB are read again: join small tensors into larger ones"
+        )
     return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
 
 
@@ -192,7 +203,7 @@ def decode_record(data: bytes, version: str) -> Record | None:
     """
     what = f"commit record of version {version}"
     try:
-        doc = loads(data, what)
+        doc = loads(data, what, MAX_RECORD_BYTES)
     except FormatError as error:
         raise CorruptionError(f"{error}; the object was altered or cut") from error
     attributes = doc.get("attributes") if isinstance(doc, dict) else None
@@ -202,41 +213,78 @@ def decode_record(data: bytes, version: str) -> Record | None:
             return None
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     if cnr.get("format") != FORMAT:
-        raise FormatError(f"{what}: format {cnr.get('format')!r}; this release reads format {FORMAT}")
+        raise FormatError(
+            f"{what}: format {proof.shown(cnr.get('format'))}; this release reads format {FORMAT}"
+        )
     _check_digest(data, cnr, what)
-    unknown = sorted(set(cnr["requires"]) - FEATURES)
-    if unknown:
-        raise FormatError(f"{what} requires {', '.join(unknown)}: install a newer cnr-store to read it")
     try:
-        return _record(cnr, doc["consolidated_metadata"]["metadata"], version, len(data))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        unknown = sorted(set(proof.texts(cnr["requires"], "requires")) - FEATURES)
+        if not unknown:
+            return _record(cnr, _nodes(doc), version, len(data))
+    except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: malformed: {error!r}") from error
+    raise FormatError(f"{what} requires {', '.join(unknown)[:_SHOWN]}: install a newer cnr-store to read it")
+
+
+def _nodes(doc: Doc) -> dict[str, Doc]:
+    consolidated = proof.members(doc["consolidated_metadata"], "consolidated_metadata")
+    nodes = proof.members(consolidated["metadata"], "consolidated_metadata.metadata")
+    return {path: proof.members(node, f"metadata of {proof.shown(path)}") for path, node in nodes.items()}
 
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int) -> Record:
     if cnr["id"] != version:
-        raise ValueError(f"it is the record of {cnr['id']}: objects were swapped")
-    needs = tuple(cnr["needs"])
-    if any(VersionId.parse(need) is None for need in needs):
-        raise ValueError(f"needs {needs}")
+        raise ValueError(f"it is the record of {proof.version(cnr['id'], 'id')}: objects were swapped")
+    previous = cnr["previous"]
     return Record(
         id=version,
-        nonce=str(cnr["nonce"]),
-        step=int(cnr["step"]),
-        time=float(cnr["time"]),
-        previous=cnr["previous"],
-        needs=needs,
-        arrays={path: ArrayEntry.from_json(entry) for path, entry in cnr["arrays"].items()},
+        nonce=proof.text(cnr["nonce"], "nonce"),
+        step=proof.natural(cnr["step"], "step"),
+        time=proof.seconds(cnr["time"], "time"),
+        previous=None if previous is None else proof.version(previous, "previous"),
+        needs=tuple(proof.version(need, "needs") for need in proof.texts(cnr["needs"], "needs")),
+        arrays=_entries(proof.members(cnr["arrays"], "arrays")),
         nodes=nodes,
-        policy=dict(cnr["policy"]),
-        restores=int(cnr["restores"]),
-        objects_bytes=int(cnr["bytes"]),
-        manifest_sha256=str(cnr["manifest"]),
-        state_sha256=str(cnr["state"]),
+        policy=_policy(proof.members(cnr["policy"], "policy")),
+        restores=proof.natural(cnr["restores"], "restores"),
+        objects_bytes=proof.natural(cnr["bytes"], "bytes"),
+        manifest_sha256=proof.text(cnr["manifest"], "manifest"),
+        state_sha256=proof.text(cnr["state"], "state"),
         metadata=cnr["metadata"],
-        requires=tuple(cnr["requires"]),
+        requires=proof.texts(cnr["requires"], "requires"),
         record_bytes=record_bytes,
     )
+
+
+def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
+    entries = {}
+    for path, doc in arrays.items():
+        try:
+            entry = ArrayEntry.from_json(proof.members(doc, "its entry"))
+            if (entry.kind == "dense") != proof.array_path(path).startswith("dense/"):
+                raise ValueError(f"its kind is {entry.kind}")
+        except KeyError as error:
+            raise ValueError(f"array {proof.shown(path)}: it lacks {error}") from error
+        except ValueError as error:
+            raise ValueError(f"array {proof.shown(path)}: {error}") from error
+        entries[path] = entry
+    return entries
+
+
+def _element(value: Any) -> str:
+    """A payload's element type that this release decodes."""
+    array_dtype(proof.text(value, "element"))
+    return str(value)
+
+
+def _policy(policy: Doc) -> Doc:
+    """What writers go by; the rest is for people."""
+    past = policy.get("sizes_bytes", [])
+    if type(policy.get("full", True)) is not bool or not isinstance(past, list):
+        raise ValueError("policy.full or policy.sizes_bytes is of another type")
+    for size in past:
+        proof.natural(size, "policy.sizes_bytes")
+    return policy
 
 
 def _check_digest(data: bytes, cnr: Doc, what: str) -> None:
