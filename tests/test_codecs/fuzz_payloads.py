@@ -274,8 +274,12 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
     return "decoded", frozenset(int(segment.scheme) for segment in payload.segments)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def memory_bytes(field: str) -> int:
+    """A figure of this process's memory. (Its resource usage would begin with that of the process that started it.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"the system doesn't tell {field}")
 
 
 def main(count: int, seed: int) -> None:
@@ -283,9 +287,8 @@ def main(count: int, seed: int) -> None:
     bases = [sound(rng) for _ in range(600)]
     # Loads every kernel, whose code needs address space, before memory is limited.
     assert all(judge(base.encode())[0] == "decoded" for base in bases)
-    before = resident_bytes()
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))
+    before = memory_bytes("VmHWM")
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes("VmSize") + MEMORY_BYTES, resource.RLIM_INFINITY))
     reached: Counter[str] = Counter()
     schemes: Counter[int] = Counter()
     ways = rng.integers(0, len(WAYS), count)
@@ -298,8 +301,8 @@ def main(count: int, seed: int) -> None:
             raise
         reached[end] += 1
         schemes.update(decoded)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"reached": reached, "schemes": schemes, "grown_bytes": max(0, peak - before)}))
+    grown = memory_bytes("VmHWM") - before
+    print(json.dumps({"reached": reached, "schemes": schemes, "grown_bytes": grown}))
 
 
 if __name__ == "__main__":
