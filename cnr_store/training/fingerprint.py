@@ -20,16 +20,23 @@ class Fingerprint:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._memory = _memory(tensor, storage)
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = None if tensor.is_inference() else tensor._version
 
     def changes_in(self, tensor: torch.Tensor) -> float:
         """How often `tensor` was changed in place since.
 
         Infinity if it has other memory now, or was made in inference mode, where torch counts no changes.
         """
-        if tensor.is_inference() or _memory(tensor, tensor.untyped_storage()) != self._memory:
+        if self._version is None or _memory(tensor, tensor.untyped_storage()) != self._memory:
             return math.inf
         return tensor._version - self._version
+
+    def renewed(self, tensor: torch.Tensor) -> Fingerprint:
+        """A fingerprint of `tensor` as it is now: this one, brought up to date, where the memory is the same."""
+        if self._version is None or _memory(tensor, tensor.untyped_storage()) != self._memory:
+            return Fingerprint(tensor)
+        self._version = tensor._version
+        return self
 
 
 def _memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int, tuple[int, ...]]:

@@ -61,9 +61,10 @@ def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtyp
 
 
 def counted_changes(optimizer: Optimizer, position: int) -> int:
-    """How often a step of a trusted optimizer raises the version counter of a parameter in this group, at most.
+    """How often a step of a trusted optimizer raises the version counter of a parameter in this group, or of a slot
+    beside it that was there before, at most.
 
-    Once, and never with fused kernels, which change parameters behind the counter's back. What goes beyond it is
+    Once, and never with fused kernels, which change tensors behind the counter's back. What goes beyond it is
     someone else's change, such as a step hook's.
     """
     return 0 if optimizer.param_groups[position].get("fused") else 1

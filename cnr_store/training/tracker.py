@@ -1,8 +1,9 @@
 """Knows which rows of each table may have changed since the last save, or that it can't know.
 
 Two witnesses flag rows. Forward hooks mark every id looked up. Step hooks mark each row that an optimizer had
-a gradient for, and compare the parameter's version counter, which torch raises at each change in place: a
-change that no hook accounts for makes the table *whole*, so that all its rows are saved.
+a gradient for, and compare the version counters, which torch raises at each change in place, of the parameter
+and of what the given optimizers keep beside it: a change that no hook accounts for makes the table *whole*, so
+that all its rows are saved.
 
 A row looked up before a save may be updated after it. If a given optimizer owns the table, the step itself
 flags the row, in whatever order forwards, backwards, steps and saves come: batches in a pipeline, gradients
@@ -34,6 +35,7 @@ logger = logging.getLogger("cnr_store")
 
 _LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with mark)"
+_STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 
 
 class Tracker:
@@ -52,7 +54,7 @@ class Tracker:
 
     def __init__(self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
-        self._watches = {table.name: Watch(table) for table in tables}
+        self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
         self._by_parameter = {id(watch.table.parameter): watch for watch in self._watches.values()}
         self._logged: set[tuple[str, str]] = set()
         self._owned = self._find_owned()
@@ -98,17 +100,22 @@ class Tracker:
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         for _position, watch in self._stepped(optimizer):
-            if self._changed_elsewhere(watch):
-                watch.make_whole(_OUTSIDE)
-            watch.account()
+            if watch.unaccounted:
+                if self._changed_elsewhere(watch):
+                    watch.make_whole(_OUTSIDE)
+                watch.account()
+            if watch.slot_changes(optimizer):
+                watch.make_whole(_STATE_OUTSIDE)
+                watch.account_slots(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         for position, watch in self._stepped(optimizer):
             parameter = watch.table.parameter
-            changes = watch.changes
+            changes = max(watch.changes, watch.slot_changes(optimizer))
             if parameter.grad is None and not changes:
                 continue
             watch.account()
+            watch.account_slots(optimizer)
             reason = group_moves_untouched(optimizer, position, parameter.dtype)
             if reason is not None:
                 watch.make_whole(reason)
@@ -141,7 +148,9 @@ class Tracker:
     # What a checkpointer asks
 
     def mark(self, name: str, ids: object) -> None:
-        """Flag rows that were changed by hand, after the change.
+        """Flag rows of the table that were changed by hand, after the change.
+
+        What optimizers keep beside rows is not meant: where that was changed by hand, the table is whole.
 
         Parameters
         ----------
@@ -200,7 +209,9 @@ class Tracker:
             return "it was made in inference mode, where torch counts no changes"
         if watch.resized:
             return "its number of rows changed"
-        return _OUTSIDE if self._changed_elsewhere(watch) else None
+        if self._changed_elsewhere(watch):
+            return _OUTSIDE
+        return _STATE_OUTSIDE if watch.slots_changed else None
 
     def _moved(self) -> dict[str, str]:
         """Tables whose given optimizer, with its present settings, may move any row."""

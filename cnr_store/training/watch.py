@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
+from torch.optim import Optimizer
 
 from cnr_store.training import bitmap
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.fingerprint import Fingerprint
+from cnr_store.training.optimizers import row_slots
 from cnr_store.training.rowbits import RowBits
 from cnr_store.training.tables import Table
 
 
 class Watch:
-    """Flags of one table, and how far its changes are accounted for.
+    """Flags of one table, and how far its changes, and those of what optimizers keep beside it, are accounted for.
+
+    Parameters
+    ----------
+    table
+        What is watched.
+    optimizers
+        Those whose state is saved with the table.
 
     Attributes
     ----------
@@ -24,9 +36,12 @@ class Watch:
         Why the rows that changed in this interval are not known; None if they are.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self._seen_slots: dict[int, dict[str, Fingerprint]] = {}
         self.bits = RowBits(table.rows, table.parameter.device)
+        self._seen = Fingerprint(table.parameter)
         self.begin()
 
     def begin(self, carried: Bitmap | None = None) -> Bitmap:
@@ -43,6 +58,8 @@ class Watch:
         self.whole: str | None = None
         self._marked = False
         self.account()
+        for optimizer in self._optimizers.values():
+            self.account_slots(optimizer)
         return taken
 
     @property
@@ -67,7 +84,34 @@ class Watch:
 
     def account(self) -> None:
         """Declare every change so far flagged."""
-        self._seen = Fingerprint(self.table.parameter)
+        self._seen = self._seen.renewed(self.table.parameter)
+
+    def slot_changes(self, optimizer: Optimizer) -> float:
+        """The most changes of one slot of `optimizer` in place since they were last accounted for.
+
+        Infinity if one was replaced or is gone. Slots that were not there then don't count: what was never saved
+        is saved whole. 0 if the optimizer is none of those that are saved.
+        """
+        seen = self._seen_slots.get(id(optimizer))
+        if not seen:
+            return 0
+        state = optimizer.state.get(self.table.parameter, {})
+        return max(_changes(fingerprint, state.get(slot)) for slot, fingerprint in seen.items())
+
+    @property
+    def slots_changed(self) -> bool:
+        """Whether any optimizer's slots changed since they were last accounted for."""
+        return any(self.slot_changes(optimizer) for optimizer in self._optimizers.values())
+
+    def account_slots(self, optimizer: Optimizer) -> None:
+        """Declare that every change so far of `optimizer`'s slots is in rows that are flagged."""
+        if id(optimizer) not in self._optimizers:
+            return
+        seen = self._seen_slots.get(id(optimizer), {})
+        self._seen_slots[id(optimizer)] = {
+            slot: seen[slot].renewed(tensor) if slot in seen else Fingerprint(tensor)
+            for slot, tensor in row_slots(optimizer, self.table.parameter).items()
+        }
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape."""
@@ -91,3 +135,7 @@ class Watch:
             self.carried = self.carried | flagged
         else:
             self.make_whole("its number of rows changed since a save that failed")
+
+
+def _changes(seen: Fingerprint, slot: object) -> float:
+    return seen.changes_in(slot) if isinstance(slot, torch.Tensor) else math.inf

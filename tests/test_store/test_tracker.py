@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from cnr_store.errors import ModelMismatchError
+from cnr_store.training.optimizers import row_slots
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tracker import Tracker
 from tests.test_store.tracked_table import ALL, ROWS, TRUSTED, Bench, backward, ids, listed
@@ -434,7 +435,8 @@ ACTIONS = st.one_of(
     st.tuples(st.just("update"), NO_IDS),
     st.tuples(st.just("save"), NO_IDS),
     st.tuples(st.sampled_from(["evaluate", "functional", "write"]), ROW_IDS),
-    st.tuples(st.sampled_from(["step", "fail", "decay"]), NO_IDS),
+    st.tuples(st.sampled_from(["step", "fail", "decay", "reload"]), NO_IDS),
+    st.tuples(st.just("write_slot"), ROW_IDS),
 )
 
 
@@ -445,7 +447,12 @@ class Story(Bench):
         super().__init__(kind, given, max_norm=max_norm)
         self.given = given
         self.losses: list[Any] = []
-        self.saved = self.table.weight.detach().clone()
+        self.saved = self.now()
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Copies of all that is saved by rows."""
+        slots = row_slots(self.optimizer, self.table.weight) if self.given else {}
+        return {key: value.detach().clone() for key, value in {"": self.table.weight, **slots}.items()}
 
     def tell(self, action: str, rows: list[int]) -> None:
         if action == "forward":
@@ -464,6 +471,11 @@ class Story(Bench):
             self.optimizer.step()
         elif action == "decay":
             self.change_decay()
+        elif action == "reload":
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        elif action == "write_slot":
+            for slot in row_slots(self.optimizer, self.table.weight).values():
+                slot[rows[0]] += 1
         elif action in ("save", "fail"):
             self.save(fails=action == "fail")
 
@@ -474,13 +486,14 @@ class Story(Bench):
 
     def save(self, fails: bool) -> None:
         flagged = self.tracker.swap()
-        now = self.table.weight.detach()
-        changed = np.flatnonzero((self.saved != now).any(dim=1).numpy())
-        assert {*changed.tolist()} <= {*listed(flagged["t"])}
+        now = self.now()
+        for key in now.keys() & self.saved.keys():  # a slot that was never saved is saved whole
+            changed = np.flatnonzero((self.saved[key] != now[key]).any(dim=1).numpy())
+            assert {*changed.tolist()} <= {*listed(flagged["t"])}
         if fails:
             self.tracker.restore(flagged)
         else:
-            self.saved = now.clone()
+            self.saved = now
 
 
 @settings(deadline=None, max_examples=200)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from cnr_store import Checkpointer
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tensors import assign_rows, gather
 from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ALL, ROWS, Bench, ids, listed
+from tests.test_store.tracked_table import ALL, ROWS, TRUSTED, Bench, ids, listed
 
 
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
@@ -121,6 +123,117 @@ def test_a_model_made_in_inference_mode_is_whole_and_can_be_loaded(tmp_path: Pat
             assert "inference mode" in tracker.whole_reasons()["weight"]
             assert listed(tracker.swap()["weight"]) == ALL
     assert torch.equal(model.weight, saved.weight)
+
+
+def by_loading_state(bench: Bench) -> None:
+    bench.optimizer.load_state_dict(copy.deepcopy(bench.optimizer.state_dict()))
+
+
+def by_loading_state_twice(bench: Bench) -> None:
+    for _ in range(2):
+        by_loading_state(bench)
+
+
+def by_writing_a_slot(bench: Bench) -> None:
+    bench.slot()[7].zero_()
+
+
+def by_other_memory_of_a_slot(bench: Bench) -> None:
+    bench.slot().data = bench.slot() + 1
+
+
+def by_another_tensor(bench: Bench) -> None:
+    kept = bench.optimizer.state[bench.table.weight]
+    kept.update({key: value * 2 for key, value in kept.items() if value is bench.slot()})
+
+
+def by_forgetting_state(bench: Bench) -> None:
+    bench.optimizer.state[bench.table.weight].clear()
+
+
+def by_a_hook_before_a_step(bench: Bench) -> None:
+    handle = bench.optimizer.register_step_pre_hook(lambda *_: by_writing_a_slot(bench))
+    bench.train(1)
+    handle.remove()
+
+
+def by_a_hook_after_a_step(bench: Bench) -> None:
+    handle = bench.optimizer.register_step_post_hook(lambda *_: by_writing_a_slot(bench))
+    bench.train(1)
+    handle.remove()
+
+
+def by_a_hook_at_a_step_without_gradients(bench: Bench) -> None:
+    handle = bench.optimizer.register_step_post_hook(lambda *_: by_writing_a_slot(bench))
+    bench.step()
+    handle.remove()
+
+
+CHANGES_OF_STATE = (
+    by_loading_state,
+    by_loading_state_twice,
+    by_writing_a_slot,
+    by_other_memory_of_a_slot,
+    by_another_tensor,
+    by_forgetting_state,
+    by_a_hook_before_a_step,
+    by_a_hook_after_a_step,
+    by_a_hook_at_a_step_without_gradients,
+)
+KINDS_WITH_STATE = [kind for kind in TRUSTED if "ada" in kind]
+
+
+@pytest.mark.parametrize("kind", KINDS_WITH_STATE)
+@pytest.mark.parametrize("change", CHANGES_OF_STATE)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_state_changed_outside_steps_makes_the_table_whole_once(
+    kind: str, change: Callable[[Bench], None], goes_on: bool
+) -> None:
+    bench = Bench(kind)
+    bench.train(1, 7)
+    assert bench.swap() == [1, 7]
+    change(bench)
+    if goes_on and (change is not by_forgetting_state or kind == "sparse_adam"):  # Adagrad makes none anew
+        bench.train(2)
+    assert bench.swap() == ALL
+    assert bench.swap() == []
+
+
+def test_state_that_a_step_makes_or_that_no_save_keeps_leaves_its_table_alone() -> None:
+    bench = Bench("sparse_adam")
+    bench.train(3)
+    bench.optimizer.load_state_dict(bench.optimizer.state_dict())  # the same tensors
+    assert bench.swap() == [3]
+    other = Bench("adagrad", given=False)
+    other.train(3)
+    by_loading_state(other)
+    assert other.swap() == [3]
+
+
+def test_marking_rows_does_not_explain_state_that_changed() -> None:
+    bench = Bench("adagrad")
+    by_writing_a_slot(bench)
+    bench.tracker.mark("t", [7])
+    assert "keeps for its rows" in bench.tracker.whole_reasons()["t"]
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
+@pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
+def test_state_changed_outside_steps_is_saved(tmp_path: Path, policy: str, kind: str) -> None:
+    bench = Bench(kind)
+    with Checkpointer(tmp_path, bench.model, bench.optimizer, policy=policy, bits=32) as checkpointer:
+        bench.train(*ALL)
+        for step, change in enumerate(CHANGES_OF_STATE):
+            checkpointer.save(step).result()
+            if change is by_forgetting_state:
+                continue
+            change(bench)
+            bench.train(step)
+            checkpointer.save(step).result()
+            saved = Bench(kind)
+            cnr_store.load(tmp_path, saved.model, saved.optimizer)
+            assert torch.equal(saved.slot(), bench.slot())
+            assert torch.equal(saved.table.weight, bench.table.weight)
 
 
 def bfloat16_patterns() -> torch.Tensor:
