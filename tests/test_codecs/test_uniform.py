@@ -70,7 +70,8 @@ def test_errors_stay_within_half_a_step_and_three_roundings(values, scheme, bits
     decoded = decode(payload)
     for rows, scale, offset, _ in quantized(payload):
         span = scale * np.float32((1 << bits) - 1)
-        rounding = np.spacing(np.maximum(np.abs(offset), span)).astype(np.float64)
+        # Of the half, twice: the spacing of the largest float32 is none itself.
+        rounding = 2 * np.spacing(np.maximum(np.abs(offset), span) / 2).astype(np.float64)
         bound = scale.astype(np.float64) / 2 + 3 * rounding
         error = np.abs(values[rows].astype(np.float64) - decoded[rows].astype(np.float64))
         assert (error <= bound[:, None]).all()
