@@ -141,10 +141,18 @@ def test_the_reader_of_the_page_reads_every_version(reader, tmp_path, policy, bi
             np.testing.assert_array_equal(found, values)
 
 
-def test_the_reader_of_the_page_reads_symmetric_rows_and_row_state(reader, tmp_path):
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"id": "cnr_uniform", "scheme": "symmetric", "bits": 5},
+        {"id": "cnr_kmeans", "bits": 1},
+        {"id": "cnr_kmeans", "bits": 2, "group": "cluster"},
+        {"id": "cnr_kmeans", "bits": 3, "group": "block", "block_rows": 20},
+    ],
+)
+def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(reader, tmp_path, codec):
     model = Model(torch.float32, users=60_000)  # several chunks a shard
     optimizer = torch.optim.Adagrad(model.parameters())
-    codec = {"id": "cnr_uniform", "scheme": "symmetric", "bits": 5}
     model(torch.arange(50)).backward()
     optimizer.step()
     info = cnr_store.save(tmp_path, model, optimizer, codec=codec)

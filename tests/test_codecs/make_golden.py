@@ -48,6 +48,22 @@ CASES = {
         "float16",
         _rows(20, 10, "float16"),
     ),
+    "kmeans3": ({"id": "cnr_kmeans", "bits": 3, "group": "row"}, "float32", _rows(40, 40)),
+    "kmeans2-exact-float16": (
+        {"id": "cnr_kmeans", "bits": 2, "group": "row", "exact": True},
+        "float16",
+        _rows(20, 21, "float16"),
+    ),
+    "kmeans4-block": (
+        {"id": "cnr_kmeans", "bits": 4, "group": "block", "block_rows": 16},
+        "float32",
+        _rows(70, 17),
+    ),
+    "kmeans2-cluster-bfloat16": (
+        {"id": "cnr_kmeans", "bits": 2, "group": "cluster"},
+        "bfloat16",
+        _rows(60, 20, "bfloat16"),
+    ),
     "rows-float64": ({"id": "cnr_rows"}, "float64", _rows(12, 3, "float64")),
     "rows-bool": ({"id": "cnr_rows"}, "bool", _rows(12, 3) > 0),
 }

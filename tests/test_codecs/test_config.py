@@ -8,6 +8,7 @@ import pytest
 from cnr_codecs import (
     CodecConfigError,
     CodecError,
+    KMeansRows,
     LosslessRows,
     RowCodec,
     RowsError,
@@ -26,6 +27,17 @@ CODECS = [
         UniformRows(bits=2, ratio=0.5),
         {"id": "cnr_uniform", "scheme": "adaptive", "bits": 2, "bins": 25, "ratio": 0.5},
     ),
+    (KMeansRows(), {"id": "cnr_kmeans", "bits": 4, "group": "row"}),
+    (KMeansRows(2, exact=True), {"id": "cnr_kmeans", "bits": 2, "group": "row", "exact": True}),
+    (KMeansRows(4, "block"), {"id": "cnr_kmeans", "bits": 4, "group": "block"}),
+    (
+        KMeansRows(4, "block", block_rows=8),
+        {"id": "cnr_kmeans", "bits": 4, "group": "block", "block_rows": 8},
+    ),
+    (
+        KMeansRows(1, "cluster", clusters=8),
+        {"id": "cnr_kmeans", "bits": 1, "group": "cluster", "clusters": 8},
+    ),
     (LosslessRows(), {"id": "cnr_rows"}),
 ]
 
@@ -43,7 +55,9 @@ def test_configurations_round_trip(codec, config):
 
 def test_names_alone_make_default_codecs():
     assert row_codec("cnr_uniform") == UniformRows()
+    assert row_codec("cnr_kmeans") == KMeansRows() == KMeansRows(4, "row")
     assert row_codec("cnr_rows") == LosslessRows()
+    assert KMeansRows(4, "block", block_rows=64) == KMeansRows(4, "block")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +89,7 @@ def test_codecs_do_not_change():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("cnr_kmean", "cnr_uniform, cnr_rows"),
+        ("cnr_kmean", "cnr_uniform, cnr_kmeans, cnr_rows"),
         ({"bits": 4}, "unknown codec None"),
         ({"id": "zstd"}, "'zstd'"),
         ({"id": "cnr_uniform", "bit": 4}, "bit"),
@@ -90,6 +104,14 @@ def test_codecs_do_not_change():
         ({"id": "cnr_uniform", "ratio": 1.5}, "ratio"),
         ({"id": "cnr_uniform", "ratio": float("nan")}, "ratio"),
         ({"id": "cnr_uniform", "scheme": "asymmetric", "bins": 45}, "adaptive"),
+        ({"id": "cnr_kmeans", "bits": 9}, "1 to 8, got 9"),
+        ({"id": "cnr_kmeans", "group": "column"}, "row, block, cluster"),
+        ({"id": "cnr_kmeans", "exact": 1}, "true or false"),
+        ({"id": "cnr_kmeans", "block_rows": 8}, "group 'block'"),
+        ({"id": "cnr_kmeans", "group": "block", "clusters": 8}, "group 'cluster'"),
+        ({"id": "cnr_kmeans", "group": "block", "block_rows": 0}, "got 0"),
+        ({"id": "cnr_kmeans", "group": "cluster", "clusters": 12}, "power of two"),
+        ({"id": "cnr_kmeans", "group": "cluster", "clusters": 512}, "power of two"),
         (7, "int"),
     ],
 )

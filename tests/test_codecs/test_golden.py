@@ -17,6 +17,10 @@ NAMES = [
     "asymmetric8",
     "asymmetric5-bfloat16",
     "symmetric3-float16",
+    "kmeans3",
+    "kmeans2-exact-float16",
+    "kmeans4-block",
+    "kmeans2-cluster-bfloat16",
     "rows-float64",
     "rows-bool",
 ]

@@ -11,15 +11,20 @@ import pytest
 from numcodecs.zstd import Zstd
 
 from cnr_codecs import PayloadError, PayloadLimitError, RowsError, UniformRows
-from cnr_codecs.plugins.numcodecs_face import RowsCodec, UniformCodec
+from cnr_codecs.plugins.numcodecs_face import KMeansCodec, RowsCodec, UniformCodec
 
 CODECS = [
     UniformCodec(),
     UniformCodec("symmetric", 2),
     UniformCodec("asymmetric", 8),
     UniformCodec("adaptive", 3, bins=10, ratio=0.5),
+    KMeansCodec(2),
+    KMeansCodec(3, exact=True),
+    KMeansCodec(4, "block", block_rows=20),
+    KMeansCodec(1, "cluster", clusters=4),
     RowsCodec(),
 ]
+NAMES = {"UniformCodec": UniformCodec, "KMeansCodec": KMeansCodec, "RowsCodec": RowsCodec}
 VALUES = np.random.default_rng(2).normal(0, 0.1, (50, 12)).astype(np.float32)
 
 
@@ -28,7 +33,7 @@ def test_configuration_round_trips_through_json(codec):
     config = json.loads(json.dumps(codec.get_config()))
     assert numcodecs.get_codec(config) == codec
     assert config["id"] == codec.codec_id
-    assert eval(repr(codec), {"UniformCodec": UniformCodec, "RowsCodec": RowsCodec}) == codec  # noqa: S307
+    assert eval(repr(codec), NAMES.copy()) == codec  # noqa: S307
 
 
 def test_entry_points_find_the_codecs():
@@ -36,6 +41,7 @@ def test_entry_points_find_the_codecs():
 
     found = {point.name: point.load() for point in entry_points(group="numcodecs.codecs")}
     assert found["cnr_uniform"] is UniformCodec
+    assert found["cnr_kmeans"] is KMeansCodec
     assert found["cnr_rows"] is RowsCodec
 
 

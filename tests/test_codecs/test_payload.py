@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cnr_codecs
 from cnr_codecs import (
+    KMeansRows,
     LosslessRows,
     PayloadError,
     PayloadLimitError,
@@ -43,6 +44,10 @@ def f2(*values):
 
 def u2(*values):
     return struct.pack(f"<{len(values)}H", *values)
+
+
+def u4(*values):
+    return struct.pack(f"<{len(values)}I", *values)
 
 
 # One row, raw: the fifth of ten.
@@ -87,6 +92,34 @@ def test_bytes_of_a_symmetric_payload():
     # Codes 0 to 7 and 7 again, three bits each, the lowest bit first.
     packed = sum(code << 3 * j for j, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7])).to_bytes(4, "little")
     assert data == header(1, 1, 9) + segment(3, 3, 1, 0, 1, f2(1), packed)
+    np.testing.assert_array_equal(decode(data)[0], values)
+
+
+def test_bytes_of_a_payload_with_a_codebook_each():
+    values = np.array([[1, 2, 2, 1, 1, 2, 1, 2, 2], [70001, 3, 3, 3, 3, 3, 3, 3, 3], [4] * 9], np.float32)
+    data = KMeansRows(1).encode_rows(values, None, 3, element="float32")
+    assert data == header(2, 3, 9) + b"".join(
+        [
+            segment(4, 1, 1, 1, 2, bytes([5]), f2(1, 2, 4, 4), u2(0b110100110, 0)),
+            segment(4, 1, 2, 1, 1, bytes([2]), f4(3, 70001), u2(1)),
+        ]
+    )
+    np.testing.assert_array_equal(decode(data)[0], values)
+
+
+def test_bytes_of_a_payload_with_shared_codebooks():
+    values = np.array([[1, 2, 2, 1], [2, 1, 1, 2], [3, 5, 5, 3], [5, 5, 3, 3]], np.float32)
+    codec = KMeansRows(1, "block", block_rows=2)
+    data = codec.encode_rows(values, np.array([1, 3, 4, 6]), 8, element="float32")
+    body = bytes([0b01011010]), u4(2), f2(1, 2, 3, 5), bytes([0, 0, 1, 1]), bytes([6, 9, 6, 3])
+    assert data == header(1, 8, 4) + segment(5, 1, 1, 1, 4, *body)
+    np.testing.assert_array_equal(decode(data)[0][[1, 3, 4, 6]], values)
+
+
+def test_more_shared_codebooks_than_a_byte_numbers():
+    values = np.repeat(np.arange(600, dtype=np.float32), 2)[:, None] + np.zeros(40, np.float32)
+    data = KMeansRows(1, "block", block_rows=2).encode_rows(values, None, 1200, element="float32")
+    assert len(data) == 24 + 8 + 4 + 600 * 2 * 2 + 1200 * (2 + 5)
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
@@ -178,7 +211,7 @@ MALFORMED = {
     "segment head cut": (header() + RAW_ROW[:7], "head.*truncated"),
     "bytes after the end": (header() + RAW_ROW + b"\0", "1 bytes follow"),
     "undeclared segment": (header(segments=0) + RAW_ROW, "follow"),
-    "unknown scheme": (header() + segment(4, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 4"),
+    "unknown scheme": (header() + segment(6, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 6"),
     "unknown parameter type": (header() + segment(2, 4, 3, 0, 1, f2(1, 0), bytes(1)), "parameter type 3"),
     "unknown row-set kind": (header() + segment(1, 32, 0, 4, 1, bytes(8)), "row-set kind 4"),
     "raw with parameters": (header() + segment(1, 32, 1, 0, 1, f2(1, 0), bytes(8)), "FLOAT16.*RAW"),
@@ -221,6 +254,26 @@ MALFORMED = {
     "a scale of minus zero": (header() + segment(3, 4, 1, 0, 1, f2(-0.0), bytes(1)), "negative"),
     "a scale of 17 bits": (header() + segment(2, 4, 2, 0, 1, f4(1 + 2**-16, 0), bytes(1)), "16 significant"),
     "a scale that overflows": (header() + segment(2, 4, 2, 0, 1, f4(2.0**127, 0), bytes(1)), "overflows"),
+    "a codebook without parameters": (header() + segment(4, 1, 0, 0, 1, bytes(5)), "NONE.*CODEBOOK"),
+    "codebooks of integers": (header(element=7) + segment(4, 1, 1, 0, 1, f2(1, 2), bytes(1)), "int32"),
+    "a codebook of nine bits": (header() + segment(4, 9, 1, 0, 1, bytes(1027)), "9 bits"),
+    "a codebook cut": (header() + segment(4, 1, 2, 0, 2, f4(1, 2, 3)), "parameters.*truncated"),
+    "a centroid of NaN": (header() + segment(4, 1, 1, 0, 1, f2(1, np.nan), bytes(1)), "not finite"),
+    "a centroid of infinity": (header() + segment(4, 1, 1, 0, 1, f2(1, np.inf), bytes(1)), "not finite"),
+    "centroids falling": (header() + segment(4, 1, 1, 0, 1, f2(2, 1), bytes(1)), "not ascending"),
+    "shared centroids falling": (
+        header() + segment(5, 1, 1, 0, 1, u4(1), f2(2, 1), bytes(2)),
+        "not ascending",
+    ),
+    "no shared codebooks": (header() + segment(5, 1, 1, 0, 1, u4(0), bytes(2)), "0 codebooks for 1"),
+    "more codebooks than rows": (header() + segment(5, 1, 1, 0, 1, u4(2), bytes(10)), "2 codebooks for 1"),
+    "a codebook beyond the last": (
+        header() + segment(5, 1, 1, 0, 2, u4(2), f2(1, 2, 1, 2), b"\1\2", bytes(2)),
+        "codebook 2 of 2",
+    ),
+    "number of codebooks cut": (header() + segment(5, 1, 1, 0, 1, bytes(3)), "codebooks.*truncated"),
+    "2**32 - 1 codebooks": (header() + segment(5, 8, 2, 0, 1, u4((1 << 32) - 1)), "4294967295 codebooks"),
+    "codebook numbers cut": (header() + segment(5, 1, 1, 0, 2, u4(1), f2(1, 2), b"\0"), "numbers.*truncated"),
     "a half step that overflows": (header() + segment(3, 1, 2, 0, 1, f4(2.0**127), bytes(1)), "overflows"),
 }
 
@@ -254,13 +307,14 @@ def mixed_payload(scheme, bits, dim):
     values[::7] += 1e6
     values[3] = np.nan
     offsets = np.sort(rng.choice(64, 40, replace=False))
-    return UniformRows(scheme, bits).encode_rows(values, offsets, 64, element="float32")
+    codec = KMeansRows(bits, scheme) if scheme in ("row", "block") else UniformRows(scheme, bits)
+    return codec.encode_rows(values, offsets, 64, element="float32")
 
 
 @given(
-    scheme=st.sampled_from(["symmetric", "asymmetric"]),
+    scheme=st.sampled_from(["symmetric", "asymmetric", "row", "block"]),
     bits=st.sampled_from([1, 3, 4, 8]),
-    dim=st.sampled_from([3, 8]),
+    dim=st.sampled_from([3, 8, 20]),
     data=st.data(),
 )
 @settings(deadline=None, max_examples=2000)
@@ -302,7 +356,7 @@ def test_mutated_payloads_decode_or_are_refused(scheme, bits, dim, data):
         ({"element": "bfloat16", "values": np.full((2, 2), 0.1, np.float32)}, "can't represent"),
     ],
 )
-@pytest.mark.parametrize("codec", [UniformRows(), LosslessRows()])
+@pytest.mark.parametrize("codec", [UniformRows(), KMeansRows(), LosslessRows()])
 def test_rows_that_do_not_fit_are_refused(codec, arguments, message):
     good = {"values": np.ones((2, 2), np.float32), "offsets": None, "rows": 10, "element": "float32"}
     codec.encode_rows(**good)

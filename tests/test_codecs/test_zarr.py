@@ -13,8 +13,8 @@ from zarr.registry import get_codec_class
 from zarr.storage import MemoryStore
 
 import cnr_codecs
-from cnr_codecs import CodecConfigError, LosslessRows, PayloadError, RowsError, UniformRows
-from cnr_codecs.plugins.zarr_face import ZarrRows, ZarrUniform
+from cnr_codecs import CodecConfigError, KMeansRows, LosslessRows, PayloadError, RowsError, UniformRows
+from cnr_codecs.plugins.zarr_face import ZarrKMeans, ZarrRows, ZarrUniform
 
 ADAPTIVE = {"name": "cnr.uniform", "configuration": {"scheme": "adaptive", "bits": 4}}
 VALUES = np.random.default_rng(3).normal(0, 0.1, (1000, 16)).astype(np.float32)
@@ -47,6 +47,10 @@ def decoded(codec, values):
         ZarrUniform(),
         ZarrUniform("symmetric", 8),
         ZarrUniform("adaptive", 2, bins=30, ratio=0.25),
+        ZarrKMeans(),
+        ZarrKMeans(2, exact=True),
+        ZarrKMeans(4, "block", block_rows=32),
+        ZarrKMeans(4, "cluster", clusters=16),
         ZarrRows(),
     ],
 )
@@ -64,17 +68,33 @@ def test_options_of_the_walk_stand_in_the_metadata_and_their_absence_means_the_s
     assert ZarrUniform().to_dict() == ADAPTIVE
 
 
+def test_default_block_rows_are_left_out_of_the_metadata():
+    assert ZarrKMeans(4, "block", block_rows=64) == ZarrKMeans(4, "block")
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         {"name": "cnr.uniform", "configuration": {"bitz": 4}},
         {"name": "cnr.uniform", "configuration": {"bits": 40}},
+        {"name": "cnr.kmeans", "configuration": {"group": "column"}},
         {"name": "cnr.rows", "configuration": {"bits": 4}},
     ],
 )
 def test_wrong_options_are_refused(entry):
     with pytest.raises(CodecConfigError):
         get_codec_class(entry["name"]).from_dict(entry)
+
+
+@pytest.mark.parametrize("group", ["row", "block", "cluster"])
+def test_k_means_arrays_read_what_the_codec_decodes(group):
+    serializer = {"name": "cnr.kmeans", "configuration": {"bits": 2, "group": group}}
+    array = create(serializer, chunks=(250, 16), shards=(500, 16))
+    array[:] = VALUES
+    codec = KMeansRows(2, group)
+    expected = np.concatenate([decoded(codec, VALUES[row : row + 250]) for row in range(0, 1000, 250)])
+    np.testing.assert_array_equal(array[:], expected)
+    np.testing.assert_array_equal(zarr.open_array(array.store, mode="r")[299:301], expected[299:301])
 
 
 @pytest.mark.parametrize("chunks", [(64, 16), (1000, 16), (300, 8)])

@@ -5,6 +5,7 @@ from cnr_codecs.decode import decode_into, present_rows
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
 from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
+from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload import build as build_payload
 from cnr_codecs.proof import parse, reseal
@@ -18,6 +19,7 @@ from cnr_codecs.uniform import UniformRows
 __all__ = [
     "RowCodec",
     "UniformRows",
+    "KMeansRows",
     "LosslessRows",
     "Followed",
     "row_codec",

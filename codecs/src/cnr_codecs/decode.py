@@ -13,6 +13,7 @@ from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_run
 from cnr_codecs.payload import Payload, Scheme, Segment
+from cnr_codecs.reference import round_to_bfloat16
 
 Need = npt.NDArray[np.uint8]
 
@@ -81,6 +82,8 @@ def _decode_segment(payload: Payload, segment: Segment, target: _Target) -> int:
         return _fill(payload, segment, target)
     if segment.scheme is Scheme.RAW:
         return _copy(payload, segment, target)
+    if segment.scheme in (Scheme.CODEBOOK, Scheme.SHARED):
+        return _look_up(payload, segment, target)
     return _dequantize(payload, segment, target)
 
 
@@ -154,3 +157,40 @@ def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
             narrow = payload.element == "bfloat16"
             written += kernels.decode_float32(*codes, *kind, narrow, *place, target.flat, target.stride)
     return written
+
+
+def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:
+    flat = target.flat.view(np.uint16) if payload.element == "float16" else target.flat
+    shared = _rounded(segment.parameters, payload.element) if segment.books is not None else None
+    written = 0
+    for start, rows in segment.row_set.blocks():
+        stop = start + len(rows)
+        if shared is None or segment.books is None:
+            table = _rounded(segment.parameters[start:stop], payload.element)
+            books = np.arange(len(rows), dtype=np.uint32)
+        else:
+            table, books = shared, segment.books[start:stop]
+        written += kernels.look_up(
+            segment.codes[start:stop],
+            rows,
+            table,
+            books,
+            segment.bits,
+            payload.dim,
+            target.first_row,
+            target.need,
+            flat,
+            target.stride,
+        )
+    return written
+
+
+def _rounded(centroids: npt.NDArray[Any], element: str) -> npt.NDArray[Any]:
+    """The values that centroids stand for: float32, or the bits of float16."""
+    wide = centroids.astype(np.float32)
+    if element == "bfloat16":
+        return round_to_bfloat16(wide)
+    if element == "float16":
+        with np.errstate(over="ignore"):
+            return wide.astype(np.float16).view(np.uint16)
+    return wide

@@ -30,6 +30,7 @@ MAGIC = b"CNRP"
 VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQ")
 SEGMENT = struct.Struct("<BBBBI")
+BOOK_COUNT = struct.Struct("<I")
 MAX_U32 = (1 << 32) - 1
 MAX_U64 = (1 << 64) - 1
 
@@ -41,6 +42,8 @@ class Scheme(IntEnum):
     RAW = 1
     ASYMMETRIC = 2
     SYMMETRIC = 3
+    CODEBOOK = 4
+    SHARED = 5
 
 
 class ParameterType(IntEnum):
@@ -62,8 +65,10 @@ PARAMETERS_PER_ROW = {Scheme.ABSENT: 0, Scheme.RAW: 0, Scheme.ASYMMETRIC: 2, Sch
 class Segment:
     """Rows stored in one way.
 
-    `parameters` has shape (parameters per row, count) and the stored dtype: scale and offset, or the half
-    step. `codes` is uint8 of shape (count, bytes a row): packed codes, raw values, or nothing (absent).
+    `parameters` has the stored dtype. Its shape is (parameters per row, count): scale and offset, or the half
+    step; or (codebooks, 2**bits): centroids, ascending. There is a codebook for each row, or, where they are
+    shared, `books`, uint32 (count,), says which one a row uses. `codes` is uint8 of shape (count, bytes a
+    row): packed codes, raw values, or nothing (absent).
     """
 
     scheme: Scheme
@@ -72,6 +77,7 @@ class Segment:
     row_set: RowSet
     parameters: npt.NDArray[Any]
     codes: npt.NDArray[np.uint8]
+    books: npt.NDArray[np.uint32] | None = None
 
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Scale and offset of each row, float32: a code q decodes to scale * q + offset.
@@ -84,6 +90,17 @@ class Segment:
             return widened[0] * np.float32(2), widened[0] * np.float32(1 - (1 << self.bits))
         return widened[0], widened[1]
 
+    def stored_parameters(self) -> bytes:
+        """The parameters as they lie in the payload."""
+        if self.books is None:
+            return self.parameters.tobytes()
+        count = len(self.parameters)
+        return (
+            BOOK_COUNT.pack(count)
+            + self.parameters.tobytes()
+            + self.books.astype(book_dtype(count)).tobytes()
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Payload:
@@ -94,6 +111,11 @@ class Payload:
     element: str
     seal: int
     segments: tuple[Segment, ...]
+
+
+def book_dtype(count: int) -> np.dtype[Any]:
+    """The smallest of the dtypes that tell `count` shared codebooks apart."""
+    return np.dtype("<u1" if count <= 1 << 8 else "<u2" if count <= 1 << 16 else "<u4")
 
 
 def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
@@ -112,7 +134,7 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
             SEGMENT.pack(segment.scheme, segment.bits, segment.parameter_type, kind, segment.row_set.count)
         )
         parts.append(segment.row_set.data.tobytes())
-        parts.append(segment.parameters.tobytes())
+        parts.append(segment.stored_parameters())
         parts.append(segment.codes.reshape(-1).data)
     header = HEADER.pack(MAGIC, VERSION, element.code, count, rows, dim, checked_seal(seal))
     return b"".join([header, *parts])

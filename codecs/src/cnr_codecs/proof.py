@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError
 from cnr_codecs.payload import (
+    BOOK_COUNT,
     HEADER,
     MAGIC,
     PARAMETER_DTYPES,
@@ -23,6 +24,7 @@ from cnr_codecs.payload import (
     Payload,
     Scheme,
     Segment,
+    book_dtype,
     checked_seal,
     row_bytes,
 )
@@ -144,15 +146,38 @@ def _prove_segment(reader: _Reader, index: int, element: Element, rows: int, dim
     kind = RowSetKind(kind_code)
     row_data = reader.take(encoded_bytes(kind, count, rows), f"{where}: its row set would")
     row_set = prove_row_set(kind, count, rows, row_data, where)
-    per_row = PARAMETERS_PER_ROW[scheme]
-    dtype = PARAMETER_DTYPES.get(parameter_type, np.dtype("<f4"))
-    stored = reader.take(per_row * count * dtype.itemsize, f"{where}: its parameters would")
-    parameters = np.frombuffer(stored.tobytes(), dtype).reshape(per_row, count)
+    parameters, books = _take_parameters(reader, scheme, bits, parameter_type, count, where)
     width = row_bytes(scheme, bits, dim)
     codes = reader.take(width * count, f"{where}: its codes would").reshape(count, width)
-    segment = Segment(scheme, bits, parameter_type, row_set, parameters, codes)
+    segment = Segment(scheme, bits, parameter_type, row_set, parameters, codes, books)
     _prove_values(segment, element, where)
     return segment
+
+
+def _take_parameters(
+    reader: _Reader, scheme: Scheme, bits: int, parameter_type: ParameterType, count: int, where: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint32] | None]:
+    """(parameters, the codebook of each row where they are shared), copied: what is proved can't change."""
+    if scheme in PARAMETERS_PER_ROW:
+        shape = PARAMETERS_PER_ROW[scheme], count
+    elif scheme is Scheme.CODEBOOK:
+        shape = count, 1 << bits
+    else:
+        (held,) = BOOK_COUNT.unpack(reader.take(BOOK_COUNT.size, f"{where}: its codebooks would").tobytes())
+        if not 1 <= held <= count:
+            raise PayloadError(f"{where}: {held} codebooks for {count} rows, expected 1 to {count}")
+        shape = held, 1 << bits
+    dtype = PARAMETER_DTYPES.get(parameter_type, np.dtype("<f4"))
+    stored = reader.take(shape[0] * shape[1] * dtype.itemsize, f"{where}: its parameters would")
+    parameters = np.frombuffer(stored.tobytes(), dtype).reshape(shape)
+    if scheme is not Scheme.SHARED:
+        return parameters, None
+    kind = book_dtype(shape[0])
+    numbers = reader.take(count * kind.itemsize, f"{where}: its codebook numbers would")
+    books = np.frombuffer(numbers.tobytes(), kind).astype(np.uint32)
+    if int(books.max()) >= shape[0]:
+        raise PayloadError(f"{where}: a row uses codebook {int(books.max())} of {shape[0]}")
+    return parameters, books
 
 
 def _prove_scheme(
@@ -163,12 +188,13 @@ def _prove_scheme(
     if parameter not in ParameterType.__members__.values():
         raise PayloadError(f"{where}: parameter type {parameter} is unknown")
     known, kind = Scheme(scheme), ParameterType(parameter)
-    if (PARAMETERS_PER_ROW[known] > 0) != (kind is not ParameterType.NONE):
+    quantized = known not in (Scheme.ABSENT, Scheme.RAW)
+    if quantized != (kind is not ParameterType.NONE):
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {known.name}")
     expected = {Scheme.ABSENT: range(1), Scheme.RAW: [8 * element.stored.itemsize]}.get(known, range(1, 9))
     if bits not in expected:
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {known.name} of {element.name} values")
-    if PARAMETERS_PER_ROW[known] and not element.quantizable:
+    if quantized and not element.quantizable:
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {known.name}")
     return known, kind
 
@@ -181,6 +207,10 @@ def _prove_values(segment: Segment, element: Element, where: str) -> None:
         return
     if not np.isfinite(segment.parameters).all():
         raise PayloadError(f"{where}: a parameter is not finite")
+    if segment.scheme not in PARAMETERS_PER_ROW:
+        if (segment.parameters[:, 1:] < segment.parameters[:, :-1]).any():
+            raise PayloadError(f"{where}: the centroids of a codebook are not ascending")
+        return
     scales = segment.parameters[0].astype(np.float32)
     if np.signbit(scales).any():
         raise PayloadError(f"{where}: a scale is negative")

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.followed import Followed
+from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.rows import LosslessRows, Offsets, Rows
 from cnr_codecs.uniform import UniformRows
 
@@ -54,8 +55,9 @@ class RowCodec(Protocol):
         ...
 
 
-_CODECS: dict[str, type[UniformRows] | type[LosslessRows]] = {
+_CODECS: dict[str, type[UniformRows] | type[KMeansRows] | type[LosslessRows]] = {
     "cnr_uniform": UniformRows,
+    "cnr_kmeans": KMeansRows,
     "cnr_rows": LosslessRows,
 }
 

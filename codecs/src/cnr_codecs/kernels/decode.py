@@ -85,6 +85,37 @@ def decode_float16(
 
 
 @njit(nogil=True, cache=True)
+def look_up(
+    codes: Any,
+    rows: Any,
+    table: Any,
+    books: Any,
+    bits: int,
+    dim: int,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
+) -> int:
+    """Rows into `flat`: the values that `table` (codebooks, 2**bits), of the same dtype, has for their codes in
+    their codebook (`books`: uint32); the number of rows written.
+    """
+    unpacked = np.empty(dim, np.uint8)
+    written = 0
+    for i in range(rows.size):
+        r = _wanted(rows[i], first_row, need)
+        if r < 0:
+            continue
+        unpack_row(codes[i], bits, unpacked)
+        book = table[books[i]]
+        for j in range(dim):
+            flat[r * stride + j] = book[unpacked[j]]
+        need[r] = 0
+        written += 1
+    return written
+
+
+@njit(nogil=True, cache=True)
 def copy_raw(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
     """Raw values into `flat` (uint8: the bytes of the output, as is `stride`); the number of rows written."""
     written = 0

@@ -12,6 +12,7 @@ from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import RowsError
+from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.payload import Payload
 from cnr_codecs.proof import DEFAULT_MAX_DECODED_BYTES, parse
 from cnr_codecs.protocol import RowCodec
@@ -95,6 +96,22 @@ class UniformCodec(_RowsFace):
         self, scheme: str = "adaptive", bits: int = 4, bins: int | None = None, ratio: float | None = None
     ) -> None:
         self.rows_codec = UniformRows(scheme, bits, bins, ratio)
+
+
+class KMeansCodec(_RowsFace):
+    """k-means, by rows or groups of rows; options as `cnr_codecs.KMeansRows`."""
+
+    codec_id: ClassVar[str] = "cnr_kmeans"
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group: str = "row",
+        exact: bool = False,
+        block_rows: int | None = None,
+        clusters: int | None = None,
+    ) -> None:
+        self.rows_codec = KMeansRows(bits, group, exact, block_rows, clusters)
 
 
 class RowsCodec(_RowsFace):

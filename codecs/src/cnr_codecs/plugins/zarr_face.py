@@ -15,6 +15,7 @@ from zarr.core.common import parse_named_configuration
 from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
+from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.proof import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
@@ -137,6 +138,27 @@ class ZarrUniform(_ZarrRows):
     def rows_codec(self) -> UniformRows:
         """The codec underneath."""
         return UniformRows(self.scheme, self.bits, self.bins, self.ratio)
+
+
+@dataclass(frozen=True)
+class ZarrKMeans(_ZarrRows):
+    """k-means, by rows or groups of rows; options as `cnr_codecs.KMeansRows`."""
+
+    name: ClassVar[str] = "cnr.kmeans"
+
+    bits: int = 4
+    group: str = "row"
+    exact: bool = False
+    block_rows: int | None = None
+    clusters: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_rows", self.rows_codec.block_rows)
+
+    @property
+    def rows_codec(self) -> KMeansRows:
+        """The codec underneath."""
+        return KMeansRows(self.bits, self.group, self.exact, self.block_rows, self.clusters)
 
 
 @dataclass(frozen=True)

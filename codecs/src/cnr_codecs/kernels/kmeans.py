@@ -1,0 +1,297 @@
+"""k-means in one dimension, on sorted values: where the clusters begin, their means, codes.
+
+A *set* is the values that share a codebook, sorted: a row, or the rows of a group. The sets are the rows of
+`ordered` (float32 (sets, width), finite), of which the first `sizes[s]` (int64, at least 1) count. `cuts`
+(int64 (sets, clusters + 1)) says where clusters begin: cluster c holds values cuts[c] to cuts[c + 1] - 1, and
+may be empty. Loops see `z`, the values less the set's median, as float64, and `total`, their sums from the
+median outwards: neither large offsets nor far outliers cost the others' precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cnr_codecs.kernels.pack import pack_row
+
+# Functions that a loop calls for every value are inlined by force: a call would count references to its arrays.
+
+# Pieces that a set is cut into, for each cluster that they are merged to.
+PIECES = 3
+# Pieces are numbered in the lowest bits of the keys that find the cheapest merge; there are at most 768.
+PIECE_MASK = np.int64(0x3FF)
+_NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
+
+
+@njit(nogil=True, cache=True)
+def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
+    """Ward's merges of adjacent pieces, then Lloyd's iterations until nothing moves, at most `iterations`."""
+    clusters = cuts.shape[1] - 1
+    most_pieces = PIECES * clusters
+    z = np.empty(ordered.shape[1])
+    total = np.empty(ordered.shape[1] + 1)
+    mean = np.empty(clusters)
+    pieces = np.empty(most_pieces + 1, np.int64)
+    links = np.empty((2, most_pieces + 1), np.int64)
+    cost = np.empty(most_pieces)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        count = min(size, most_pieces)
+        _cut_pieces(z, size, count, pieces)
+        if count > clusters:
+            _merge(z, total, pieces, count, clusters, links, cost, cost.view(np.int64))
+        for c in range(clusters + 1):
+            cuts[s, c] = pieces[c] if c <= count else size
+        _lloyd(z, total, size, iterations, mean, cuts[s])
+
+
+@njit(nogil=True, cache=True)
+def _centre(row: Any, size: int, z: Any, total: Any) -> None:
+    middle = np.float64(row[size // 2])
+    for j in range(size):
+        z[j] = np.float64(row[j]) - middle
+    _sum_outwards(z, size, total)
+
+
+@njit(nogil=True, cache=True)
+def _sum_outwards(values: Any, size: int, total: Any) -> None:
+    """total[b] - total[a] is the sum of values a to b - 1."""
+    half = size // 2
+    total[half] = 0
+    for j in range(half, size):
+        total[j + 1] = total[j] + values[j]
+    for j in range(half - 1, -1, -1):
+        total[j] = total[j + 1] - values[j]
+
+
+@njit(nogil=True, cache=True)
+def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
+    """Cut a set into `count` pieces, which hold equal shares of its values and of its gaps' square roots.
+
+    Values alone would lump the tails together, gaps alone would spend all on a far outlier.
+    """
+    if count == size:
+        for j in range(size + 1):
+            pieces[j] = j
+        return
+    gaps = 0.0
+    for j in range(1, size):
+        gaps += np.sqrt(z[j] - z[j - 1])
+    pieces[0] = 0
+    piece = 1
+    share = 0.0
+    for j in range(size):
+        if j > 0:
+            share += np.sqrt(z[j] - z[j - 1])
+        mass = j / size + (share / gaps if gaps > 0 else j / size)
+        while piece < count and mass >= 2 * piece / count:
+            pieces[piece] = j
+            piece += 1
+    pieces[piece : count + 1] = size
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _merge_cost(z: Any, total: Any, first: int, middle: int, end: int) -> Any:
+    """What merging two adjacent pieces adds to the squared error; nothing if one is empty or all are equal."""
+    left = np.float64(middle - first)
+    right = np.float64(end - middle)
+    apart = (total[middle] - total[first]) * right - (total[end] - total[middle]) * left
+    weight = left * right * (left + right)
+    # Rounding must not make equal values seem apart. Another way out of the function would cost more.
+    merges = (weight > 0) & (z[first] < z[end - 1])
+    return apart * apart / (weight if merges else np.inf)
+
+
+@njit(nogil=True, cache=True)
+def _merge(
+    z: Any, total: Any, pieces: Any, count: int, clusters: int, links: Any, cost: Any, key: Any
+) -> None:
+    """Merge the two adjacent pieces that cost least, the first of equals, until `clusters` are left.
+
+    `key` views the costs as integers, of the same order, whose lowest bits are the piece's number: one pass
+    of integer minima, which vectorizes, finds both.
+    """
+    before, after = links[0], links[1]
+    key[0] = _NEVER
+    for i in range(count + 1):
+        before[i] = i - 1
+        after[i] = i + 1
+    for i in range(1, count):
+        cost[i] = _merge_cost(z, total, pieces[i - 1], pieces[i], pieces[i + 1])
+        key[i] = (key[i] & ~PIECE_MASK) | i
+    for _ in range(count - clusters):
+        least = _NEVER
+        for i in range(count):
+            least = min(least, key[i])
+        gone = least & PIECE_MASK
+        key[gone] = _NEVER
+        a, b = before[gone], after[gone]
+        after[a] = b
+        before[b] = a
+        if a > 0:
+            cost[a] = _merge_cost(z, total, pieces[before[a]], pieces[a], pieces[b])
+            key[a] = (key[a] & ~PIECE_MASK) | a
+        if b < count:
+            cost[b] = _merge_cost(z, total, pieces[a], pieces[b], pieces[after[b]])
+            key[b] = (key[b] & ~PIECE_MASK) | b
+    i = 0
+    for c in range(clusters + 1):
+        pieces[c] = pieces[i]
+        i = after[i]
+
+
+@njit(nogil=True, cache=True)
+def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any) -> None:
+    """Means from cuts, cuts from the means' midpoints; a value in the middle goes to the lower cluster."""
+    for _ in range(iterations):
+        for c in range(mean.size):
+            first, end = cuts[c], cuts[c + 1]
+            # The next value stands in for an empty cluster: that keeps the means in order. So does `max`,
+            # where differences of sums are not exact.
+            own = (total[end] - total[first]) / (end - first) if end > first else z[min(first, size - 1)]
+            mean[c] = max(own, mean[c - 1]) if c > 0 else own
+        moved = False
+        for c in range(1, mean.size):
+            middle = (mean[c - 1] + mean[c]) / 2
+            cut = cuts[c]
+            while cut < size and z[cut] <= middle:
+                cut += 1
+            while cut > 0 and z[cut - 1] > middle:
+                cut -= 1
+            moved = moved or cut != cuts[c]
+            cuts[c] = cut
+        if not moved:
+            return
+
+
+@njit(nogil=True, cache=True)
+def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
+    """The clusters of least squared error, by dynamic programming in O(clusters * size * log(size)).
+
+    `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
+    """
+    width = ordered.shape[1]
+    clusters = cuts.shape[1] - 1
+    z = np.empty(width)
+    total = np.empty(width + 1)
+    squares = np.empty(width + 1)
+    shares = np.ones(width + 1)
+    shares[1:] = 1 / np.arange(1, width + 1)
+    best = np.empty((2, width + 1))
+    begin = np.zeros((clusters, width + 1), np.int32)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        used = min(clusters, size)
+        _sum_outwards(z * z, size, squares)
+        for j in range(1, size + 1):
+            best[0, j] = _error(z, total, squares, shares, 0, j)
+        for c in range(1, used):
+            # The last round needs its last value alone.
+            first = size if c == used - 1 else c + 1
+            last = size - (used - 1 - c)
+            _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
+        cuts[s, used:] = size
+        for c in range(used - 1, 0, -1):
+            cuts[s, c] = begin[c, cuts[s, c + 1]]
+        cuts[s, 0] = 0
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) -> Any:
+    """The squared error of values `first` to end - 1 about their mean; not below 0, however it is rounded."""
+    if z[first] == z[end - 1]:
+        return 0.0
+    own = total[end] - total[first]
+    return max(squares[end] - squares[first] - own * own * shares[end - first], 0.0)
+
+
+@njit(nogil=True, cache=True)
+def _extend(
+    z: Any,
+    total: Any,
+    squares: Any,
+    shares: Any,
+    before: Any,
+    best: Any,
+    begin: Any,
+    least: int,
+    first: int,
+    last: int,
+) -> None:
+    """Add a cluster: for each end `first` to `last`, where it begins, `least` or later, and the error then.
+
+    Later ends have later beginnings, so those found at a coarse step bound the ones between.
+    """
+    step = 1
+    while 2 * step <= last - first + 1:
+        step *= 2
+    while step >= 1:
+        for end in range(first + step - 1, last + 1, 2 * step):
+            low: Any = least
+            high: Any = end - 1
+            if end - step >= first:
+                low = begin[end - step]
+            if end + step <= last:
+                high = min(high, begin[end + step])
+            lowest = np.inf
+            found: Any = low
+            for i in range(low, high + 1):
+                error = before[i] + _error(z, total, squares, shares, i, end)
+                if error < lowest:
+                    lowest = error
+                    found = i
+            best[end] = lowest
+            begin[end] = found
+        step //= 2
+
+
+@njit(nogil=True, cache=True)
+def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, spread: Any) -> None:
+    """Means of clusters (float64 (sets, clusters)); each set's squared error and its squares about its median.
+
+    An empty cluster takes the next value, or the last. Values are summed in their order, from the cluster's
+    first on: differences of running sums would lose small clusters behind large values.
+    """
+    for s in range(sizes.size):
+        middle = np.float64(ordered[s, sizes[s] // 2])
+        error[s] = 0
+        spread[s] = 0
+        for c in range(mean.shape[1]):
+            first, end = cuts[s, c], cuts[s, c + 1]
+            if end <= first:
+                mean[s, c] = ordered[s, min(first, sizes[s] - 1)]
+                continue
+            own = 0.0
+            for j in range(first, end):
+                own += ordered[s, j]
+            own /= end - first
+            mean[s, c] = own
+            for j in range(first, end):
+                off = ordered[s, j] - own
+                far = ordered[s, j] - middle
+                error[s] += off * off
+                spread[s] += far * far
+
+
+@njit(nogil=True, cache=True)
+def assign_pack(values: Any, order: Any, book: Any, thresholds: Any, bits: int, out: Any) -> None:
+    """Codes of the rows `order` of `values` (float32 (n, dim)), packed into `out` (uint8 (len(order), bytes a
+    row)).
+
+    A value's code is the number of thresholds (float32 (codebooks, 2**bits - 1)) below it, in the codebook
+    that `book` (one for each of `order`) names.
+    """
+    codes = np.empty(values.shape[1], np.uint8)
+    for i in range(order.size):
+        row = values[order[i]]
+        limits = thresholds[book[i]]
+        codes[:] = 0
+        for c in range(limits.size):
+            limit = limits[c]
+            for j in range(row.size):
+                codes[j] += np.uint8(row[j] > limit)
+        pack_row(codes, bits, out[i])
