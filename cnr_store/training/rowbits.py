@@ -69,11 +69,15 @@ class RowBits:
         else:
             bitmap.mark_nonzero(self._host, _as_integers(gradient).cpu().numpy())
 
+    def read(self) -> Bitmap:
+        """The bits in host memory; it may be the memory that the next marks write to."""
+        return self._bits[:-1].cpu().numpy() if self._host is None else self._host
+
     def take(self) -> Bitmap:
         """The bits in host memory; none is set afterwards."""
+        taken = self.read()
         if self._host is None:
-            taken = self._bits[:-1].cpu().numpy()
             self._bits.zero_()
-            return taken
-        taken, self._host = self._host, bitmap.empty_bitmap(self.rows)
+        else:
+            self._host = bitmap.empty_bitmap(self.rows)
         return taken

@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training import bitmap
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import hook_module, hook_steps, remove_all
 from cnr_store.training.optimizers import counted_changes, group_moves_untouched
@@ -230,14 +229,15 @@ class Tracker:
         Of a table that must be saved whole every bit is set. A new interval begins.
         """
         whole = self.whole_reasons()
-        return {name: self._swap(watch, name in whole) for name, watch in self._watches.items()}
-
-    def _swap(self, watch: Watch, whole: bool) -> Bitmap:
-        carried = watch.carried
-        taken = watch.begin()
-        if watch.table.name not in self._owned:
-            watch.carried = taken
-        return bitmap.full_bitmap(watch.table.rows) if whole else taken | carried
+        flagged = {name: watch.flagged(name in whole) for name, watch in self._watches.items()}
+        try:
+            for name, watch in self._watches.items():
+                watch.begin(carry=name not in self._owned)
+            return flagged
+        except BaseException:
+            # Interrupted between two tables, say: those that have begun would forget their rows.
+            self.restore(flagged)
+            raise
 
     def restore(self, bitmaps: Mapping[str, Bitmap]) -> None:
         """Give the bitmaps of a failed save back: their rows are flagged again.

@@ -44,23 +44,28 @@ class Watch:
         self._seen = Fingerprint(table.parameter)
         self.begin()
 
-    def begin(self, carried: Bitmap | None = None) -> Bitmap:
-        """Begin a new interval with the rows `carried` flagged already; returns those of the last one.
+    def flagged(self, whole: bool) -> Bitmap:
+        """All rows, or those flagged in this interval or carried into it; in memory of its own."""
+        return bitmap.full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried
+
+    def begin(self, carry: bool = False) -> None:
+        """Begin a new interval; with `carry`, the rows flagged in the last one are flagged in this one, too.
 
         The table may have got another size or device since.
         """
         rows, device = self.table.rows, self.table.parameter.device
         taken = self.bits.take()
+        if self.resized:
+            taken = bitmap.full_bitmap(rows)
+        # Before the bits: were this interrupted, the table would still count as resized.
+        self.carried = taken if carry else bitmap.empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
-            taken = bitmap.full_bitmap(rows)
-        self.carried = bitmap.empty_bitmap(rows) if carried is None else carried
         self.whole: str | None = None
         self._marked = False
         self.account()
         for optimizer in self._optimizers.values():
             self.account_slots(optimizer)
-        return taken
 
     @property
     def resized(self) -> bool:

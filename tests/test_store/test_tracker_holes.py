@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from torch.optim import SGD
 
 import cnr_store
 from cnr_store import Checkpointer
+from cnr_store.training.bitmap import full_bitmap
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tensors import assign_rows, gather
 from cnr_store.training.tracker import Tracker
@@ -234,6 +238,52 @@ def test_state_changed_outside_steps_is_saved(tmp_path: Path, policy: str, kind:
             cnr_store.load(tmp_path, saved.model, saved.optimizer)
             assert torch.equal(saved.slot(), bench.slot())
             assert torch.equal(saved.table.weight, bench.table.weight)
+
+
+class InterruptedLine:
+    """Raises KeyboardInterrupt at the n-th line that a function and all that it calls come to."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptedLine:
+        if event == "line" and "training" in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Whether the call ended before that line."""
+        former = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(former)
+        return True
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_swap_interrupted_anywhere_forgets_no_row(given: bool) -> None:
+    for line in itertools.count(1):
+        model = nn.ModuleDict({name: nn.Embedding(ROWS, 3, sparse=True) for name in "abc"})
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tracker = Tracker(find_tables(model), [optimizer] if given else [])
+        total = model["a"](ids(1)).sum() + model["b"](ids(2)).sum() + model["c"](ids(3)).sum()
+        total.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model["c"].get_parameter("weight").add_(1)
+        if not given:
+            tracker.restore({"c": full_bitmap(ROWS)})
+        if InterruptedLine(line).run(tracker.swap):
+            assert line > 30
+            return
+        swapped = {name: listed(flagged) for name, flagged in tracker.swap().items()}
+        assert swapped == {"a": [1], "b": [2], "c": ALL}
 
 
 def bfloat16_patterns() -> torch.Tensor:
