@@ -161,8 +161,10 @@ class Tracker:
         Raises
         ------
         ModelMismatchError
-            No such table, or an id is no integer in ``[0, rows)``; nothing was flagged.
+            No such table, an id is no integer in ``[0, rows)``, or modules no longer share their parameter;
+            nothing was flagged.
         """
+        self._adopt_replaced()
         watch = self._named(name)
         try:
             tensor = torch.as_tensor(ids)
@@ -272,10 +274,10 @@ class Tracker:
                     f"table {name!r}: its modules no longer share one parameter; make a new checkpointer"
                 )
             if weight is not watch.table.parameter:
-                del self._by_parameter[id(watch.table.parameter)]
-                watch.table.parameter = weight
-                self._by_parameter[id(weight)] = watch
                 watch.make_whole("its parameter was replaced in the model")
+                self._by_parameter.pop(id(watch.table.parameter), None)
+                self._by_parameter[id(weight)] = watch
+                watch.table.parameter = weight
 
 
 def _overrides_forward(module: nn.Module) -> bool:

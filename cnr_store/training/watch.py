@@ -119,9 +119,11 @@ class Watch:
         }
 
     def mark(self, ids: torch.Tensor) -> None:
-        """Flag the rows `ids`, integers of any shape."""
+        """Flag the rows `ids`, integers of any shape, in the table as it is now."""
         self._marked = True
-        if not self.bits.mark(ids):
+        if self.resized:
+            self.make_whole("its number of rows changed")
+        elif not self.bits.mark(ids):
             self.make_whole("an id out of range was looked up")
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
@@ -136,8 +138,9 @@ class Watch:
 
     def give_back(self, flagged: Bitmap) -> None:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
-        if flagged.shape == self.carried.shape:
-            self.carried = self.carried | flagged
+        if flagged.shape == self.carried.shape and not self.resized:
+            # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
+            self.carried = (self.carried | flagged) & bitmap.full_bitmap(self.table.rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
 

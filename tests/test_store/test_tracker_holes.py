@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 import cnr_store
 from cnr_store import Checkpointer
-from cnr_store.training.bitmap import full_bitmap
+from cnr_store.training.bitmap import count, full_bitmap
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tensors import assign_rows, gather
 from cnr_store.training.tracker import Tracker
@@ -284,6 +284,45 @@ def test_a_swap_interrupted_anywhere_forgets_no_row(given: bool) -> None:
             return
         swapped = {name: listed(flagged) for name, flagged in tracker.swap().items()}
         assert swapped == {"a": [1], "b": [2], "c": ALL}
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("rows", "other"), [(7, 9), (33, 40), (40, 33), (40, 41), (9, 7), (40, 400)])
+def test_flags_follow_a_table_that_gets_other_rows(given: bool, rows: int, other: int) -> None:
+    table = nn.Embedding(rows, 3)
+    every, now = list(range(rows)), list(range(other))
+    tracker = Tracker(find_tables(table), [SGD(table.parameters(), lr=0.1)] if given else [])
+    failed = [tracker.swap()]
+    table(ids(1))
+    failed.append(tracker.swap())
+    table.weight.grad = None
+    with torch.no_grad():
+        table.weight.add_(1)
+    failed.append(tracker.swap())
+    assert listed(failed[1]["weight"], rows) == [1]
+    assert listed(failed[2]["weight"], rows) in (every, [1])
+    table.weight = nn.Parameter(torch.ones(other, 3))
+    tracker.mark("weight", [other - 1])
+    for flagged in failed:
+        tracker.restore(flagged)
+    assert listed(tracker.swap()["weight"], other) == now
+    for flagged in failed:
+        tracker.restore(flagged)
+    last = tracker.swap()["weight"]
+    assert len(last) == (other + 7) // 8
+    assert count(last) == len(listed(last, other)) >= min(rows, other)
+    if (rows + 7) // 8 != (other + 7) // 8:
+        assert listed(last, other) == now
+    assert not given or not tracker.swap()["weight"].any()
+
+
+def test_rows_marked_in_a_table_with_other_rows_than_flags_make_it_whole() -> None:
+    bench = Bench()
+    bench.table.weight.data = torch.ones(ROWS + 20, 3)
+    bench.tracker.mark("t", [ROWS + 19])
+    assert listed(bench.tracker.swap()["t"], ROWS + 20) == list(range(ROWS + 20))
+    bench.tracker.mark("t", [ROWS + 19])
+    assert listed(bench.tracker.swap()["t"], ROWS + 20) == [ROWS + 19]
 
 
 def bfloat16_patterns() -> torch.Tensor:
