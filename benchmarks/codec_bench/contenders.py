@@ -14,7 +14,7 @@ from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped
 
 import cnr_codecs
 from benchmarks.codec_bench.rows import Rows
-from cnr_codecs import RowCodec, UniformRows
+from cnr_codecs import KMeansRows, RowCodec, UniformRows
 
 _QUANTIZED = torch.ops.quantized
 
@@ -82,6 +82,7 @@ ADAPTIVE_2 = ours("ours, adaptive", UniformRows("adaptive", 2), 2)
 ASYMMETRIC_4 = ours("ours, asymmetric", UniformRows("asymmetric", 4), 4)
 ASYMMETRIC_2 = ours("ours, asymmetric", UniformRows("asymmetric", 2), 2)
 WALK_4 = ours("ours, the paper's walk", UniformRows("adaptive", 4, 45, 0.5), 4)
+KMEANS_4 = ours("ours, k-means a row", KMeansRows(4), 4)
 WALK_2 = ours("ours, the paper's walk", UniformRows("adaptive", 2, 25, 0.99), 2)
 TORCH_8 = _torch(
     "torch, byte", 8, _QUANTIZED.embedding_bag_byte_prepack, _QUANTIZED.embedding_bag_byte_unpack
@@ -102,6 +103,6 @@ SKLEARN_4 = Contender("scikit-learn, k-means a row", 4, _kmeans_fit, _kmeans_row
 
 CONTENDERS = (
     *(ASYMMETRIC_8, TORCH_8),
-    *(ADAPTIVE_4, WALK_4, ASYMMETRIC_4, TORCH_4, SKLEARN_4),
+    *(ADAPTIVE_4, WALK_4, ASYMMETRIC_4, TORCH_4, KMEANS_4, SKLEARN_4),
     *(ADAPTIVE_2, WALK_2, ASYMMETRIC_2, TORCH_2),
 )

@@ -10,6 +10,8 @@ from benchmarks.codec_bench.contenders import (
     ADAPTIVE_2,
     ADAPTIVE_4,
     ASYMMETRIC_8,
+    KMEANS_4,
+    SKLEARN_4,
     TORCH_2,
     TORCH_4,
     TORCH_8,
@@ -48,6 +50,9 @@ def against_peers(lines: Sequence[Line]) -> Iterator[Target]:
     """The targets that the table's lines decide."""
     yield _encode("adaptive, 4 bits: times torch's encoding", 40, lines, ADAPTIVE_4, TORCH_4)
     yield _encode("adaptive, 2 bits: times torch's encoding", 50, lines, ADAPTIVE_2, TORCH_2)
+    # With as many codes as values there is nothing to choose, and our codebooks are rounded.
+    wide = [line for line in lines if line.dim > 16]
+    yield _encode("k-means, 4 bits: times scikit-learn's encoding", 300, wide, KMEANS_4, SKLEARN_4)
     yield _pace("asymmetric, 8 bits: times torch's encoding", "encode_gb_s", lines, ASYMMETRIC_8, TORCH_8)
     for us, peer in ((ASYMMETRIC_8, TORCH_8), (ADAPTIVE_4, TORCH_4), (ADAPTIVE_2, TORCH_2)):
         yield _pace(f"{us.bits} bits: times torch's decoding", "decode_gb_s", lines, us, peer)

@@ -14,6 +14,7 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
+from cnr_codecs.kmeans import GROUPS, KMeansRows
 from cnr_codecs.payload import HEADER, SEGMENT
 from cnr_codecs.proof import parse
 from cnr_codecs.protocol import RowCodec
@@ -64,7 +65,8 @@ def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> lis
 
 def all_codecs() -> list[RowCodec]:
     """Every scheme at every width, uniform ones first."""
-    return [UniformRows(scheme, bits) for scheme in SCHEMES for bits in WIDTHS]
+    uniform: list[RowCodec] = [UniformRows(scheme, bits) for scheme in SCHEMES for bits in WIDTHS]
+    return [*uniform, *(KMeansRows(bits, group) for group in GROUPS for bits in WIDTHS)]
 
 
 def l2_errors(rows: Rows, decoded: Rows) -> npt.NDArray[np.float64]:
