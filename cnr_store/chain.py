@@ -47,6 +47,11 @@ class ArrayReader:
                     f"version {self.version}, {path}: {self.shape} {self.element} leans on version {link.version}, "
                     f"which has {link.entry.shape} {link.entry.element}"
                 )
+        if sum(link.most_rows for link in self.links) < self.shape[0]:
+            raise CorruptionError(
+                f"version {self.version}, {path}: {self.shape[0]} rows are recorded, more than the objects of its "
+                f"chain ({', '.join(link.version for link in self.links[:3])}) have room for"
+            )
 
     def read(self, first_row: int, out: Array) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,30 @@ from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, parse_dense_document
 from cnr_store.format.record import Record
+from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
+
+
+def dense_layout(record: Record, path: str) -> DenseGrid:
+    """Shape, cut and type of a dense array.
+
+    Raises
+    ------
+    VersionNotFoundError, CorruptionError, FormatError
+    """
+    what = f"version {record.id}, {path}"
+    entry = record.arrays.get(path)
+    if entry is None or entry.kind != "dense":
+        raise VersionNotFoundError(f"version {record.id} has no dense array {path}")
+    if path not in record.nodes:
+        raise CorruptionError(f"{what} is recorded without metadata")
+    grid = parse_dense_document(record.nodes[path], what)
+    if (grid.shape, grid.dtype.name) != (entry.shape, entry.element):
+        raise CorruptionError(
+            f"{what}: {grid.shape} {grid.dtype} and {entry.shape} {entry.element[:40]} in one record"
+        )
+    return grid
 
 
 def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str | None]:
@@ -22,37 +43,31 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
 
     Raises
     ------
-    VersionNotFoundError, CorruptionError
+    VersionNotFoundError, CorruptionError, FormatError
     """
-    what = f"version {record.id}, {path}"
-    entry, doc = record.arrays.get(path), record.nodes.get(path)
-    if entry is None or doc is None or entry.kind != "dense":
-        raise VersionNotFoundError(f"version {record.id} has no dense array {path}")
-    grid = parse_dense_document(doc, what)
-    stored = sum(part.nbytes for part in catalog.manifest(record).parts(path).values())
-    if math.prod(grid.shape) * grid.dtype.itemsize > stored:
-        raise CorruptionError(
-            f"{what}: {grid.shape} {grid.dtype} do not fit in the {stored} bytes of its objects"
-        )
-    out = np.empty(grid.shape, grid.dtype)
+    grid = dense_layout(record, path)
+    # Before memory is taken: that there is a first chunk of the size that all have.
+    data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
+    out = empty(grid.shape, grid.dtype, f"version {record.id}, {path}")
     for index in range(grid.chunks):
-        data = memoryview(dense_object(catalog, record, path, grid, index))
-        if len(data) - 4 != math.prod(grid.chunk) * grid.dtype.itemsize:
-            raise CorruptionError(
-                f"{what}: chunk {index} has {len(data) - 4} bytes, not those of {grid.chunk} {grid.dtype}"
-            )
-        _place_chunk(out, grid, index, data[:-4])
-    torch_dtype = doc.get("attributes", {}).get("torch_dtype")
-    return out, torch_dtype
+        if index:
+            data = dense_object(catalog, record, path, grid, index)
+        _place_chunk(out, grid, index, memoryview(data)[:-4])
+    return out, grid.torch_dtype
 
 
 def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, index: int) -> bytes:
     """The object of a dense array's chunk, values and crc32c, proven to be the one committed."""
     key = layout.version_key(record.id, path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
-    part = catalog.manifest(record).parts(path).get(index)
-    if part is None:
-        raise CorruptionError(f"{what} is not in the manifest")
+    parts = catalog.manifest(record).parts(path)
+    part = parts.get(index)
+    if part is None or len(parts) != grid.chunks:
+        raise CorruptionError(f"{what}: the manifest lists {len(parts)} of {grid.chunks} objects")
+    if part.nbytes != grid.chunk_nbytes + 4:
+        raise CorruptionError(
+            f"{what} has {part.nbytes} bytes, a chunk of {grid.chunk} {grid.dtype} takes {grid.chunk_nbytes + 4}"
+        )
     data = read_object(catalog.backend, key, what)
     if len(data) != part.nbytes or int.from_bytes(data[-4:], "little") != part.tail:
         raise CorruptionError(f"{what}: its {len(data)} bytes are not those committed ({part.nbytes})")

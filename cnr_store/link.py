@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,7 +19,15 @@ from cnr_backends import (
     index_nbytes,
     parse_index,
 )
-from cnr_codecs import CodecError, Payload, Unpacker, decode_into, most_packed_bytes, parse
+from cnr_codecs import (
+    CodecError,
+    Payload,
+    Unpacker,
+    array_dtype,
+    decode_into,
+    most_packed_bytes,
+    parse,
+)
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError
 from cnr_store.format import layout
@@ -26,6 +35,7 @@ from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
 _COALESCED_BYTES = 16 << 20
@@ -53,10 +63,25 @@ class Link:
                     f"version {record.id}, {path}: shapes {shape} and {self.entry.shape} in one record"
                 )
             self._unpacker = parse_unpacker(record.nodes[path], f"version {record.id}, {path}")
+            self._check_document(record.nodes[path]["data_type"], self.grid)
         elif self.entry.rows:
             raise CorruptionError(
                 f"version {record.id}, {path}: {self.entry.rows} rows are recorded without metadata"
             )
+
+    def _check_document(self, data_type: str, grid: Grid) -> None:
+        where = f"version {self.version}, {self.path}"
+        if data_type != array_dtype(self.entry.element).name:
+            raise CorruptionError(f"{where}: types {data_type} and {self.entry.element} in one record")
+        if any(shard >= math.prod(grid.shard_grid) for shard in self._parts):
+            raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that its shards have room for."""
+        if self.grid is None:
+            return 0
+        return -(-len(self._parts) // self.grid.shard_grid[1]) * self.grid.shard_rows
 
     def fill(self, first_row: int, out: Array, need: Array) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
@@ -102,15 +127,17 @@ class Link:
             most_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
             payload = parse(self._unpacker.unpack(data, most_bytes))
             self._check(payload, row, column)
-            width = min(grid.chunk_columns, grid.columns - column)
+            begin, end = max(row - first_row, 0), min(row + grid.chunk_rows - first_row, len(out))
+            width, skipped = min(grid.chunk_columns, grid.columns - column), first_row + begin - row
+            target, wanted = out[begin:end, column : column + width], need[begin:end]
             if width == payload.dim:
-                decode_into(payload, out[:, column : column + width], need, first_row - row)
+                decode_into(payload, target, wanted, skipped)
             else:
-                padded = np.empty((len(out), payload.dim), out.dtype)
-                hit = need.copy()
-                decode_into(payload, padded, need, first_row - row)
-                rows = hit != need
-                out[rows, column : column + width] = padded[rows, :width]
+                padded = empty((end - begin, payload.dim), out.dtype, self._where(row, grid.chunk_rows))
+                before = wanted.copy()
+                decode_into(payload, padded, wanted, skipped)
+                rows = before != wanted
+                target[rows] = padded[rows, :width]
         except CodecError as error:
             raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
 

@@ -14,6 +14,7 @@ from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
 from cnr_store.format.layout import decode_name
+from cnr_store.memory import empty
 from cnr_store.reading.overlay import Overlay
 
 Url = str | os.PathLike[str] | Store | Backend
@@ -96,7 +97,8 @@ def state_dict(
 
 def read_rows(reader: ArrayReader, transfer: Transfer) -> np.ndarray[Any, Any]:
     """All rows of an array, in its shape and dtype, read concurrently."""
-    out = np.empty((reader.shape[0], reader.columns), reader.dtype)
+    shape = (reader.shape[0], reader.columns)
+    out = empty(shape, reader.dtype, f"version {reader.version}, {reader.path}")
     for _ in transfer.map(
         lambda region: reader.read(region[0], out[region[0] : sum(region)]), reader.regions()
     ):

@@ -17,17 +17,19 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
-from cnr_store.dense import dense_object
+from cnr_store.dense import dense_layout, dense_object
 from cnr_store.errors import CheckpointError
 from cnr_store.format.arrays import (
+    DenseGrid,
     Doc,
+    dense_document,
     document_bytes,
     group_document,
-    parse_dense_document,
     plain_rows_document,
 )
-from cnr_store.format.layout import NODE, parent_groups
+from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
+from cnr_store.memory import empty
 
 CHUNK_BYTES = 4 << 20
 T = TypeVar("T")
@@ -45,6 +47,7 @@ class Overlay(Store):
         self._catalog = catalog
         self._record = record
         self._readers: dict[str, ArrayReader] = {}
+        self._dense: dict[str, DenseGrid] = {}
         self._documents = self._make_documents()
 
     def __eq__(self, other: object) -> bool:
@@ -68,7 +71,8 @@ class Overlay(Store):
             for group in parent_groups(path):
                 nodes[group] = group_document()
             if entry.kind == "dense":
-                nodes[path] = record.nodes[path]
+                grid = self._dense[path] = dense_layout(record, path)
+                nodes[path] = dense_document(grid, decode_name(path.rsplit("/", 1)[-1]), grid.torch_dtype)
             else:
                 reader = self._readers[path] = ArrayReader(self._catalog, record, path)
                 nodes[path] = plain_rows_document(reader.shape, reader.dtype, _chunk_rows(reader))
@@ -86,16 +90,18 @@ class Overlay(Store):
         if place is None:
             return None
         path, index = place
-        doc = self._documents[path]
-        if path in self._readers:
-            return _compose(self._readers[path], index, doc["chunk_grid"]["configuration"]["chunk_shape"][0])
-        return dense_object(self._catalog, self._record, path, parse_dense_document(doc, path), index)
+        if path in self._dense:
+            return dense_object(self._catalog, self._record, path, self._dense[path], index)
+        chunk_rows = self._documents[path]["chunk_grid"]["configuration"]["chunk_shape"][0]
+        return _compose(self._readers[path], index, chunk_rows)
 
     def _chunk(self, key: str) -> tuple[str, int] | None:
         """(path of the array, index along its first axis) of a chunk's key, None if it is no chunk's."""
-        path, found, place = (key[:-2], "/c", "") if key.endswith("/c") else key.partition("/c/")
+        # Every path has three names; any of them may be c itself.
+        names = key.split("/", 4)
+        path, place = "/".join(names[:3]), names[4] if len(names) == 5 else ""
         doc = self._documents.get(path)
-        if not found or doc is None or doc["node_type"] != "array":
+        if names[3:4] != ["c"] or doc is None or doc["node_type"] != "array":
             return None
         index = _chunk_index(place, _chunk_counts(doc))
         return None if index is None else (path, index)
@@ -176,8 +182,9 @@ def _chunk_rows(reader: ArrayReader) -> int:
 
 def _compose(reader: ArrayReader, index: int, chunk_rows: int) -> bytes:
     first_row = index * chunk_rows
-    fill = np.nan if reader.dtype.kind == "f" else 0
-    out = np.full((chunk_rows, reader.columns), fill, reader.dtype)
+    shape = (chunk_rows, reader.columns)
+    out = empty(shape, reader.dtype, f"version {reader.version}, {reader.path}")
+    out.fill(np.nan if reader.dtype.kind == "f" else 0)
     reader.read(first_row, out[: reader.shape[0] - first_row])
     return out.astype(out.dtype.newbyteorder("<"), copy=False).tobytes()
 

@@ -1,0 +1,27 @@
+"""Memory of the size that a document asks for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cnr_store.errors import CorruptionError
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+    """A new array, its values undefined.
+
+    Raises
+    ------
+    CorruptionError
+        There is not that much memory; `what` names what was to be read into it.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise CorruptionError(
+            f"{what}: {shape} {dtype} take {math.prod(shape) * dtype.itemsize >> 20} MiB, more than can be allocated; "
+            "the store is damaged, or a machine with more memory is needed"
+        ) from error
