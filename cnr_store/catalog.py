@@ -14,6 +14,7 @@ from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
+from cnr_store.format.proof import shown
 from cnr_store.format.record import Record, decode_record
 from cnr_store.format.state import decode_state, loads
 
@@ -108,7 +109,7 @@ class Catalog:
             )
         if found != layout.FORMAT:
             raise FormatError(
-                f"{self.backend.url} holds format {found!r}; this release reads format {layout.FORMAT}: "
+                f"{self.backend.url} holds format {shown(found)}; this release reads format {layout.FORMAT}: "
                 "install a newer cnr-store"
             )
         return True

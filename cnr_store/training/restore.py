@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,16 @@ from torch.optim import Optimizer
 from cnr_backends import Transfer
 from cnr_store.catalog import Catalog, VersionInfo
 from cnr_store.chain import ArrayReader
-from cnr_store.dense import read_dense
-from cnr_store.errors import ModelMismatchError
+from cnr_store.dense import dense_layout, read_dense
+from cnr_store.errors import CheckpointError, CorruptionError, FormatError, ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
-from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.record import Record
 from cnr_store.format.state import decode_state
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
-from cnr_store.training.snapshot import row_arrays, set_rng_state
+from cnr_store.training.proof import check_slots, check_tree, state_tensor
+from cnr_store.training.rng import set_rng_state
+from cnr_store.training.snapshot import row_arrays
 from cnr_store.training.tables import (
     Table,
     check_extra_state,
@@ -33,6 +35,7 @@ from cnr_store.training.tables import (
 from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, note_change, numpy_view
 
 Array = np.ndarray[Any, Any]
+_BESIDE_STATE = ("dense/optim/", "dense/state/")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Restore:
         self._optimizers = optimizers
         self._where = f"version {record.id} of {catalog.backend.url}"
         self._state: Any = None
+        self._info: VersionInfo | None = None
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Compare names, shapes and types of the model, its optimizers and `objects` with what is stored.
@@ -82,9 +86,10 @@ class Restore:
         ------
         ModelMismatchError
             Naming what differs, with both shapes.
-        CorruptionError
+        CorruptionError, FormatError
             The state is damaged.
         """
+        self._info = VersionInfo.of(self._record)
         self._check_tables()
         self._check_dense()
         self._state = self._read_state()
@@ -116,12 +121,16 @@ class Restore:
         stored = {name: entry.shape for name, (_, entry) in entries.items()}
         self._compare("tensor", stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
-            path, entry = entries[name]
-            stored_type = self._record.nodes[path].get("attributes", {}).get("torch_dtype", entry.element)
+            grid = dense_layout(self._record, entries[name][0])
+            stored_type = grid.torch_dtype or grid.dtype.name
             if stored_type != dtype_name(tensor.dtype):
                 raise ModelMismatchError(
                     f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored_type} in "
                     f"{self._where}; convert the model before loading"
+                )
+            if grid.dtype.itemsize != tensor.element_size():
+                raise CorruptionError(
+                    f"{self._where}: {entries[name][0]}: {grid.dtype} does not hold the bits of {stored_type[:40]}"
                 )
 
     def _compare(
@@ -154,33 +163,53 @@ class Restore:
         CorruptionError
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
-        state, changed = self._state, {}
+        info, state, changed = self._info, self._state, {}
+        assert info is not None  # `check` has passed
         for table in self._tables:
             changed[table.name] = self._read_rows(slot_path(table.name, "weight"), table.parameter, transfer)
         slots = self._read_slots(state["optimizers"], transfer) if self._optimizers else []
         for name, tensor in dense_tensors(self._model, self._tables).items():
             self._read_tensor(name, tensor)
-        load_extra_state(self._model, state["extra_state"])
+        with self._accepted("a module's set_extra_state"):
+            load_extra_state(self._model, state["extra_state"])
         names = parameter_names(self._model)
         for optimizer, tree, found in zip(self._optimizers, state["optimizers"], slots, strict=False):
-            load_optimizer(optimizer, names, self._tables, tree, found)
+            with self._accepted(f"{type(optimizer).__name__}.load_state_dict"):
+                load_optimizer(optimizer, names, self._tables, tree, found)
         for name, value in objects.items():
-            value.load_state_dict(state["objects"][name])
+            with self._accepted(f"load_state_dict of {name!r}"):
+                value.load_state_dict(state["objects"][name])
         if rng and state["rng"] is not None:
             set_rng_state(state["rng"])
-        info = VersionInfo.of(self._record)
         return Restored(info, info.step, state["reader"], info.metadata), changed
 
+    @contextmanager
+    def _accepted(self, taker: str) -> Iterator[None]:
+        """Names the version and who did not take its state."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever foreign code raises for a state that it does not expect
+            raise ModelMismatchError(
+                f"{self._where}: {taker} did not accept the state that was stored: {error!r}; the model is partly "
+                "overwritten, load another version or give what was saved"
+            ) from error
+
     def _read_state(self) -> Any:
+        seen: set[str] = set()
+
         def read(path: str) -> Array:
+            # Each reference has an array of its own, so that a small state can't become many large arrays.
+            if path in seen or not path.startswith(_BESIDE_STATE):
+                raise FormatError(f"{self._where}: the state refers to {path[:80]!r}, or refers to it twice")
+            seen.add(path)
             return read_dense(self._catalog, self._record, path)[0]
 
-        def tensor(leaf: ArrayLeaf) -> torch.Tensor:
-            return dense_tensor(leaf.values, leaf.torch_dtype)
-
-        return decode_state(self._catalog.state(self._record), read=read, from_leaf=tensor)
+        return decode_state(self._catalog.state(self._record), read=read, from_leaf=state_tensor)
 
     def _check_state(self, objects: Mapping[str, Any]) -> None:
+        check_tree(self._state, self._where)
         trees = self._state["optimizers"]
         if self._optimizers and len(trees) != len(self._optimizers):
             raise ModelMismatchError(
@@ -195,6 +224,9 @@ class Restore:
                     "give the one it was saved with"
                 )
             check_groups(optimizer, names, tree)
+        if self._optimizers:
+            for path in check_slots(trees, self._tables, self._record.arrays, self._where):
+                ArrayReader(self._catalog, self._record, path)
         missing = sorted(objects.keys() - self._state["objects"].keys())
         if missing:
             raise ModelMismatchError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.plan import DenseWrite
 from cnr_store.training.optimizers import optimizer_tree, row_slots
+from cnr_store.training.rng import rng_state
 from cnr_store.training.tables import (
     Table,
     dense_aliases,
@@ -228,26 +228,6 @@ def tensor_leaf(value: object) -> ArrayLeaf | None:
     if isinstance(value, np.ndarray) and kind is np.ndarray:
         return ArrayLeaf(value.copy())
     return None
-
-
-def rng_state() -> dict[str, Any]:
-    """State of the random number generators that training draws from: torch, numpy, Python."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def table_aliases(model: nn.Module, tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,129 @@
+"""Proof that a decoded state has the shape that a load relies on, before the load changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format.layout import slot_path
+from cnr_store.format.leaves import ArrayLeaf
+from cnr_store.format.proof import members, shown, text, texts
+from cnr_store.format.record import ArrayEntry
+from cnr_store.memory import empty
+from cnr_store.training.rng import check_rng_state
+from cnr_store.training.tables import Table
+from cnr_store.training.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
+
+_SLOT_TYPES = {dtype_name(dtype): dtype for dtype in SLOT_DTYPES}
+
+
+def check_tree(state: Any, where: str) -> None:
+    """Prove the tree's members: their types, the optimizers' trees, the random number generators.
+
+    Raises
+    ------
+    CorruptionError
+        Naming what is malformed.
+    """
+    try:
+        state = members(state, "the state")
+        for name in ("reader", "objects", "optimizers", "extra_state", "rng"):
+            if name not in state:
+                raise ValueError(f"it has no {name}")
+        for name in ("objects", "extra_state"):
+            texts(list(members(state[name], name)), f"names in {name}")
+        if not isinstance(state["optimizers"], list):
+            raise ValueError(f"optimizers is {shown(state['optimizers'])}, not a list")
+        for position, tree in enumerate(state["optimizers"]):
+            _check_optimizer(members(tree, "optimizers"), f"optimizers[{position}]")
+    except (KeyError, ValueError) as error:
+        raise CorruptionError(f"{where}: the state is malformed: {error}") from error
+    if state["rng"] is not None:
+        _check_rng(state["rng"], where)
+
+
+def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
+    text(tree["class"], f"{name}.class")
+    if not isinstance(tree["param_groups"], list):
+        raise ValueError(f"{name}.param_groups is {shown(tree['param_groups'])}, not a list")
+    named: set[str] = set()
+    for group in tree["param_groups"]:
+        named.update(texts(members(group, f"{name}.param_groups")["params"], f"{name}.param_groups.params"))
+    for parameter, values in members(tree["state"], f"{name}.state").items():
+        members(values, f"{name}.state[{shown(parameter)}]")
+        if parameter not in named:
+            raise ValueError(f"{name}.state holds {shown(parameter)}, which is in none of its groups")
+    by_table = members(tree["slots"], f"{name}.slots")
+    texts(list(by_table), f"{name}.slots")
+    for slots in by_table.values():
+        if len(set(texts(slots, f"{name}.slots"))) != len(slots):
+            raise ValueError(f"{name}.slots holds one slot twice")
+    other: dict[Any, Any] = members(tree["other"], f"{name}.other")
+    if any(isinstance(key, int) for key in other):
+        raise ValueError(f"{name}.other holds the state of a parameter")
+
+
+def _check_rng(state: Any, where: str) -> None:
+    try:
+        check_rng_state(members(state, "rng"))
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CorruptionError(
+            f"{where}: the state of the random number generators is malformed: {error}"
+        ) from error
+
+
+def check_slots(
+    trees: Sequence[Mapping[str, Any]],
+    tables: Sequence[Table],
+    arrays: Mapping[str, ArrayEntry],
+    where: str,
+) -> list[str]:
+    """Paths of the row-following optimizer state that the trees name, each one proven to be a table's.
+
+    Raises
+    ------
+    CorruptionError
+        One is not stored, does not follow the table's rows, or is named twice.
+    """
+    rows = {table.name: table.rows for table in tables}
+    found: list[str] = []
+    for tree in trees:
+        for table, slots in tree["slots"].items():
+            for slot in slots:
+                path = slot_path(table, slot)
+                entry = arrays.get(path)
+                if table not in rows or slot == "weight" or entry is None or path in found:
+                    raise CorruptionError(
+                        f"{where}: the state names optimizer state {shown(slot)} of table {shown(table)}, which is "
+                        "not stored or named twice"
+                    )
+                if entry.shape[0] != rows[table] or entry.element not in _SLOT_TYPES:
+                    raise CorruptionError(
+                        f"{where}: {path} is {entry.shape} {entry.element}, which does not follow {rows[table]} rows"
+                    )
+                empty(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
+                found.append(path)
+    return found
+
+
+def state_tensor(leaf: ArrayLeaf) -> torch.Tensor:
+    """The tensor that a leaf of kind ``torch`` stands for.
+
+    Raises
+    ------
+    FormatError, ModelMismatchError
+        Its element type is not one whose bits it holds, or none that this torch has.
+    """
+    if leaf.torch_dtype is not None:
+        values, dtype = leaf.values, dtype_named(leaf.torch_dtype)
+        if values.dtype.kind != "u" or values.dtype.itemsize != dtype.itemsize or is_quantized(dtype):
+            raise FormatError(f"state: an array of {values.dtype} does not hold the bits of a {dtype} tensor")
+    return dense_tensor(leaf.values, leaf.torch_dtype)
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether values of a type mean nothing without a scale that is not stored."""
+    return dtype_name(dtype).startswith(("qint", "quint"))

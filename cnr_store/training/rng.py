@@ -1,0 +1,110 @@
+"""Random number generators that training draws from: torch, numpy, Python."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cnr_store.errors import UnsupportedModelError
+
+_TWISTER = "MT19937"
+_WORDS = 624
+_PYTHON_VERSION = 3
+# Seed, how many words are left, whether it is seeded, which one is next: the head of torch's state.
+_TORCH_HEAD = struct.Struct("<QiiQ")
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the global random number generators.
+
+    Raises
+    ------
+    UnsupportedModelError
+        numpy's global generator was replaced by one of another kind.
+    """
+    numpy_state = np.random.get_state(legacy=False)
+    if numpy_state["bit_generator"] != _TWISTER:
+        raise UnsupportedModelError(
+            f"numpy's global random generator is {numpy_state['bit_generator']}, not {_TWISTER}; give rng=False and "
+            "keep its state through `state=`"
+        )
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Give the generators a state that `check_rng_state` has proven."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if _fits_devices(state):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def check_rng_state(state: Mapping[str, Any]) -> None:
+    """Prove that `set_rng_state` can take a state, and that drawing then stays inside it.
+
+    numpy takes any position and reads memory there, so nothing is tried on the generators themselves.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError, RuntimeError
+        What is wrong with it.
+    """
+    _check_torch(state["torch"])
+    _check_numpy(*state["numpy"])
+    _check_python(*state["python"])
+    if _fits_devices(state):
+        for device, one in enumerate(state["cuda"]):
+            torch.Generator(f"cuda:{device}").set_state(_bytes_tensor(one))
+
+
+def _fits_devices(state: Mapping[str, Any]) -> bool:
+    return "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count()
+
+
+def _bytes_tensor(state: Any) -> torch.Tensor:
+    if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.ndim != 1:
+        raise ValueError("torch's generator state is no tensor of bytes")
+    return state
+
+
+def _check_torch(state: Any) -> None:
+    torch.Generator().set_state(_bytes_tensor(state))
+    _, left, _, following = _TORCH_HEAD.unpack_from(state.numpy().tobytes())
+    if not 1 <= left <= _WORDS or following + left > _WORDS + 1:
+        raise ValueError(f"torch's generator has {left} words left from word {following} of {_WORDS}")
+
+
+def _check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any) -> None:
+    if (
+        name != _TWISTER
+        or not isinstance(key, np.ndarray)
+        or key.dtype != np.uint32
+        or key.shape != (_WORDS,)
+    ):
+        raise ValueError(f"numpy's generator is no {_TWISTER} of {_WORDS} words")
+    if type(position) is not int or not 0 <= position <= _WORDS:
+        raise ValueError(f"numpy's generator stands beyond its {_WORDS} words")
+    if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
+        raise ValueError("numpy's generator keeps no number for later")
+
+
+def _check_python(version: Any, words: Any, gauss: Any) -> None:
+    if version != _PYTHON_VERSION or type(words) is not tuple or len(words) != _WORDS + 1:
+        raise ValueError(f"Python's generator is not one of version {_PYTHON_VERSION}")
+    if any(type(word) is not int or not 0 <= word < 1 << 32 for word in words) or words[-1] > _WORDS:
+        raise ValueError(f"Python's generator stands beyond its {_WORDS} words")
+    if gauss is not None and type(gauss) is not float:
+        raise ValueError("Python's generator keeps no number for later")
