@@ -107,6 +107,10 @@ class Catalog:
                 f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
                 "no attributes.cnr); choose another URL"
             )
+        if isinstance(cnr, dict) and "id" in cnr:
+            raise FormatError(
+                f"{self.backend.url} is one version of a store; give the URL of the store above it"
+            )
         if found != layout.FORMAT:
             raise FormatError(
                 f"{self.backend.url} holds format {shown(found)}; this release reads format {layout.FORMAT}: "

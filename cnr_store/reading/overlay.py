@@ -15,6 +15,7 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
+from cnr_backends import Backend
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import dense_layout, dense_object
@@ -58,6 +59,10 @@ class Overlay(Store):
         )
 
     __hash__ = None  # type: ignore[assignment]  # as in zarr's own stores
+
+    def __reduce__(self) -> tuple[Callable[[Backend, str], Overlay], tuple[Backend, str]]:
+        # Other processes open the version again: records and indexes are read, not sent.
+        return _reopen, (self._catalog.backend, self._record.id)
 
     def __str__(self) -> str:
         return f"cnr://{self._record.id}@{self._catalog.backend.url}"
@@ -169,6 +174,11 @@ class Overlay(Store):
 class _ReadOnlyError(CheckpointError, PermissionError):
     def __init__(self, key: str) -> None:
         super().__init__(f"{key}: versions never change; save a new one instead")
+
+
+def _reopen(backend: Backend, version: str) -> Overlay:
+    catalog = Catalog(backend)
+    return Overlay(catalog, catalog.record(version))
 
 
 def _chunk_rows(reader: ArrayReader) -> int:

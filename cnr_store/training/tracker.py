@@ -33,7 +33,7 @@ from cnr_store.training.watch import Watch
 logger = logging.getLogger("cnr_store")
 
 _LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-_OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with mark)"
+_OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
 _STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dask.array
+import numpy as np
 import pytest
 from torch import nn
 
@@ -41,3 +43,21 @@ def test_without_torch_the_extra_is_named() -> None:
     script = "import sys; sys.modules['torch'] = None\nimport cnr_store\ncnr_store.Checkpointer"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "ImportError: cnr_store.Checkpointer needs torch: pip install 'cnr-store[torch]'" in done.stderr
+
+
+def test_the_url_of_a_version_is_not_that_of_a_store(tmp_path: Path) -> None:
+    info = cnr_store.save(tmp_path, nn.Embedding(10, 4))
+    place = tmp_path / "versions" / info.id
+    with pytest.raises(
+        cnr_store.FormatError, match="is one version of a store; give the URL of the store above it"
+    ):
+        cnr_store.Checkpointer(place, nn.Embedding(10, 4))
+
+
+def test_what_view_and_open_return_reaches_other_processes(tmp_path: Path) -> None:
+    """As dask's schedulers send it."""
+    model = nn.Embedding(1000, 4)
+    cnr_store.save(tmp_path, model, bits=32)
+    lazy = dask.array.from_array(cnr_store.open(tmp_path)["tables/weight/weight"], chunks=(300, 4))
+    values = lazy.compute(scheduler="processes", num_workers=1)
+    assert np.array_equal(values, model.weight.detach().numpy())
