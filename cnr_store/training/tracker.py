@@ -180,7 +180,9 @@ class Tracker:
             if low < 0 or high >= rows:
                 raise ModelMismatchError(f"table {name!r}: ids from {low} to {high}, but it has {rows} rows")
             watch.mark(tensor)
-        watch.account()
+        if watch.replaced:
+            watch.make_whole("it, or what an optimizer keeps for its rows, was replaced")
+        watch.account_all()
 
     def whole_reasons(self) -> dict[str, str]:
         """Tables that must be saved whole if the interval ends now, with the reason; ask before `swap`.

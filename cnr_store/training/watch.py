@@ -63,9 +63,7 @@ class Watch:
             self.bits = RowBits(rows, device)
         self.whole: str | None = None
         self._marked = False
-        self.account()
-        for optimizer in self._optimizers.values():
-            self.account_slots(optimizer)
+        self.account_all()
 
     @property
     def resized(self) -> bool:
@@ -117,6 +115,18 @@ class Watch:
             slot: seen[slot].renewed(tensor) if slot in seen else Fingerprint(tensor)
             for slot, tensor in row_slots(optimizer, self.table.parameter).items()
         }
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the parameter or a slot has other memory than when its changes were last accounted for."""
+        slots = (self.slot_changes(optimizer) for optimizer in self._optimizers.values())
+        return math.isinf(max(self.changes, *slots, 0))
+
+    def account_all(self) -> None:
+        """Declare every change so far of the parameter and its slots flagged."""
+        self.account()
+        for optimizer in self._optimizers.values():
+            self.account_slots(optimizer)
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape, in the table as it is now."""

@@ -214,11 +214,25 @@ def test_state_that_a_step_makes_or_that_no_save_keeps_leaves_its_table_alone() 
     assert other.swap() == [3]
 
 
-def test_marking_rows_does_not_explain_state_that_changed() -> None:
+def test_rows_of_state_changed_by_hand_can_be_told() -> None:
     bench = Bench("adagrad")
     by_writing_a_slot(bench)
     bench.tracker.mark("t", [7])
-    assert "keeps for its rows" in bench.tracker.whole_reasons()["t"]
+    assert bench.swap() == [7]
+
+
+def by_other_memory(bench: Bench) -> None:
+    bench.table.weight.data = bench.table.weight.data + 1
+
+
+@pytest.mark.parametrize("change", [by_loading_state, by_another_tensor, by_other_memory])
+def test_telling_rows_does_not_explain_a_tensor_that_was_replaced(change: Callable[[Bench], None]) -> None:
+    bench = Bench("adagrad")
+    change(bench)
+    bench.tracker.mark("t", [7])
+    assert "replaced" in bench.tracker.whole_reasons()["t"]
+    assert bench.swap() == ALL
+    assert bench.swap() == []
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
