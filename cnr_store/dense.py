@@ -17,8 +17,8 @@ from cnr_store.memory import empty
 Array = np.ndarray[Any, Any]
 
 
-def dense_layout(record: Record, path: str) -> DenseGrid:
-    """Shape, cut and type of a dense array.
+def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
+    """Shape, cut and type of a dense array, proven against the record's entry and the manifest's objects.
 
     Raises
     ------
@@ -35,6 +35,17 @@ def dense_layout(record: Record, path: str) -> DenseGrid:
         raise CorruptionError(
             f"{what}: {grid.shape} {grid.dtype} and {entry.shape} {entry.element[:40]} in one record"
         )
+    parts = catalog.manifest(record).parts(path)
+    if parts.keys() != set(range(min(grid.chunks, len(parts) + 1))):
+        raise CorruptionError(
+            f"{what}: {len(parts)} objects are in the manifest, {grid.chunks} hold the array"
+        )
+    for index, part in parts.items():
+        if part.nbytes != grid.chunk_nbytes + 4:
+            raise CorruptionError(
+                f"{what}: chunk {index} has {part.nbytes} bytes, one of {grid.chunk} {grid.dtype} takes "
+                f"{grid.chunk_nbytes + 4}"
+            )
     return grid
 
 
@@ -45,7 +56,7 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
     ------
     VersionNotFoundError, CorruptionError, FormatError
     """
-    grid = dense_layout(record, path)
+    grid = dense_layout(catalog, record, path)
     # Before memory is taken: that there is a first chunk of the size that all have.
     data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
     out = empty(grid.shape, grid.dtype, f"version {record.id}, {path}")
@@ -57,17 +68,10 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
 
 
 def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, index: int) -> bytes:
-    """The object of a dense array's chunk, values and crc32c, proven to be the one committed."""
+    """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed."""
     key = layout.version_key(record.id, path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
-    parts = catalog.manifest(record).parts(path)
-    part = parts.get(index)
-    if part is None or len(parts) != grid.chunks:
-        raise CorruptionError(f"{what}: the manifest lists {len(parts)} of {grid.chunks} objects")
-    if part.nbytes != grid.chunk_nbytes + 4:
-        raise CorruptionError(
-            f"{what} has {part.nbytes} bytes, a chunk of {grid.chunk} {grid.dtype} takes {grid.chunk_nbytes + 4}"
-        )
+    part = catalog.manifest(record).parts(path)[index]
     data = read_object(catalog.backend, key, what)
     if len(data) != part.nbytes or int.from_bytes(data[-4:], "little") != part.tail:
         raise CorruptionError(f"{what}: its {len(data)} bytes are not those committed ({part.nbytes})")

@@ -64,9 +64,10 @@ class Link:
                 )
             self._unpacker = parse_unpacker(record.nodes[path], f"version {record.id}, {path}")
             self._check_document(record.nodes[path]["data_type"], self.grid)
-        elif self.entry.rows:
+        if self.entry.rows > self.most_rows:
             raise CorruptionError(
-                f"version {record.id}, {path}: {self.entry.rows} rows are recorded without metadata"
+                f"version {record.id}, {path}: {self.entry.rows} rows are recorded, its metadata and manifest know "
+                f"objects for {self.most_rows}"
             )
 
     def _check_document(self, data_type: str, grid: Grid) -> None:

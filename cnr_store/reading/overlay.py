@@ -76,7 +76,7 @@ class Overlay(Store):
             for group in parent_groups(path):
                 nodes[group] = group_document()
             if entry.kind == "dense":
-                grid = self._dense[path] = dense_layout(record, path)
+                grid = self._dense[path] = dense_layout(self._catalog, record, path)
                 nodes[path] = dense_document(grid, decode_name(path.rsplit("/", 1)[-1]), grid.torch_dtype)
             else:
                 reader = self._readers[path] = ArrayReader(self._catalog, record, path)

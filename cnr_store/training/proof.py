@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cnr_store.errors import CorruptionError, FormatError
-from cnr_store.format.layout import slot_path
+from cnr_store.format.layout import slot_path, weight_path
 from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.proof import members, shown, text, texts
 from cnr_store.format.record import ArrayEntry
@@ -86,7 +86,7 @@ def check_slots(
     Raises
     ------
     CorruptionError
-        One is not stored, does not follow the table's rows, or is named twice.
+        One is not stored, does not follow the table's rows, is named twice, or not at all.
     """
     rows = {table.name: table.rows for table in tables}
     found: list[str] = []
@@ -106,6 +106,10 @@ def check_slots(
                     )
                 empty(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
                 found.append(path)
+    weights = {weight_path(table.name) for table in tables}
+    unnamed = sorted(path for path in arrays.keys() - weights - {*found} if path.startswith("tables/"))
+    if unnamed:
+        raise CorruptionError(f"{where}: {unnamed[0]} is stored, but the state names no optimizer of it")
     return found
 
 

@@ -121,7 +121,7 @@ class Restore:
         stored = {name: entry.shape for name, (_, entry) in entries.items()}
         self._compare("tensor", stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
-            grid = dense_layout(self._record, entries[name][0])
+            grid = dense_layout(self._catalog, self._record, entries[name][0])
             stored_type = grid.torch_dtype or grid.dtype.name
             if stored_type != dtype_name(tensor.dtype):
                 raise ModelMismatchError(

@@ -1,0 +1,151 @@
+"""Forges versions: the documents of a real one, changed at will and signed again, so that every digest matches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adagrad
+
+import cnr_store
+from cnr_backends import BackendError
+from cnr_codecs import CodecError
+from cnr_store import Checkpointer, CheckpointError
+from cnr_store.format.state import dumps
+
+ROWS, DIM = 3000, 16
+WEIGHT, SLOT, DENSE = "tables/emb/weight", "tables/emb/sum", "dense/model/lin.weight"
+Json = Any
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.emb = nn.Embedding(ROWS, DIM)
+        self.lin = nn.Linear(DIM, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.lin(self.emb(ids)).sum()
+        return loss
+
+
+def make_store(folder: Path) -> None:
+    """A baseline and a delta, with optimizer state and arrays beside the state."""
+    model = Model(0)
+    optimizer = Adagrad(model.parameters(), lr=0.1)
+    with Checkpointer(folder, model, optimizer, policy="consecutive", bits=8) as checkpointer:
+        for step in range(2):
+            model(torch.tensor([step, step + 5])).backward()
+            optimizer.step()
+            reader = {"large": torch.zeros(3000), "small": (1, 2)}
+            checkpointer.save(step, reader=reader, metadata={"a": 1}).result()
+
+
+class Forgery:
+    """The documents of a store's newest version; change them, then `sign`."""
+
+    def __init__(self, base: Path, folder: Path) -> None:
+        shutil.copytree(base, folder)
+        self.url = folder
+        self._version = max(path for path in (folder / "versions").iterdir() if path.is_dir())
+        self.id = self._version.name
+        self.record: Json = json.loads((self._version / "zarr.json").read_bytes())
+        self.state: Json = json.loads((self._version / "state/main.json").read_bytes())
+        self.manifest: Json = json.loads(zlib.decompress((self._version / "manifest").read_bytes()))
+        self._texts: dict[str, str] = {}
+
+    @property
+    def cnr(self) -> Json:
+        return self.record["attributes"]["cnr"]
+
+    def entry(self, path: str) -> Json:
+        return self.cnr["arrays"][path]
+
+    @property
+    def nodes(self) -> Json:
+        return self.record["consolidated_metadata"]["metadata"]
+
+    @property
+    def tree(self) -> Json:
+        return self.state["optimizers"][0]
+
+    def text(self, text: str) -> str:
+        """A value that stands for JSON text which no encoder would write."""
+        mark = f"@{len(self._texts)}@"
+        self._texts[mark] = text
+        return mark
+
+    def reshape(self, shape: list[int], shard: list[int], chunk: list[int]) -> None:
+        """Claim another shape and cut for the table."""
+        node = self.nodes[WEIGHT]
+        node["shape"] = self.entry(WEIGHT)["shape"] = shape
+        node["chunk_grid"]["configuration"]["chunk_shape"] = shard
+        node["codecs"][0]["configuration"]["chunk_shape"] = chunk
+        self.entry(WEIGHT).update(kind="whole", base=None)
+
+    def sign(self) -> None:
+        self.cnr["state"] = self._put("state/main.json", self._bytes(self.state))
+        self.cnr["manifest"] = self._put("manifest", zlib.compress(self._bytes(self.manifest)))
+        blank = "0" * 64
+        self.cnr["digest"] = blank
+        data = self._bytes(self.record)
+        digest = hashlib.sha256(data).hexdigest()
+        self._put(
+            "zarr.json", data.replace(b'"digest":"' + blank.encode(), b'"digest":"' + digest.encode(), 1)
+        )
+
+    def _bytes(self, doc: Json) -> bytes:
+        data = dumps(doc)
+        for mark, text in self._texts.items():
+            data = data.replace(f'"{mark}"'.encode(), text.encode())
+        return data
+
+    def _put(self, name: str, data: bytes) -> str:
+        (self._version / name).write_bytes(data)
+        return hashlib.sha256(data).hexdigest()
+
+
+def _load(url: Path) -> Json:
+    model = Model(1)
+    optimizer = Adagrad(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        cnr_store.load(url, model, optimizer)
+    except CheckpointError as error:
+        if "partly overwritten" not in str(error):
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        raise
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def _open(url: Path) -> Json:
+    tables: Json = cnr_store.open(url)["tables/emb"]
+    return {path: array[...].tobytes() for path, array in tables.arrays()}
+
+
+READERS: dict[str, Callable[[Path], Json]] = {
+    "versions": lambda url: [info.id for info in cnr_store.versions(url)],
+    "open": _open,
+    "state_dict": lambda url: {name: value.tobytes() for name, value in cnr_store.state_dict(url).items()},
+    "load": _load,
+}
+
+
+def read_all(url: Path, readers: Collection[str] = tuple(READERS)) -> dict[str, Json]:
+    """What each reader finds, an error of the library's own being a finding; any other is raised."""
+    found: dict[str, Json] = {}
+    for name in readers:
+        try:
+            found[name] = READERS[name](url)
+        except (CheckpointError, BackendError, CodecError) as error:
+            found[name] = error
+    assert all(len(str(value)) < 2000 for value in found.values() if isinstance(value, Exception))
+    return found
