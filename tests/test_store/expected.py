@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -36,8 +36,8 @@ class Content:
         By table, the rows flagged since the save before; forgotten only if this one is committed.
     other
         Everything else, exactly.
-    policy, full, earlier_sizes
-        Whether the policy asks for all tables; sizes in bytes of the versions since the last such one.
+    earlier_sizes
+        Sizes in bytes of the versions before it, back to the last one that leans on no other.
     """
 
     step: int
@@ -48,8 +48,7 @@ class Content:
     changed: dict[str, set[int]]
     flagged: dict[str, set[int]]
     other: dict[str, bytes]
-    full: bool
-    earlier_sizes: tuple[int, ...]
+    earlier_sizes: tuple[int, ...] = ()
 
 
 @dataclass
@@ -81,9 +80,7 @@ class Expected:
             name: flagged[name] | (self._head.changed[name] if self._head else set()) for name in SHAPES
         }
         due = flagged if policy == "consecutive" else changed
-        content = Content(
-            step, policy, {}, {}, set(), changed, flagged, other, full, () if full else self._sizes
-        )
+        content = Content(step, policy, {}, {}, set(), changed, flagged, other)
         for path, values in rows.items():
             _, table, slot = path.split("/")
             older = self._head.arrays.get(path) if self._head else None
@@ -98,7 +95,8 @@ class Expected:
         for table in SHAPES:
             if f"tables/{table}/weight" in content.whole:
                 changed[table] = set()
-        return content
+        # A version that leans on no other is a full one, whoever asked for it.
+        return replace(content, earlier_sizes=() if content.whole == rows.keys() else self._sizes)
 
     def committed(self, version: str, content: Content, nbytes: int) -> None:
         """A save has told of its success."""

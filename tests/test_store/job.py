@@ -197,18 +197,20 @@ class Job:
         content = self.expected.versions[version]
         model, optimizers = make_model(self._optimizer, seed=0)
         with self._checkpointer(self.backend, model, optimizers) as checkpointer:
-            found = checkpointer.load(version)
-        assert (found.version.id, found.step) == (version, content.step)
+            loaded = checkpointer.load(version)
+        assert (loaded.version.id, loaded.step) == (version, content.step)
         compare(model, optimizers, content)
         catalog = Catalog(self.backend)
         record = catalog.record(version)
         for path, rows in content.written.items():
-            assert rows_written(catalog, record, path) == rows, path
+            found = rows_written(catalog, record, path)
+            assert not found - rows, f"{path}: rows {sorted(found - rows)} are written but not asked for"
+            assert not rows - found, f"{path}: rows {sorted(rows - found)} are asked for but not written"
             assert (record.arrays[path].kind == "whole") == (path in content.whole), path
         leant_on = {path: bases(catalog, record, path) for path in content.written}
         assert set(record.needs) == set().union(*leant_on.values())
         if content.policy != "consecutive":
-            assert all(len(found) <= 1 for found in leant_on.values())
+            assert all(len(leant) <= 1 for leant in leant_on.values())
 
     def check_all(self) -> None:
         self.check_listed()
