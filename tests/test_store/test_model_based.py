@@ -155,7 +155,7 @@ def test_every_version_brings_back_every_row(policy: str) -> None:
         type(f"Jobs of policy {policy}", (Jobs,), {"policy": policy}),
         settings=settings(
             max_examples=2 if policy == "full" else 4,
-            stateful_step_count=50,
+            stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
