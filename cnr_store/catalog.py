@@ -80,8 +80,9 @@ class Catalog:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._records: dict[str, Record | None] = {}
-        self._manifests: dict[str, Manifest] = {}
+        self._records: dict[tuple[str, str], Record | None] = {}
+        self._manifests: dict[tuple[str, str], Manifest] = {}
+        self._folded: frozenset[str] | None = None
         self._lock = threading.Lock()
 
     def check_format(self) -> bool:
@@ -134,16 +135,36 @@ class Catalog:
 
     def find_record(self, version: str) -> Record | None:
         """The record of a version, or None if that id was never committed."""
+        return self._find(version, layout.VERSIONS)
+
+    def _find(self, version: str, room: str) -> Record | None:
         with self._lock:
-            if version in self._records:
-                return self._records[version]
+            if (room, version) in self._records:
+                return self._records[room, version]
         try:
-            record = decode_record(self.backend.get(layout.record_key(version)), version)
+            record = decode_record(self.backend.get(layout.record_key(version, room)), version, room)
         except ObjectNotFoundError:
             return None  # it may still come
         with self._lock:
-            self._records[version] = record
+            self._records[room, version] = record
         return record
+
+    def find_fold(self, version: str) -> Record | None:
+        """The record of a version's fold, or None if it has none. Folds are listed once; see `look_for_folds`."""
+        if self._folded is None:
+            self.look_for_folds()
+        return self._find(version, layout.FOLDS) if version in (self._folded or ()) else None
+
+    def look_for_folds(self) -> None:
+        """List the folds again: versions may have been folded, and what they leaned on removed, since."""
+        self._folded = frozenset(filter(layout.VersionId.parse, self.backend.list_names(layout.FOLDS)))
+
+    def refresh(self) -> None:
+        """Forget what was read: versions may have been folded or removed since."""
+        with self._lock:
+            self._records.clear()
+            self._manifests.clear()
+            self._folded = None
 
     def record(self, version: str) -> Record:
         """The record of a version that must exist.
@@ -200,13 +221,13 @@ class Catalog:
     def manifest(self, record: Record) -> Manifest:
         """The manifest that a record's digest names."""
         with self._lock:
-            known = self._manifests.get(record.id)
+            known = self._manifests.get((record.room, record.id))
         if known is not None:
             return known
         data = self._proven(record, "manifest", record.manifest_sha256)
         manifest = decode_manifest(data, record.id)
         with self._lock:
-            self._manifests[record.id] = manifest
+            self._manifests[record.room, record.id] = manifest
         return manifest
 
     def state(self, record: Record) -> Any:
@@ -215,12 +236,10 @@ class Catalog:
         return loads(data, f"state of version {record.id}")
 
     def _proven(self, record: Record, name: str, sha256: str) -> bytes:
-        key = layout.version_key(record.id, name)
-        data = read_object(self.backend, key, f"version {record.id}")
+        key = record.key(name)
+        data = read_object(self.backend, key, record.home)
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise CorruptionError(
-                f"version {record.id}: {key} is not what was committed (its digest differs)"
-            )
+            raise CorruptionError(f"{record.home}: {key} is not what was committed (its digest differs)")
         return data
 
 

@@ -1,7 +1,8 @@
 """The one way to read rows: composes them from the links of an array's chain.
 
 An array's chain is the version itself, then its `base`, that one's `base`, and so on to a whole one. The value of
-a row is the newest one along the chain, so a walk goes newest first and decodes each row once.
+a row is the newest one along the chain, so a walk goes newest first and decodes each row once. Where a version was
+folded, its fold is whole and holds the same rows, so the walk stops there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from cnr_codecs import array_dtype
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError, VersionNotFoundError
-from cnr_store.format.record import Record
+from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.link import Link
 
 Array = np.ndarray[Any, Any]
@@ -97,13 +98,36 @@ def _walk(catalog: Catalog, record: Record, path: str) -> Iterator[Link]:
     entry = record.arrays.get(path)
     if entry is None or entry.kind == "dense":
         raise VersionNotFoundError(f"version {record.id} has no array of rows {path}")
-    while True:
-        yield Link(catalog, record, path)
-        if entry.base is None:
+    while entry.base is not None:
+        fold = _fold(catalog, record, path)
+        if fold is None and catalog.find_record(entry.base) is None:
+            catalog.look_for_folds()  # it may have been folded, and its base removed, since they were listed
+            fold = _fold(catalog, record, path)
+        if fold is not None:
+            yield Link(catalog, fold, path)
             return
-        if entry.base >= record.id:
-            raise CorruptionError(f"version {record.id}, {path}: leans on {entry.base}, which is not older")
-        base = catalog.find_record(entry.base)
-        if base is None or path not in base.arrays:
-            raise CorruptionError(f"version {record.id}, {path}: its base {entry.base} is lost")
-        record, entry = base, base.arrays[path]
+        yield Link(catalog, record, path)
+        record, entry = _base(catalog, record, path, entry.base)
+    yield Link(catalog, record, path)
+
+
+def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:
+    fold = catalog.find_fold(record.id)
+    if fold is None or path not in fold.arrays:
+        return None
+    folded, entry = fold.arrays[path], record.arrays[path]
+    if (folded.kind, folded.shape, folded.element) != ("whole", entry.shape, entry.element):
+        raise CorruptionError(
+            f"{fold.home}, {path}: {folded.kind} {folded.shape} {folded.element}; the version has {entry.shape} "
+            f"{entry.element}"
+        )
+    return fold
+
+
+def _base(catalog: Catalog, record: Record, path: str, base: str) -> tuple[Record, ArrayEntry]:
+    if base >= record.id:
+        raise CorruptionError(f"version {record.id}, {path}: leans on {base}, which is not older")
+    found = catalog.find_record(base)
+    if found is None or path not in found.arrays:
+        raise CorruptionError(f"version {record.id}, {path}: its base {base} is lost")
+    return found, found.arrays[path]

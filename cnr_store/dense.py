@@ -9,7 +9,6 @@ import numpy as np
 from cnr_backends import ShardError, check_chunk
 from cnr_store.catalog import Catalog, read_object
 from cnr_store.errors import CorruptionError, VersionNotFoundError
-from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, parse_dense_document
 from cnr_store.format.record import Record
 from cnr_store.memory import empty
@@ -69,7 +68,7 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
 
 def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, index: int) -> bytes:
     """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed."""
-    key = layout.version_key(record.id, path, grid.key(index))
+    key = record.key(path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
     part = catalog.manifest(record).parts(path)[index]
     data = read_object(catalog.backend, key, what)

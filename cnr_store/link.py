@@ -30,7 +30,6 @@ from cnr_codecs import (
 )
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError
-from cnr_store.format import layout
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
@@ -49,6 +48,7 @@ class Link:
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
         self._backend = catalog.backend
         self.version = record.id
+        self.record = record
         self.path = path
         self.entry: ArrayEntry = record.arrays[path]
         self._parts = catalog.manifest(record).parts(path)
@@ -145,7 +145,7 @@ class Link:
     def _check(self, payload: Payload, row: int, column: int) -> None:
         grid = self.grid
         assert grid is not None  # chunks come from it
-        if payload.seal != layout.seal(self.version, self.path, row, column):
+        if payload.seal != self.record.seal(self.path, row, column):
             raise CorruptionError(
                 f"{self._where(row, grid.chunk_rows)}: the payload belongs to another place (seal differs)"
             )
@@ -238,7 +238,7 @@ class Link:
         assert self.grid is not None  # there are shards, so there is metadata
         row, column = divmod(shard, self.grid.shard_grid[1])
         place = f"c/{row}/{column}" if len(self.entry.shape) == 2 else f"c/{row}"
-        return layout.version_key(self.version, self.path, place)
+        return self.record.key(self.path, place)
 
     def _where_shard(self, shard: int) -> str:
         assert self.grid is not None  # there are shards, so there is metadata

@@ -120,7 +120,7 @@ def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: s
 def commit(backend: Backend, record: Record) -> Record:
     """Create the record's object, exclusively: from here on the version exists."""
     data = encode_record(record)
-    backend.create(layout.record_key(record.id), data)
+    backend.create(record.key(), data)
     return replace(record, record_bytes=len(data))
 
 

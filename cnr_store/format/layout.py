@@ -18,6 +18,9 @@ FEATURES: frozenset[str] = frozenset()
 ROOT_KEY = "zarr.json"
 VERSIONS = "versions"
 WRITERS = "writers"
+FOLDS = "folds"
+PINS = "pins"
+TOMBSTONES = "tombstones"
 NODE = "zarr.json"
 
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
@@ -64,16 +67,19 @@ def writer_key(claim: ClaimId) -> str:
     return f"{WRITERS}/{claim}"
 
 
-def version_key(version: str, *parts: str) -> str:
-    """Key of something in a version; ids come from a store, so they are proven to be ids first."""
+def version_key(version: str, *parts: str, room: str = VERSIONS) -> str:
+    """Key of something in a version, or in its fold, pin or tombstone by `room`.
+
+    Ids come from a store, so they are proven to be ids first.
+    """
     if VersionId.parse(version) is None:
         raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
-    return "/".join((VERSIONS, version, *parts))
+    return "/".join((room, version, *parts))
 
 
-def record_key(version: str) -> str:
-    """Key of a version's commit record."""
-    return version_key(version, NODE)
+def record_key(version: str, room: str = VERSIONS) -> str:
+    """Key of the commit record of a version, or of its fold."""
+    return version_key(version, NODE, room=room)
 
 
 def encode_name(name: str) -> str:
@@ -120,8 +126,9 @@ def parent_groups(path: str) -> list[str]:
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def seal(version: str, path: str, first_row: int, first_column: int) -> int:
+def seal(version: str, path: str, first_row: int, first_column: int, room: str = VERSIONS) -> int:
     """The 64 bits that tie a payload to its place, never 0 (which means: written by a plain Zarr writer)."""
-    text = f"{version}\n{path}\n{first_row}\n{first_column}"
+    home = version if room == VERSIONS else f"{room}/{version}"
+    text = f"{home}\n{path}\n{first_row}\n{first_column}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1

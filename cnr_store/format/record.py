@@ -2,7 +2,8 @@
 
 It is ``versions/ID/zarr.json``: a Zarr v3 group with consolidated metadata and ``attributes.cnr``. A version
 exists if and only if this object holds ``attributes.cnr``. A *void* record at the same key (``attributes.cnr_void``)
-burns the id instead.
+burns the id instead. A *fold*, the same version's rows without a chain, has a record of the same shape at
+``folds/ID/zarr.json``, under ``attributes.cnr_fold``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from cnr_codecs import array_dtype
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format import proof
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
-from cnr_store.format.layout import FEATURES, FORMAT
+from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS, record_key, seal, version_key
 from cnr_store.format.state import dumps, loads
 
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
+_ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
 _SHOWN = 200
 
 
@@ -97,12 +99,14 @@ class ArrayEntry:
 
 @dataclass(frozen=True)
 class Record:
-    """A committed version.
+    """A committed version, or the fold of one.
 
     Attributes
     ----------
     id, nonce
         The version, and a random id of this very commit (to recognise one's own after a lost response).
+    room
+        Where its objects lie: ``versions``, or ``folds``.
     step, time
         The caller's step; seconds since 1970, UTC.
     previous
@@ -139,6 +143,20 @@ class Record:
     metadata: Any = None
     requires: tuple[str, ...] = ()
     record_bytes: int = field(default=0, compare=False)
+    room: str = VERSIONS
+
+    @property
+    def home(self) -> str:
+        """What holds its objects, for messages."""
+        return f"version {self.id}" if self.room == VERSIONS else f"fold of version {self.id}"
+
+    def key(self, *parts: str) -> str:
+        """Key of one of its objects; of the record itself without parts."""
+        return version_key(self.id, *parts, room=self.room) if parts else record_key(self.id, self.room)
+
+    def seal(self, path: str, first_row: int, first_column: int) -> int:
+        """What ties a payload of this record to its place."""
+        return seal(self.id, path, first_row, first_column, self.room)
 
     @property
     def kind(self) -> str:
@@ -176,7 +194,7 @@ def encode_record(record: Record) -> bytes:
         "state": record.state_sha256,
         "metadata": record.metadata,
     }
-    doc = group_document({"cnr": cnr})
+    doc = group_document({_ATTRIBUTE[record.room]: cnr})
     doc["consolidated_metadata"] = {
         "kind": "inline",
         "must_understand": False,
@@ -191,8 +209,8 @@ def encode_record(record: Record) -> bytes:
     return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
 
 
-def decode_record(data: bytes, version: str) -> Record | None:
-    """Parse and prove the commit record of `version`; None for a void record.
+def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | None:
+    """Parse and prove the commit record of `version`, or of its fold; None for a void record.
 
     Raises
     ------
@@ -201,15 +219,15 @@ def decode_record(data: bytes, version: str) -> Record | None:
     FormatError
         A newer format, or a feature this reader lacks.
     """
-    what = f"commit record of version {version}"
+    what = f"commit record of {'version' if room == VERSIONS else 'the fold of version'} {version}"
     try:
         doc = loads(data, what, MAX_RECORD_BYTES)
     except FormatError as error:
         raise CorruptionError(f"{error}; the object was altered or cut") from error
     attributes = doc.get("attributes") if isinstance(doc, dict) else None
-    cnr = attributes.get("cnr") if isinstance(attributes, dict) else None
+    cnr = attributes.get(_ATTRIBUTE[room]) if isinstance(attributes, dict) else None
     if not isinstance(cnr, dict):
-        if isinstance(attributes, dict) and isinstance(attributes.get("cnr_void"), dict):
+        if room == VERSIONS and isinstance(attributes, dict) and isinstance(attributes.get("cnr_void"), dict):
             return None
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     if cnr.get("format") != FORMAT:
@@ -220,7 +238,7 @@ def decode_record(data: bytes, version: str) -> Record | None:
     try:
         unknown = sorted(set(proof.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
-            return _record(cnr, _nodes(doc), version, len(data))
+            return _record(cnr, _nodes(doc), version, len(data), room)
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: malformed: {error!r}") from error
     raise FormatError(f"{what} requires {', '.join(unknown)[:_SHOWN]}: install a newer cnr-store to read it")
@@ -232,7 +250,7 @@ def _nodes(doc: Doc) -> dict[str, Doc]:
     return {path: proof.members(node, f"metadata of {proof.shown(path)}") for path, node in nodes.items()}
 
 
-def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int) -> Record:
+def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, room: str) -> Record:
     if cnr["id"] != version:
         raise ValueError(f"it is the record of {proof.version(cnr['id'], 'id')}: objects were swapped")
     previous = cnr["previous"]
@@ -253,6 +271,7 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int) ->
         metadata=cnr["metadata"],
         requires=proof.texts(cnr["requires"], "requires"),
         record_bytes=record_bytes,
+        room=room,
     )
 
 
