@@ -7,7 +7,7 @@ folded, its fold is whole and holds the same rows, so the walk stops there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -75,23 +75,43 @@ class ArrayReader:
             if link.entry.kind != "whole" and not need.any():
                 changed[:] = True
                 break
+        self._check_found(first_row, need)
+        return changed
+
+    def read_rows(self, first_row: int, out: Array, need: Array) -> None:
+        """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards.
+
+        Raises
+        ------
+        CorruptionError
+            As `read` does.
+        """
+        for link in self.links:
+            if need.any():
+                link.fill(first_row, out, need)
+        self._check_found(first_row, need)
+
+    def _check_found(self, first_row: int, need: Array) -> None:
         if need.any():
             lost = first_row + int(np.flatnonzero(need)[0])
             raise CorruptionError(
-                f"version {self.version}, {self.path}: {int(need.sum())} rows from row {lost} on are in no link "
+                f"version {self.version}, {self.path}: {int((need != 0).sum())} rows from row {lost} on are in no link "
                 f"of its chain ({', '.join(link.version for link in self.links)})"
             )
-        return changed
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces that cover the array, cut so that no payload is decoded in two of them."""
-        chunk = max((link.grid.chunk_rows for link in self.links if link.grid), default=1)
-        rows_each = chunk
-        while rows_each * self.columns * self.dtype.itemsize < REGION_BYTES:
-            rows_each *= 2
-        rows = self.shape[0]
+        rows, rows_each = self.shape[0], region_rows(self.links, self.columns * self.dtype.itemsize)
         for first_row in range(0, rows, rows_each):
             yield first_row, min(rows_each, rows - first_row)
+
+
+def region_rows(links: Iterable[Link], row_bytes: int) -> int:
+    """Rows of a region: as many as the largest chunk of `links` has, and at least `REGION_BYTES` of them."""
+    rows = max((link.grid.chunk_rows for link in links if link.grid), default=1)
+    while rows * row_bytes < REGION_BYTES:
+        rows *= 2
+    return rows
 
 
 def _walk(catalog: Catalog, record: Record, path: str) -> Iterator[Link]:

@@ -14,6 +14,7 @@ from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
 from cnr_store.format.layout import decode_name
+from cnr_store.format.record import Record
 from cnr_store.memory import empty
 from cnr_store.reading.overlay import Overlay
 
@@ -79,19 +80,26 @@ def state_dict(
     record = catalog.find(version)
     found: dict[str, np.ndarray[Any, Any]] = {}
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-        for path, entry in record.arrays.items():
-            group, *_, last = path.split("/")
-            if group == "tables" and last == "weight":
-                table = decode_name(path.split("/")[1])
-                name = table if table == "weight" else f"{table}.weight"
-                values = read_rows(ArrayReader(catalog, record, path), transfer)
-            elif path.startswith("dense/model/"):
-                name = decode_name(last)
+        for name, path in model_arrays(record).items():
+            if record.arrays[path].kind == "dense":
                 values, _ = read_dense(catalog, record, path)
             else:
-                continue
-            for alias in (name, *entry.aliases):
+                values = read_rows(ArrayReader(catalog, record, path), transfer)
+            for alias in (name, *record.arrays[path].aliases):
                 found[alias] = values
+    return found
+
+
+def model_arrays(record: Record) -> dict[str, str]:
+    """Paths of a version's tables and dense tensors by the model's names, each tied tensor once."""
+    found = {}
+    for path in record.arrays:
+        group, middle, last = path.split("/")
+        if group == "tables" and last == "weight":
+            table = decode_name(middle)
+            found[table if table == "weight" else f"{table}.weight"] = path
+        elif group == "dense" and middle == "model":
+            found[decode_name(last)] = path
     return found
 
 

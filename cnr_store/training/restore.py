@@ -90,10 +90,19 @@ class Restore:
             The state is damaged.
         """
         self._info = VersionInfo.of(self._record)
-        self._check_tables()
-        self._check_dense()
+        self.check_model()
         self._state = self._read_state()
         self._check_state(objects)
+
+    def check_model(self) -> None:
+        """The part of `check` that needs no state: the model's tables and dense tensors.
+
+        Raises
+        ------
+        ModelMismatchError, CorruptionError, FormatError
+        """
+        self._check_tables()
+        self._check_dense()
 
     def _check_tables(self) -> None:
         stored = {
