@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +17,26 @@ from cnr_store.cli.demo import demo
 from cnr_store.cli.listing import info, ls
 from cnr_store.errors import CheckpointError
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cnr {metadata.version('cnr-store')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit."),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 app = typer.Typer(
     name="cnr",
     help="Checkpoints of recommendation models: what a store holds, and a demo.",
+    callback=_options,
     no_args_is_help=True,
     add_completion=False,
     # A traceback is for an error of ours that nobody foresaw, and then Python's own says enough.

@@ -13,32 +13,33 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
-from cnr_store.catalog import Catalog, VersionInfo
+from cnr_store.catalog import Catalog
 from cnr_store.cli.options import AsJson, StorageOptions, Url, storage_options
-from cnr_store.format.record import ArrayEntry
-from cnr_store.reading.access import versions
+from cnr_store.format.record import ArrayEntry, Record
 
 VersionName = Annotated[
     str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.", show_default=False)
 ]
 
 _NUMBERS = frozenset({"step", "rows", "bytes"})
+_SHOWN_IDS = 3
 _WIDEST = 10_000
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first."""
-    found = versions(url, **storage_options(options))
+    found = list(Catalog(open_backend(url, **storage_options(options))).newest_first())[::-1]
     if as_json:
-        _print_json([_facts(info) for info in found])
+        _print_json([_facts(record) for record in found])
         return
     if not found:
         Console(stderr=True).print(f"{url} holds no committed version", markup=False, soft_wrap=True)
         return
-    table = _table("id", "step", "kind", "rows", "bytes", "previous", "time")
-    for info in found:
-        sizes = (f"{info.rows:,}", f"{info.bytes:,}")
-        table.add_row(info.id, str(info.step), info.kind, *sizes, info.previous or "-", _time_text(info.time))
+    columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
+    table = _table(*columns)
+    for record in found:
+        facts = {name: _shown(name, value) for name, value in _facts(record).items()}
+        table.add_row(*(facts[column] for column in columns))
     _print_wide(table)
 
 
@@ -48,38 +49,45 @@ def info(
     """Show one version, array by array."""
     catalog = Catalog(open_backend(url, **storage_options(options)))
     record = catalog.find(int(version) if version.isdecimal() else version)
-    facts = _facts(VersionInfo.of(record)) | {
+    facts = _facts(record) | {
         "needs": list(record.needs),
         "restores": record.restores,
         "policy": dict(record.policy),
-        "metadata": record.metadata,
     }
     if as_json:
         _print_json(facts | {"arrays": {path: entry.to_json() for path, entry in record.arrays.items()}})
         return
     lines = _table("name", "value")
     for name, value in facts.items():
-        text = (
-            _time_text(record.time)
-            if name == "time"
-            else value
-            if isinstance(value, str)
-            else json.dumps(value)
-        )
-        lines.add_row(name, Text(text))
+        lines.add_row(name, Text(_shown(name, value)))
     _print_wide(lines)
     _print_wide(_arrays_table(record.arrays))
 
 
-def _facts(info: VersionInfo) -> dict[str, Any]:
+def _shown(name: str, value: Any) -> str:
+    """One fact, for people."""
+    if name == "time":
+        return _time_text(value)
+    if name == "needs":
+        more = f" and {len(value) - _SHOWN_IDS} more" if len(value) > _SHOWN_IDS else ""
+        return ", ".join(value[:_SHOWN_IDS]) + more if value else "-"
+    if name == "policy" and {"policy", "reason"} <= value.keys():
+        return f"{value['policy']}: {value['reason']}"
+    if isinstance(value, int):
+        return f"{value:,}" if name in ("rows", "bytes") else str(value)
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _facts(record: Record) -> dict[str, Any]:
     return {
-        "id": info.id,
-        "step": info.step,
-        "kind": info.kind,
-        "rows": info.rows,
-        "bytes": info.bytes,
-        "previous": info.previous,
-        "time": info.time,
+        "id": record.id,
+        "step": record.step,
+        "kind": record.kind,
+        "rows": record.rows,
+        "bytes": record.nbytes,
+        "previous": record.previous,
+        "time": record.time,
+        "metadata": record.metadata,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     from cnr_store.reading.access import versions
 
     status, out, _ = cnr(capsys, "ls", store, "--json")
-    names = ("id", "step", "kind", "rows", "bytes", "previous", "time")
+    names = ("id", "step", "kind", "rows", "bytes", "previous", "time", "metadata")
     assert status == 0
     assert json.loads(out) == [{name: getattr(info, name) for name in names} for info in versions(store)]
 
@@ -75,6 +76,11 @@ def test_info_shows_a_version_by_id_step_or_latest(capsys: pytest.CaptureFixture
     assert doc["step"] == 2
     assert doc["arrays"]["tables/0/weight"]["rows"] == 2
     assert json.loads(cnr(capsys, "info", store, doc["id"], "--json")[1]) == doc
+
+
+def test_the_release_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = cnr(capsys, "--version")
+    assert (status, out) == (0, f"cnr {version('cnr-store')}\n")
 
 
 def test_an_empty_place_lists_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
