@@ -6,6 +6,7 @@ from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
 from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.kmeans import KMeansRows
+from cnr_codecs.moving import merge_segments, take_rows
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload import build as build_payload
 from cnr_codecs.proof import parse, reseal
@@ -41,6 +42,8 @@ __all__ = [
     "RowSetKind",
     "Element",
     "build_payload",
+    "take_rows",
+    "merge_segments",
     "check_rows",
     "raw_segment",
     "pack",

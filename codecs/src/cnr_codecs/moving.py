@@ -1,0 +1,124 @@
+"""Moves rows between payloads as they are stored: codes and parameters are copied, nothing is quantized again.
+
+`take_rows` picks rows out of a payload, `merge_segments` joins what was picked out of several, and
+`cnr_codecs.build_payload` makes a payload of the result: its rows decode to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.errors import RowsError
+from cnr_codecs.payload import PARAMETERS_PER_ROW, Payload, Segment
+from cnr_codecs.rowset import RowSet
+
+Places = npt.NDArray[np.int64]
+Need = npt.NDArray[np.uint8]
+
+
+def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]:
+    """The rows of a payload that are asked for, as segments of another chunk; clears their marks.
+
+    Args:
+        payload: what `parse` returned. The segments are copies, and don't keep its bytes alive.
+        need: uint8 (n,), non-zero where a row of the other chunk, of n rows, is asked for. Marks of rows taken are
+            set to 0.
+        first_row: the row of the payload's chunk that the other chunk's first row stands for; may be negative.
+
+    Raises:
+        RowsError: `need` is not as said above.
+    """
+    if need.ndim != 1 or need.dtype != np.uint8 or not need.flags.writeable:
+        raise RowsError(f"need must be writable uint8 (rows,); got {need.dtype} {need.shape}")
+    taken = (_take(segment, need, first_row) for segment in payload.segments)
+    return [segment for segment in taken if segment is not None]
+
+
+def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """One segment for each way of storing rows: scheme, bits and parameter type.
+
+    Args:
+        segments: of chunks of the same rows and columns; no row is in two of them.
+
+    Raises:
+        RowsError: chunks of different rows or columns, or a row that two segments of one kind hold.
+    """
+    kinds: dict[tuple[int, int, int], list[Segment]] = {}
+    for segment in segments:
+        kinds.setdefault((segment.scheme, segment.bits, segment.parameter_type), []).append(segment)
+    return [alike[0] if len(alike) == 1 else _merge(alike) for _, alike in sorted(kinds.items())]
+
+
+def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
+    positions, places = [], []
+    for start, rows in segment.row_set.blocks():
+        place = rows.astype(np.int64) - first_row
+        begin, end = np.searchsorted(place, (0, len(need)))
+        place = place[begin:end]
+        wanted = np.flatnonzero(need[place])
+        positions.append(wanted + (start + int(begin)))
+        places.append(place[wanted])
+    position, place = np.concatenate(positions), np.concatenate(places)
+    if not len(place):
+        return None
+    need[place] = 0
+    return _pick(segment, position, RowSet.of(place, len(need)))
+
+
+def _pick(segment: Segment, position: npt.NDArray[np.intp], row_set: RowSet) -> Segment:
+    """The rows at these positions of a segment, which are those of `row_set`."""
+    parameters, books = segment.parameters, None
+    if segment.books is not None:
+        used, number = np.unique(segment.books[position], return_inverse=True)
+        parameters, books = parameters[used], number.astype(np.uint32)
+    elif segment.scheme in PARAMETERS_PER_ROW:
+        parameters = parameters[:, position]
+    else:
+        parameters = parameters[position]
+    codes = segment.codes[position]
+    return Segment(segment.scheme, segment.bits, segment.parameter_type, row_set, parameters, codes, books)
+
+
+def _merge(segments: Sequence[Segment]) -> Segment:
+    """Segments of one kind as one, its rows in increasing order."""
+    first = segments[0]
+    if len({(segment.row_set.rows, segment.codes.shape[1]) for segment in segments}) > 1:
+        raise RowsError("segments of chunks of different rows or columns can't be merged")
+    places = np.concatenate([_places(segment.row_set) for segment in segments])
+    order = np.argsort(places, kind="stable")
+    places = places[order]
+    if (places[1:] == places[:-1]).any():
+        raise RowsError(f"row {int(places[int(np.argmin(np.diff(places)))])} is in two segments")
+    books = None
+    if first.scheme in PARAMETERS_PER_ROW:
+        parameters = np.concatenate([segment.parameters for segment in segments], axis=1)[:, order]
+    else:
+        parameters = np.concatenate([segment.parameters for segment in segments])
+        books = _renumbered(segments)
+        if books is None:
+            parameters = parameters[order]
+        else:
+            books = books[order]
+    codes = np.concatenate([segment.codes for segment in segments])[order]
+    row_set = RowSet.of(places, first.row_set.rows)
+    return Segment(first.scheme, first.bits, first.parameter_type, row_set, parameters, codes, books)
+
+
+def _renumbered(segments: Sequence[Segment]) -> npt.NDArray[np.uint32] | None:
+    """The shared codebook of each row when those of all segments stand one after the other."""
+    numbers: list[npt.NDArray[Any]] = []
+    before = 0
+    for segment in segments:
+        if segment.books is None:
+            return None
+        numbers.append(segment.books + np.uint32(before))
+        before += len(segment.parameters)
+    return np.concatenate(numbers)
+
+
+def _places(row_set: RowSet) -> Places:
+    return np.concatenate([block for _, block in row_set.blocks()]).astype(np.int64)
