@@ -1,8 +1,11 @@
 """Rows out of segments, into the rows of an array that ask for them.
 
-`rows` are the chunk's rows of a block (uint32), matching the rows of `codes` and the parameters. A row goes
-to row `rows[i] - first_row` of the output if that lies within `need` (uint8) and is marked there; the mark
-is then cleared. The output is `flat`, whose row r starts at r * stride.
+`rows` are the chunk's rows of a block (uint32, increasing), matching the rows of `codes` and the parameters. A
+row goes to row `rows[i] - first_row` of the output if that lies within `need` (uint8) and is marked there; the
+mark is then cleared. The output is `flat`, whose row r starts at r * stride.
+
+Which rows are asked for is found out first: a branch for each row beside its decoding, taken at random, costs
+several times the decoding.
 """
 
 from __future__ import annotations
@@ -12,19 +15,39 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cnr_codecs.kernels.pack import unpack_row
+from cnr_codecs.kernels.dequantize import BLOCK
+from cnr_codecs.kernels.pack import unpack_rows
 
 
-@njit(nogil=True, cache=True)
-def _wanted(row: Any, first_row: int, need: Any) -> Any:
-    """The row of the output, or -1."""
-    r = np.int64(row) - first_row
-    if r < 0 or r >= need.size or need[r] == 0:
-        return -1
-    return r
+@njit(nogil=True, cache=True, error_model="numpy")
+def _choose(rows: Any, first_row: int, need: Any) -> Any:
+    """The rows asked for: their positions in `rows`, and their rows of the output (int64 each). Marks are cleared."""
+    chosen = np.empty(rows.size + 1, np.int64)
+    places = np.empty(rows.size + 1, np.int64)
+    held = 0
+    for i in range(rows.size):
+        r = np.int64(rows[i]) - first_row
+        if 0 <= r < need.size:
+            chosen[held] = i
+            places[held] = r
+            held += need[r] != 0
+    for k in range(held):
+        need[places[k]] = 0
+    return chosen[:held], places[:held]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
+def _unpack_chosen(codes: Any, chosen: Any, bits: int, dim: int, packed: Any, unpacked: Any) -> None:
+    """Unpack rows of `codes` that may lie apart, by way of `packed`, where they follow one another."""
+    for k in range(chosen.size):
+        row = codes[chosen[k]]
+        line = packed[k]
+        for j in range(row.size):
+            line[j] = row[j]
+    unpack_rows(packed[: chosen.size], dim, bits, unpacked)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def decode_float32(
     codes: Any,
     rows: Any,
@@ -39,23 +62,21 @@ def decode_float32(
     stride: int,
 ) -> int:
     """Rows into `flat` (float32), rounded to bfloat16 if asked; the number of rows written."""
-    unpacked = np.empty(dim, np.uint8)
-    written = 0
-    for i in range(rows.size):
-        r = _wanted(rows[i], first_row, need)
-        if r < 0:
-            continue
-        unpack_row(codes[i], bits, unpacked)
-        line = flat[r * stride : r * stride + dim]
-        _dequantize(unpacked, scale[i], offset[i], line)
+    chosen, places = _choose(rows, first_row, need)
+    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
+    unpacked = np.empty(BLOCK * dim, np.uint8)
+    for first in range(0, chosen.size, BLOCK):
+        block = chosen[first : first + BLOCK]
+        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
+        targets = places[first : first + BLOCK]
+        _spread(unpacked, block, targets, scale, offset, dim, flat, stride)
         if to_bfloat16:
-            _round_bfloat16(line.view(np.uint32))
-        need[r] = 0
-        written += 1
-    return written
+            for k in range(block.size):
+                _round_bfloat16(flat[targets[k] * stride : targets[k] * stride + dim].view(np.uint32))
+    return len(chosen)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def decode_float16(
     codes: Any,
     rows: Any,
@@ -69,19 +90,20 @@ def decode_float16(
     stride: int,
 ) -> int:
     """Rows into `flat` (uint16: the bits of float16); the number of rows written."""
-    unpacked = np.empty(dim, np.uint8)
-    line = np.empty(dim, np.float32)
-    written = 0
-    for i in range(rows.size):
-        r = _wanted(rows[i], first_row, need)
-        if r < 0:
-            continue
-        unpack_row(codes[i], bits, unpacked)
-        _dequantize(unpacked, scale[i], offset[i], line)
-        _round_float16(line, line.view(np.uint32), flat[r * stride : r * stride + dim])
-        need[r] = 0
-        written += 1
-    return written
+    chosen, places = _choose(rows, first_row, need)
+    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
+    unpacked = np.empty(BLOCK * dim, np.uint8)
+    wide = np.empty(BLOCK * dim, np.float32)
+    in_order = np.arange(BLOCK)
+    for first in range(0, chosen.size, BLOCK):
+        block = chosen[first : first + BLOCK]
+        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
+        _spread(unpacked, block, in_order, scale, offset, dim, wide, dim)
+        for k in range(block.size):
+            line = wide[k * dim : (k + 1) * dim]
+            start = places[first + k] * stride
+            _round_float16(line, line.view(np.uint32), flat[start : start + dim])
+    return len(chosen)
 
 
 @njit(nogil=True, cache=True)
@@ -100,55 +122,57 @@ def look_up(
     """Rows into `flat`: the values that `table` (codebooks, 2**bits), of the same dtype, has for their codes in
     their codebook (`books`: uint32); the number of rows written.
     """
-    unpacked = np.empty(dim, np.uint8)
-    written = 0
-    for i in range(rows.size):
-        r = _wanted(rows[i], first_row, need)
-        if r < 0:
-            continue
-        unpack_row(codes[i], bits, unpacked)
-        book = table[books[i]]
-        for j in range(dim):
-            flat[r * stride + j] = book[unpacked[j]]
-        need[r] = 0
-        written += 1
-    return written
+    chosen, places = _choose(rows, first_row, need)
+    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
+    unpacked = np.empty(BLOCK * dim, np.uint8)
+    for first in range(0, chosen.size, BLOCK):
+        block = chosen[first : first + BLOCK]
+        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
+        for k in range(block.size):
+            start = places[first + k] * stride
+            book = table[books[block[k]]]
+            for j in range(dim):
+                flat[start + j] = book[unpacked[k * dim + j]]
+    return len(chosen)
 
 
 @njit(nogil=True, cache=True)
 def copy_raw(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
     """Raw values into `flat` (uint8: the bytes of the output, as is `stride`); the number of rows written."""
-    written = 0
-    for i in range(rows.size):
-        r = _wanted(rows[i], first_row, need)
-        if r < 0:
-            continue
-        flat[r * stride : r * stride + codes.shape[1]] = codes[i]
-        need[r] = 0
-        written += 1
-    return written
+    chosen, places = _choose(rows, first_row, need)
+    for k in range(chosen.size):
+        row = codes[chosen[k]]
+        line = flat[places[k] * stride : places[k] * stride + row.size]
+        for j in range(row.size):
+            line[j] = row[j]
+    return len(chosen)
 
 
 @njit(nogil=True, cache=True)
 def widen_bfloat16(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
     """Raw bfloat16 values into `flat` (uint32: the bits of float32); the number of rows written."""
     dim = codes.shape[1] // 2
-    written = 0
-    for i in range(rows.size):
-        r = _wanted(rows[i], first_row, need)
-        if r < 0:
-            continue
+    chosen, places = _choose(rows, first_row, need)
+    for k in range(chosen.size):
+        row = codes[chosen[k]]
+        line = flat[places[k] * stride : places[k] * stride + dim]
         for j in range(dim):
-            flat[r * stride + j] = (np.uint32(codes[i, 2 * j]) << 16) | (np.uint32(codes[i, 2 * j + 1]) << 24)
-        need[r] = 0
-        written += 1
-    return written
+            line[j] = (np.uint32(row[2 * j]) << 16) | (np.uint32(row[2 * j + 1]) << 24)
+    return len(chosen)
 
 
-@njit(nogil=True, cache=True)
-def _dequantize(codes: Any, scale: Any, offset: Any, line: Any) -> None:
-    for j in range(codes.size):
-        line[j] = scale * np.float32(codes[j]) + offset
+@njit(nogil=True, cache=True, error_model="numpy")
+def _spread(
+    codes: Any, chosen: Any, places: Any, scale: Any, offset: Any, dim: int, flat: Any, stride: int
+) -> None:
+    """scale * code + offset: of codes of dim a row, whose parameters are those of `chosen`."""
+    for k in range(chosen.size):
+        line = flat[places[k] * stride : places[k] * stride + dim]
+        row = codes[k * dim : (k + 1) * dim]
+        step = scale[chosen[k]]
+        start = offset[chosen[k]]
+        for j in range(dim):
+            line[j] = step * np.float32(np.int32(row[j])) + start
 
 
 @njit(nogil=True, cache=True)

@@ -10,15 +10,15 @@ from numba import njit
 from cnr_codecs.kernels.pack import unpack_rows
 
 # Rows whose codes are unpacked before any of them is decoded: some kilobytes, which stay in the cache.
-_BLOCK = 32
+BLOCK = 32
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def decode_run(packed: Any, scale: Any, offset: Any, bits: int, dim: int, flat: Any, stride: int) -> None:
     """Rows of `packed` (uint8 (n, bytes a row)) into `flat` (float32), each `stride` values after the one before."""
-    codes = np.empty(_BLOCK * dim if bits < 8 else 0, np.uint8)
-    for first in range(0, len(packed), _BLOCK):
-        stop = min(first + _BLOCK, len(packed))
+    codes = np.empty(BLOCK * dim if bits < 8 else 0, np.uint8)
+    for first in range(0, len(packed), BLOCK):
+        stop = min(first + BLOCK, len(packed))
         if bits < 8:
             unpack_rows(packed[first:stop], dim, bits, codes)
             _spread(codes, first, stop, scale, offset, dim, flat, stride)
