@@ -36,7 +36,7 @@ class ArrayReader:
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self.links = list(_walk(catalog, record, path))
+        self.links = [Link(catalog, each, path) for each in chain(catalog, record, path)]
         newest = self.links[0].entry
         self.version, self.path = record.id, path
         self.shape, self.element = newest.shape, newest.element
@@ -114,7 +114,16 @@ def region_rows(links: Iterable[Link], row_bytes: int) -> int:
     return rows
 
 
-def _walk(catalog: Catalog, record: Record, path: str) -> Iterator[Link]:
+def chain(catalog: Catalog, record: Record, path: str) -> Iterator[Record]:
+    """The records whose objects hold an array's rows, newest first: versions, or the fold that ends the walk.
+
+    Raises
+    ------
+    VersionNotFoundError
+        The version has no array of rows of that path.
+    CorruptionError
+        A base is lost, or a fold is not the version's.
+    """
     entry = record.arrays.get(path)
     if entry is None or entry.kind == "dense":
         raise VersionNotFoundError(f"version {record.id} has no array of rows {path}")
@@ -124,11 +133,11 @@ def _walk(catalog: Catalog, record: Record, path: str) -> Iterator[Link]:
             catalog.look_for_folds()  # it may have been folded, and its base removed, since they were listed
             fold = _fold(catalog, record, path)
         if fold is not None:
-            yield Link(catalog, fold, path)
+            yield fold
             return
-        yield Link(catalog, record, path)
+        yield record
         record, entry = _base(catalog, record, path, entry.base)
-    yield Link(catalog, record, path)
+    yield record
 
 
 def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:

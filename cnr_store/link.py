@@ -43,7 +43,17 @@ _INDEXES_KEPT = 1024
 
 
 class Link:
-    """The rows of one array that one version wrote."""
+    """The rows of one array that one version wrote, or that its fold holds.
+
+    Attributes
+    ----------
+    version, path, record, entry
+        Whose rows they are.
+    parts
+        Its shards, `manifest.Part` by linear index.
+    grid
+        How it is cut; None if no row was written.
+    """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
         self._backend = catalog.backend
@@ -51,7 +61,7 @@ class Link:
         self.record = record
         self.path = path
         self.entry: ArrayEntry = record.arrays[path]
-        self._parts = catalog.manifest(record).parts(path)
+        self.parts = catalog.manifest(record).parts(path)
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
         self.grid: Grid | None = None
@@ -74,7 +84,7 @@ class Link:
         where = f"version {self.version}, {self.path}"
         if data_type != array_dtype(self.entry.element).name:
             raise CorruptionError(f"{where}: types {data_type} and {self.entry.element} in one record")
-        if any(shard >= math.prod(grid.shard_grid) for shard in self._parts):
+        if any(shard >= math.prod(grid.shard_grid) for shard in self.parts):
             raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
 
     @property
@@ -82,7 +92,14 @@ class Link:
         """Rows that its shards have room for."""
         if self.grid is None:
             return 0
-        return -(-len(self._parts) // self.grid.shard_grid[1]) * self.grid.shard_rows
+        return -(-len(self.parts) // self.grid.shard_grid[1]) * self.grid.shard_rows
+
+    def key(self, shard: int) -> str:
+        """Key of a shard's object, for a shard of `parts`."""
+        assert self.grid is not None  # there are shards, so there is metadata
+        row, column = divmod(shard, self.grid.shard_grid[1])
+        place = f"c/{row}/{column}" if len(self.entry.shape) == 2 else f"c/{row}"
+        return self.record.key(self.path, place)
 
     def fill(self, first_row: int, out: Array, need: Array) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
@@ -105,7 +122,7 @@ class Link:
                 continue
             for column_chunk in range(grid.column_chunks):
                 shard, slot = grid.locate(row_chunk, column_chunk)
-                if shard in self._parts:
+                if shard in self.parts:
                     wanted.setdefault(shard, []).append((slot, row_chunk, column_chunk))
         # Chunks of one row block share the need: all columns of a row are written together.
         found = [need.copy() for _ in range(grid.column_chunks)]
@@ -179,7 +196,7 @@ class Link:
     def _run(
         self, shard: int, index: ShardIndex, run: list[tuple[int, int, int]], start: int, end: int
     ) -> Iterator[tuple[tuple[int, int, int], memoryview]]:
-        key = self._key(shard)
+        key = self.key(shard)
         try:
             data = memoryview(self._backend.get_range(key, start, end - start))
             for chunk in run:
@@ -197,7 +214,7 @@ class Link:
             if shard in self._indexes:
                 self._indexes.move_to_end(shard)
                 return self._indexes[shard]
-        index = self._read_index(shard, self._parts[shard])
+        index = self._read_index(shard, self.parts[shard])
         with self._lock:
             self._indexes[shard] = index
             if len(self._indexes) > _INDEXES_KEPT:
@@ -206,7 +223,7 @@ class Link:
 
     def _read_index(self, shard: int, part: Part) -> ShardIndex:
         assert self.grid is not None  # there are parts, so there is metadata
-        key, chunks = self._key(shard), self.grid.chunks_per_shard
+        key, chunks = self.key(shard), self.grid.chunks_per_shard
         try:
             index = parse_index(self._backend.get_suffix(key, index_nbytes(chunks)), chunks, part.nbytes)
         except ShardError as error:
@@ -223,22 +240,16 @@ class Link:
 
     def _storage_error(self, shard: int, error: StorageError) -> Exception:
         """A request that failed because the object is not the size that was committed is a cut object."""
-        key = self._key(shard)
+        key = self.key(shard)
         try:
             nbytes = self._backend.size(key)
         except StorageError:
             return error
-        if nbytes == self._parts[shard].nbytes:
+        if nbytes == self.parts[shard].nbytes:
             return error
         return CorruptionError(
-            f"{self._where_shard(shard)}: {key} has {nbytes} bytes, {self._parts[shard].nbytes} were committed"
+            f"{self._where_shard(shard)}: {key} has {nbytes} bytes, {self.parts[shard].nbytes} were committed"
         )
-
-    def _key(self, shard: int) -> str:
-        assert self.grid is not None  # there are shards, so there is metadata
-        row, column = divmod(shard, self.grid.shard_grid[1])
-        place = f"c/{row}/{column}" if len(self.entry.shape) == 2 else f"c/{row}"
-        return self.record.key(self.path, place)
 
     def _where_shard(self, shard: int) -> str:
         assert self.grid is not None  # there are shards, so there is metadata
