@@ -5,6 +5,7 @@ Every function takes a value and what it is called, and raises ValueError if it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from cnr_store.format.layout import VersionId, decode_name, encode_name
 MOST = 1 << 62
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 _SHOWN = 60
+_TOKEN = re.compile(r"[0-9a-f]{16,64}")
 _GROUPS = ("model", "optim", "state")
 
 
@@ -78,6 +80,13 @@ def sizes(value: Any, name: str, least: int, dimensions: Iterable[int]) -> tuple
 def version(value: Any, name: str) -> str:
     if VersionId.parse(text(value, name)) is None:
         raise ValueError(f"{name} is {shown(value)}, not a version id")
+    return text(value, name)
+
+
+def token(value: Any, name: str) -> str:
+    """Hex digits, which may be part of a key."""
+    if _TOKEN.fullmatch(text(value, name)) is None:
+        raise ValueError(f"{name} is {shown(value)}, not 16 to 64 hex digits")
     return text(value, name)
 
 

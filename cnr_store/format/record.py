@@ -3,7 +3,8 @@
 It is ``versions/ID/zarr.json``: a Zarr v3 group with consolidated metadata and ``attributes.cnr``. A version
 exists if and only if this object holds ``attributes.cnr``. A *void* record at the same key (``attributes.cnr_void``)
 burns the id instead. A *fold*, the same version's rows without a chain, has a record of the same shape at
-``folds/ID/zarr.json``, under ``attributes.cnr_fold``.
+``folds/ID/zarr.json``, under ``attributes.cnr_fold``; all its other objects lie below a folder of the record's nonce,
+so that several attempts at a fold never touch each other's.
 """
 
 from __future__ import annotations
@@ -152,7 +153,13 @@ class Record:
 
     def key(self, *parts: str) -> str:
         """Key of one of its objects; of the record itself without parts."""
-        return version_key(self.id, *parts, room=self.room) if parts else record_key(self.id, self.room)
+        if not parts:
+            return record_key(self.id, self.room)
+        return version_key(self.id, *self._folder, *parts, room=self.room)
+
+    @property
+    def _folder(self) -> tuple[str, ...]:
+        return (self.nonce,) if self.room == FOLDS else ()
 
     def seal(self, path: str, first_row: int, first_column: int) -> int:
         """What ties a payload of this record to its place."""
@@ -198,7 +205,7 @@ def encode_record(record: Record) -> bytes:
     doc["consolidated_metadata"] = {
         "kind": "inline",
         "must_understand": False,
-        "metadata": dict(record.nodes),
+        "metadata": _below(record.nonce, record.nodes) if record.room == FOLDS else dict(record.nodes),
     }
     data = dumps(doc)
     if len(data) > MAX_RECORD_BYTES:
@@ -238,7 +245,10 @@ def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | N
     try:
         unknown = sorted(set(proof.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
-            return _record(cnr, _nodes(doc), version, len(data), room)
+            nodes = _nodes(doc)
+            if room == FOLDS:
+                nodes = _above(proof.token(cnr["nonce"], "nonce"), nodes)
+            return _record(cnr, nodes, version, len(data), room)
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: malformed: {error!r}") from error
     raise FormatError(f"{what} requires {', '.join(unknown)[:_SHOWN]}: install a newer cnr-store to read it")
@@ -248,6 +258,19 @@ def _nodes(doc: Doc) -> dict[str, Doc]:
     consolidated = proof.members(doc["consolidated_metadata"], "consolidated_metadata")
     nodes = proof.members(consolidated["metadata"], "consolidated_metadata.metadata")
     return {path: proof.members(node, f"metadata of {proof.shown(path)}") for path, node in nodes.items()}
+
+
+def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
+    """Metadata documents by path below the record, where plain Zarr readers look for them."""
+    return {folder: group_document(), **{f"{folder}/{path}": node for path, node in nodes.items()}}
+
+
+def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
+    """Metadata documents by path below the folder."""
+    inside = {path: node for path, node in nodes.items() if path != folder}
+    if any(not path.startswith(f"{folder}/") for path in inside):
+        raise ValueError(f"metadata of nodes outside {folder}")
+    return {path.removeprefix(f"{folder}/"): node for path, node in inside.items()}
 
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, room: str) -> Record:
