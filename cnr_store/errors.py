@@ -16,6 +16,7 @@
     │   └── ClosedError           (ValueError)    the checkpointer was closed
     └── arguments: change the call or the model
         ├── OptionError           (ValueError)    a policy, width, pattern or number out of range
+        ├── ReadOnlyError         (PermissionError, ValueError)  a version can't be written into
         ├── ModelMismatchError    (ValueError)    the model does not fit what is stored
         ├── UnsupportedModelError (ValueError)    a model that can't be checkpointed
         └── StateError            (TypeError)     a state that can't be written exactly
@@ -72,6 +73,10 @@ class ClosedError(CheckpointError, ValueError):
 
 class OptionError(CheckpointError, ValueError):
     """An option is out of range or contradicts another."""
+
+
+class ReadOnlyError(CheckpointError, PermissionError, ValueError):
+    """Somebody wrote into a view of a version. Versions never change."""
 
 
 class ModelMismatchError(CheckpointError, ValueError):

@@ -6,20 +6,16 @@ dense arrays and groups appear as they are stored. Nothing is computed before it
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_backends import Backend
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import dense_layout, dense_object
-from cnr_store.errors import CheckpointError
 from cnr_store.format.arrays import (
     DenseGrid,
     Doc,
@@ -31,158 +27,200 @@ from cnr_store.format.arrays import (
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
 from cnr_store.memory import empty
+from cnr_store.reading.computed import ComputedStore, Made
 
 CHUNK_BYTES = 4 << 20
-T = TypeVar("T")
-
-# Composing blocks on storage and decodes. It must not run in asyncio's default executor: synchronous zarr reads
-# beneath would wait for threads that they themselves occupy.
-_executor = ThreadPoolExecutor(8, thread_name_prefix="cnr-overlay")
+_PATH_NAMES = 3
+"""Every array lies at GROUP/NAME/NAME; any of these names may be c itself."""
 
 
-class Overlay(Store):
-    """Read-only Zarr store over one version. Thread-safe; memory is bounded by the chunks being read."""
+class Overlay(ComputedStore):
+    """Read-only Zarr store over one version. Thread-safe; memory is bounded by the chunks being read.
 
-    def __init__(self, catalog: Catalog, record: Record) -> None:
-        super().__init__(read_only=True)
-        self._catalog = catalog
-        self._record = record
-        self._readers: dict[str, ArrayReader] = {}
-        self._dense: dict[str, DenseGrid] = {}
-        self._documents = self._make_documents()
+    Parameters
+    ----------
+    catalog, record
+        The store and the version in it.
+    chunk_rows
+        By path, rows of a chunk that readers see. By default as the whole link of the array's chain is cut, within
+        `CHUNK_BYTES`; given where others already know the arrays by an earlier cut.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        record: Record,
+        *,
+        chunk_rows: Mapping[str, int] | None = None,
+        read_only: bool = True,
+    ) -> None:
+        super().__init__(read_only=read_only)
+        self._catalog, self._record = catalog, record
+        self._chunk_rows = dict(chunk_rows or {})
+        self._arrays: dict[str, _Chunks] = {}
+        self._groups: dict[str, dict[str, None]] = {"": {}}
+        self._documents = {path: document_bytes(doc) for path, doc in self._make_documents().items()}
+
+    @property
+    def version(self) -> str:
+        """Id of the version."""
+        return self._record.id
+
+    @property
+    def time(self) -> float:
+        """When it was committed, in seconds since 1970, UTC."""
+        return self._record.time
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Overlay)
-            and other._record.id == self._record.id
+            and other.version == self.version
             and other._catalog.backend.url == self._catalog.backend.url
         )
 
     __hash__ = None  # type: ignore[assignment]  # as in zarr's own stores
 
-    def __reduce__(self) -> tuple[Callable[[Backend, str], Overlay], tuple[Backend, str]]:
-        # Other processes open the version again: records and indexes are read, not sent.
-        return _reopen, (self._catalog.backend, self._record.id)
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[[Backend, str, dict[str, int]], Overlay], tuple[Backend, str, dict[str, int]]]:
+        # Other processes open the version again: records and indexes are read, not sent. The cut is sent, because
+        # a fold made meanwhile has another one.
+        return _reopen, (self._catalog.backend, self.version, self._chunk_rows)
 
     def __str__(self) -> str:
-        return f"cnr://{self._record.id}@{self._catalog.backend.url}"
+        return f"cnr://{self.version}@{self._catalog.backend.url}"
 
     def __repr__(self) -> str:
         return f"Overlay({str(self)!r})"
 
+    def with_read_only(self, read_only: bool = False) -> Overlay:
+        if not read_only:
+            super().with_read_only(read_only)  # zarr's own refusal
+        return Overlay(self._catalog, self._record, chunk_rows=self._chunk_rows)
+
+    def document(self, path: str) -> bytes:
+        """The metadata that a node of the hierarchy is seen with; "" is the root."""
+        return self._documents[path]
+
+    def node_of(self, key: str) -> str:
+        """Path of the node that an object belongs to."""
+        names = key.split("/")
+        return "/".join(names[:-1] if names[-1] == NODE else names[:_PATH_NAMES])
+
+    def nbytes(self, key: str) -> int | None:
+        path, slash, name = key.rpartition("/")
+        if name == NODE and bool(path) == bool(slash):
+            return len(self._documents[path]) if path in self._documents else None
+        place = self._chunk(key)
+        return None if place is None else place[0].nbytes
+
+    def read(self, key: str, start: int, stop: int) -> Made:
+        place = self._chunk(key)
+        if place is None:
+            return self._documents[key.rpartition("/")[0]][start:stop]
+        return place[0].read(place[1], start, stop)
+
+    def names(self, folder: str) -> Iterable[str]:
+        if folder in self._groups:
+            return [NODE, *self._groups[folder]]
+        names = folder.split("/")
+        array, place = self._arrays.get("/".join(names[:_PATH_NAMES])), names[_PATH_NAMES:]
+        if array is None:
+            return []
+        if not place:
+            return [NODE, *(["c"] if math.prod(array.counts) else [])]
+        if place[0] != "c" or len(place) > len(array.counts) or not _inside(place[1:], array.counts):
+            return []
+        return map(str, range(array.counts[len(place) - 1]))
+
+    def _chunk(self, key: str) -> tuple[_Chunks, int] | None:
+        """(array, index along its first axis) of a chunk's key, None if it is no chunk's."""
+        names = key.split("/")
+        array, place = self._arrays.get("/".join(names[:_PATH_NAMES])), names[_PATH_NAMES:]
+        if array is None or place[:1] != ["c"] or len(place) != len(array.counts) + 1:
+            return None
+        if not _inside(place[1:], array.counts):
+            return None
+        return array, int(place[1]) if array.counts else 0
+
     def _make_documents(self) -> dict[str, Doc]:
-        record, nodes = self._record, {}
-        for path, entry in sorted(record.arrays.items()):
-            for group in parent_groups(path):
+        nodes: dict[str, Doc] = {}
+        for path, entry in sorted(self._record.arrays.items()):
+            parents = parent_groups(path)
+            for group in parents:
                 nodes[group] = group_document()
-            if entry.kind == "dense":
-                grid = self._dense[path] = dense_layout(self._catalog, record, path)
-                nodes[path] = dense_document(grid, decode_name(path.rsplit("/", 1)[-1]), grid.torch_dtype)
-            else:
-                reader = self._readers[path] = ArrayReader(self._catalog, record, path)
-                nodes[path] = plain_rows_document(reader.shape, reader.dtype, _chunk_rows(reader))
-        root = group_document({"cnr_version": {"id": record.id, "step": record.step}})
+            for parent, child in zip(["", *parents], [*parents, path], strict=True):
+                self._groups.setdefault(parent, {})[child.rpartition("/")[2]] = None
+            nodes[path] = self._dense_node(path) if entry.kind == "dense" else self._rows_node(path)
+        root = group_document({"cnr_version": {"id": self._record.id, "step": self._record.step}})
         consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(nodes)}
         return {"": {**root, "consolidated_metadata": consolidated}, **nodes}
 
-    def _read(self, key: str) -> bytes | None:
-        """The object at a key, or None where a Zarr store would hold none."""
-        path, _, name = key.rpartition("/")
-        if name == NODE:
-            doc = self._documents.get(path)
-            return None if doc is None else document_bytes(doc)
-        place = self._chunk(key)
-        if place is None:
-            return None
-        path, index = place
-        if path in self._dense:
-            return dense_object(self._catalog, self._record, path, self._dense[path], index)
-        chunk_rows = self._documents[path]["chunk_grid"]["configuration"]["chunk_shape"][0]
-        return _compose(self._readers[path], index, chunk_rows)
+    def _dense_node(self, path: str) -> Doc:
+        grid = dense_layout(self._catalog, self._record, path)
+        self._arrays[path] = _DenseChunks(self._catalog, self._record, path, grid)
+        return dense_document(grid, decode_name(path.rpartition("/")[2]), grid.torch_dtype)
 
-    def _chunk(self, key: str) -> tuple[str, int] | None:
-        """(path of the array, index along its first axis) of a chunk's key, None if it is no chunk's."""
-        # Every path has three names; any of them may be c itself.
-        names = key.split("/", 4)
-        path, place = "/".join(names[:3]), names[4] if len(names) == 5 else ""
-        doc = self._documents.get(path)
-        if names[3:4] != ["c"] or doc is None or doc["node_type"] != "array":
-            return None
-        index = _chunk_index(place, _chunk_counts(doc))
-        return None if index is None else (path, index)
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(_executor, function)
-
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        data = await self._call(lambda: self._read(key))
-        return None if data is None else prototype.buffer.from_bytes(_slice(data, byte_range))
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
-
-    async def exists(self, key: str) -> bool:
-        path, _, name = key.rpartition("/")
-        return path in self._documents if name == NODE else self._chunk(key) is not None
-
-    def _keys(self) -> Iterable[str]:
-        for path, doc in self._documents.items():
-            yield f"{path}/{NODE}" if path else NODE
-            if doc["node_type"] == "array":
-                for index in np.ndindex(*_chunk_counts(doc)):
-                    yield "/".join([path, "c", *map(str, index)])
-
-    async def list(self) -> AsyncIterator[str]:
-        for key in self._keys():
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        for key in self._keys():
-            if key.startswith(prefix):
-                yield key
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        base = f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
-        for name in sorted(
-            {key[len(base) :].split("/", 1)[0] for key in self._keys() if key.startswith(base)}
-        ):
-            yield name
-
-    @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
-    def supports_listing(self) -> bool:
-        return True
-
-    async def set(self, key: str, value: Buffer) -> None:
-        raise _ReadOnlyError(key)
-
-    async def delete(self, key: str) -> None:
-        raise _ReadOnlyError(key)
+    def _rows_node(self, path: str) -> Doc:
+        reader = ArrayReader(self._catalog, self._record, path)
+        chunk_rows = self._chunk_rows.setdefault(path, _chunk_rows(reader))
+        self._arrays[path] = _RowChunks(reader, chunk_rows)
+        return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
 
 
-class _ReadOnlyError(CheckpointError, PermissionError):
-    def __init__(self, key: str) -> None:
-        super().__init__(f"{key}: versions never change; save a new one instead")
+class _Chunks(Protocol):
+    """The chunks of one array, cut along its first axis: how many there are along each, and their size in bytes."""
+
+    counts: tuple[int, ...]
+    nbytes: int
+
+    def read(self, index: int, start: int, stop: int) -> Made:
+        """Bytes start ... stop - 1 of a chunk."""
 
 
-def _reopen(backend: Backend, version: str) -> Overlay:
+class _RowChunks:
+    """Chunks that are composed from the links of an array's chain."""
+
+    def __init__(self, reader: ArrayReader, chunk_rows: int) -> None:
+        self._reader, self._rows = reader, chunk_rows
+        self._row_nbytes = reader.columns * reader.dtype.itemsize
+        self.counts = (-(-reader.shape[0] // chunk_rows), 1)[: len(reader.shape)]
+        self.nbytes = chunk_rows * self._row_nbytes
+
+    def read(self, index: int, start: int, stop: int) -> Made:
+        """Only the rows that the bytes belong to are fetched and decoded."""
+        reader, first = self._reader, start // self._row_nbytes
+        first_row, rows = index * self._rows + first, -(-stop // self._row_nbytes) - first
+        out = empty((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        there = max(0, min(rows, reader.shape[0] - first_row))
+        out[there:] = np.nan if reader.dtype.kind == "f" else 0  # Zarr stores edge chunks whole
+        if there:
+            reader.read(first_row, out[:there])
+        little = out.astype(out.dtype.newbyteorder("<"), copy=False)
+        skipped = first * self._row_nbytes
+        return little.reshape(-1).view(np.uint8).data[start - skipped : stop - skipped]
+
+
+class _DenseChunks:
+    """Chunks that are stored as readers see them."""
+
+    def __init__(self, catalog: Catalog, record: Record, path: str, grid: DenseGrid) -> None:
+        self._place = catalog, record, path, grid
+        self.counts = tuple(-(-n // c) for n, c in zip(grid.shape, grid.chunk, strict=True))
+        self.nbytes = grid.chunk_nbytes + 4  # crc32c
+
+    def read(self, index: int, start: int, stop: int) -> Made:
+        """The whole object is fetched and proven."""
+        return memoryview(dense_object(*self._place, index))[start:stop]
+
+
+def _reopen(backend: Backend, version: str, chunk_rows: dict[str, int]) -> Overlay:
     catalog = Catalog(backend)
-    return Overlay(catalog, catalog.record(version))
+    return Overlay(catalog, catalog.record(version), chunk_rows=chunk_rows)
 
 
 def _chunk_rows(reader: ArrayReader) -> int:
-    """Rows of a chunk that readers see: as the whole link is cut, within `CHUNK_BYTES`."""
+    """As the whole link is cut, within `CHUNK_BYTES`."""
     grid = reader.links[-1].grid
     rows = grid.chunk_rows if grid else 1
     while rows > 1 and rows * reader.columns * reader.dtype.itemsize > CHUNK_BYTES:
@@ -190,35 +228,13 @@ def _chunk_rows(reader: ArrayReader) -> int:
     return rows
 
 
-def _compose(reader: ArrayReader, index: int, chunk_rows: int) -> bytes:
-    first_row = index * chunk_rows
-    shape = (chunk_rows, reader.columns)
-    out = empty(shape, reader.dtype, f"version {reader.version}, {reader.path}")
-    out.fill(np.nan if reader.dtype.kind == "f" else 0)
-    reader.read(first_row, out[: reader.shape[0] - first_row])
-    return out.astype(out.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _chunk_counts(doc: Doc) -> list[int]:
-    chunk = doc["chunk_grid"]["configuration"]["chunk_shape"]
-    return [-(-n // c) for n, c in zip(doc["shape"], chunk, strict=True)]
-
-
-def _chunk_index(place: str, counts: list[int]) -> int | None:
-    """Index along the first axis of a chunk key; every array is cut along that axis only."""
-    parts = place.split("/") if place else []
-    if len(parts) != len(counts) or any(not part.isascii() or not part.isdecimal() for part in parts):
-        return None
-    index = [int(part) for part in parts]
-    inside = all(i < n and str(i) == part for i, n, part in zip(index, counts, parts, strict=True))
-    return (index[0] if index else 0) if inside else None
-
-
-def _slice(data: bytes, byte_range: ByteRequest | None) -> bytes:
-    if isinstance(byte_range, RangeByteRequest):
-        return data[byte_range.start : byte_range.end]
-    if isinstance(byte_range, OffsetByteRequest):
-        return data[byte_range.offset :]
-    if isinstance(byte_range, SuffixByteRequest):
-        return data[max(0, len(data) - byte_range.suffix) :]
-    return data
+def _inside(place: list[str], counts: tuple[int, ...]) -> bool:
+    """Whether names are indexes of chunks, each written in the one way, along the first axes of an array."""
+    return all(counts) and all(
+        part.isascii()
+        and part.isdecimal()
+        and len(part) < 20
+        and str(int(part)) == part
+        and int(part) < count
+        for part, count in zip(place, counts, strict=False)
+    )
