@@ -1,0 +1,1 @@
+"""Benchmark of reading: a few rows of huge tables, and whole versions."""
