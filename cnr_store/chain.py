@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs import array_dtype
+from cnr_codecs import Segment, array_dtype
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import ArrayEntry, Record
@@ -90,6 +90,23 @@ class ArrayReader:
             if need.any():
                 link.fill(first_row, out, need)
         self._check_found(first_row, need)
+
+    def take(self, first_row: int, need: Array) -> list[Segment]:
+        """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
+
+        Raises
+        ------
+        CorruptionError
+            As `read` does.
+        FormatError
+            A link's chunks split columns.
+        """
+        segments: list[Segment] = []
+        for link in self.links:
+            if need.any():
+                segments += link.take(first_row, need)
+        self._check_found(first_row, need)
+        return segments
 
     def _check_found(self, first_row: int, need: Array) -> None:
         if need.any():

@@ -22,14 +22,16 @@ from cnr_backends import (
 from cnr_codecs import (
     CodecError,
     Payload,
+    Segment,
     Unpacker,
     array_dtype,
     decode_into,
     most_packed_bytes,
     parse,
+    take_rows,
 )
 from cnr_store.catalog import Catalog
-from cnr_store.errors import CorruptionError
+from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
@@ -112,18 +114,9 @@ class Link:
             (n,) uint8, non-zero where the row is still to be found.
         """
         grid = self.grid
-        last_row = min(first_row + len(out), self.entry.shape[0])
-        if grid is None or last_row <= first_row:
+        wanted = self._wanted(first_row, need)
+        if grid is None or not wanted:
             return
-        wanted: dict[int, list[tuple[int, int, int]]] = {}
-        for row_chunk in range(first_row // grid.chunk_rows, -(-last_row // grid.chunk_rows)):
-            begin = row_chunk * grid.chunk_rows - first_row
-            if not need[max(begin, 0) : begin + grid.chunk_rows].any():
-                continue
-            for column_chunk in range(grid.column_chunks):
-                shard, slot = grid.locate(row_chunk, column_chunk)
-                if shard in self.parts:
-                    wanted.setdefault(shard, []).append((slot, row_chunk, column_chunk))
         # Chunks of one row block share the need: all columns of a row are written together.
         found = [need.copy() for _ in range(grid.column_chunks)]
         for shard, chunks in wanted.items():
@@ -135,16 +128,61 @@ class Link:
             )
         need[:] = found[0]
 
+    def take(self, first_row: int, need: Array) -> list[Segment]:
+        """The rows that are needed and written here, as they are stored; clears their `need`.
+
+        Parameters
+        ----------
+        need
+            (n,) uint8, non-zero where one of rows first_row ... first_row + n - 1 is still to be found.
+
+        Returns
+        -------
+        Segments of a chunk of those n rows.
+
+        Raises
+        ------
+        FormatError
+            Chunks of this link are not as wide as the array.
+        """
+        wanted, grid = self._wanted(first_row, need), self.grid
+        if grid is not None and grid.chunk_columns != grid.columns:
+            raise FormatError(
+                f"{self._where(first_row, len(need))}: chunks of {grid.chunk_columns} columns for {grid.columns}; "
+                "only rows in one piece can be moved as they are stored"
+            )
+        segments: list[Segment] = []
+        for shard, chunks in wanted.items():
+            for (_, row_chunk, _), data in self._chunks(shard, chunks):
+                row = row_chunk * (grid.chunk_rows if grid else 0)
+                segments += take_rows(self._payload(data, row, 0), need, first_row - row)
+        return segments
+
+    def _wanted(self, first_row: int, need: Array) -> dict[int, list[tuple[int, int, int]]]:
+        """(slot in the shard, row chunk, column chunk) by shard of all chunks that may hold rows needed."""
+        grid = self.grid
+        last_row = min(first_row + len(need), self.entry.shape[0])
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        if grid is None or last_row <= first_row:
+            return wanted
+        for row_chunk in range(first_row // grid.chunk_rows, -(-last_row // grid.chunk_rows)):
+            begin = row_chunk * grid.chunk_rows - first_row
+            if not need[max(begin, 0) : begin + grid.chunk_rows].any():
+                continue
+            for column_chunk in range(grid.column_chunks):
+                shard, slot = grid.locate(row_chunk, column_chunk)
+                if shard in self.parts:
+                    wanted.setdefault(shard, []).append((slot, row_chunk, column_chunk))
+        return wanted
+
     def _decode(
         self, data: memoryview, row_chunk: int, column_chunk: int, first_row: int, out: Array, need: Array
     ) -> None:
         grid = self.grid
         assert grid is not None  # chunks come from it
         row, column = row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns
+        payload = self._payload(data, row, column)
         try:
-            most_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
-            payload = parse(self._unpacker.unpack(data, most_bytes))
-            self._check(payload, row, column)
             begin, end = max(row - first_row, 0), min(row + grid.chunk_rows - first_row, len(out))
             width, skipped = min(grid.chunk_columns, grid.columns - column), first_row + begin - row
             target, wanted = out[begin:end, column : column + width], need[begin:end]
@@ -159,9 +197,15 @@ class Link:
         except CodecError as error:
             raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
 
-    def _check(self, payload: Payload, row: int, column: int) -> None:
+    def _payload(self, data: memoryview, row: int, column: int) -> Payload:
+        """The payload of the chunk that begins there, proved to be that one's."""
         grid = self.grid
         assert grid is not None  # chunks come from it
+        try:
+            most_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
+            payload = parse(self._unpacker.unpack(data, most_bytes))
+        except CodecError as error:
+            raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
         if payload.seal != self.record.seal(self.path, row, column):
             raise CorruptionError(
                 f"{self._where(row, grid.chunk_rows)}: the payload belongs to another place (seal differs)"
@@ -172,6 +216,7 @@ class Link:
                 f"{self._where(row, grid.chunk_rows)}: the payload holds {payload.rows} x {payload.dim} "
                 f"{payload.element}, the record says {grid.chunk_rows} x {grid.chunk_columns} {self.entry.element}"
             )
+        return payload
 
     def _chunks(
         self, shard: int, chunks: list[tuple[int, int, int]]

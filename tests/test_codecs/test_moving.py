@@ -20,6 +20,7 @@ from cnr_codecs import (
     merge_segments,
     parse,
     present_rows,
+    split_segments,
     take_rows,
 )
 from cnr_codecs.elements import BY_NAME, ELEMENTS
@@ -115,6 +116,23 @@ def test_merged_segments_decode_to_the_same_bits(data, element):
     kinds = [(segment.scheme, segment.bits, segment.parameter_type) for segment in moved.segments]
     assert len(kinds) == len(set(kinds))
     assert sum(segment.row_set.count for segment in moved.segments) == rows - need.sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
+def test_split_segments_decode_to_the_same_bits(data, element):
+    rows, dim = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 20))
+    payload = data.draw(payloads(element, rows, dim))
+    each = data.draw(st.one_of(st.sampled_from([1, 64, 128, 256, 512]), st.integers(1, 310)))
+    expected, left = decoded(payload, np.ones(rows, np.uint8))
+    found = b""
+    for number, chunk in enumerate(split_segments(payload.segments, each) if payload.segments else ()):
+        part = rebuilt(chunk, min(each, rows - number * each), dim, element)
+        need = 1 - left[number * each : (number + 1) * each]
+        values, missing = decoded(part, need)
+        assert not missing.any()
+        found += values
+    assert found == (expected if payload.segments else b"")
 
 
 def test_only_the_codebooks_in_use_are_kept():

@@ -6,7 +6,7 @@ from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
 from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.kmeans import KMeansRows
-from cnr_codecs.moving import merge_segments, take_rows
+from cnr_codecs.moving import merge_segments, split_segments, take_rows
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload import build as build_payload
 from cnr_codecs.proof import parse, reseal
@@ -44,6 +44,7 @@ __all__ = [
     "build_payload",
     "take_rows",
     "merge_segments",
+    "split_segments",
     "check_rows",
     "raw_segment",
     "pack",

@@ -1,12 +1,13 @@
 """Moves rows between payloads as they are stored: codes and parameters are copied, nothing is quantized again.
 
-`take_rows` picks rows out of a payload, `merge_segments` joins what was picked out of several, and
-`cnr_codecs.build_payload` makes a payload of the result: its rows decode to the same bits.
+`take_rows` picks rows out of a payload, `merge_segments` joins what was picked out of several, `split_segments` cuts a
+chunk's segments into those of smaller chunks, and `cnr_codecs.build_payload` makes a payload of the result: its rows
+decode to the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,27 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     return [alike[0] if len(alike) == 1 else _merge(alike) for _, alike in sorted(kinds.items())]
 
 
+def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segment]]:
+    """The segments of consecutive chunks of `rows` rows each; the last may have fewer.
+
+    Args:
+        segments: of one chunk, or of chunks of the same rows, at least one. What comes out looks into them.
+        rows: at least 1.
+    """
+    whole = segments[0].row_set.rows
+    starts = np.arange(0, whole + rows, rows)
+    placed = [(segment, _places(segment.row_set)) for segment in segments]
+    cuts = [np.searchsorted(places, starts).tolist() for _, places in placed]
+    for number, start in enumerate(range(0, whole, rows)):
+        chunk = []
+        for (segment, places), cut in zip(placed, cuts, strict=True):
+            if cut[number] < cut[number + 1]:
+                position = slice(cut[number], cut[number + 1])
+                row_set = RowSet.of(places[position] - start, min(rows, whole - start))
+                chunk.append(_pick(segment, position, row_set))
+        yield chunk
+
+
 def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
     positions, places = [], []
     for start, rows in segment.row_set.blocks():
@@ -69,7 +91,7 @@ def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
     return _pick(segment, position, RowSet.of(place, len(need)))
 
 
-def _pick(segment: Segment, position: npt.NDArray[np.intp], row_set: RowSet) -> Segment:
+def _pick(segment: Segment, position: npt.NDArray[np.intp] | slice, row_set: RowSet) -> Segment:
     """The rows at these positions of a segment, which are those of `row_set`."""
     parameters, books = segment.parameters, None
     if segment.books is not None:
