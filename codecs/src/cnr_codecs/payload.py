@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -79,16 +80,20 @@ class Segment:
     codes: npt.NDArray[np.uint8]
     books: npt.NDArray[np.uint32] | None = None
 
+    @cached_property
+    def widened(self) -> npt.NDArray[np.float32]:
+        """The parameters as float32: once, since proof and decoding need them and float16 is slow to widen."""
+        return self.parameters.astype(np.float32)
+
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Scale and offset of each row, float32: a code q decodes to scale * q + offset.
 
         A half step h stands for h * (2q - (2**bits - 1)), which is scale 2h and offset -h * (2**bits - 1),
         both exact. A row of zeros thus decodes to +0.
         """
-        widened = self.parameters.astype(np.float32)
         if self.scheme is Scheme.SYMMETRIC:
-            return widened[0] * np.float32(2), widened[0] * np.float32(1 - (1 << self.bits))
-        return widened[0], widened[1]
+            return self.widened[0] * np.float32(2), self.widened[0] * np.float32(1 - (1 << self.bits))
+        return self.widened[0], self.widened[1]
 
     def stored_parameters(self) -> bytes:
         """The parameters as they lie in the payload."""

@@ -205,13 +205,13 @@ def _prove_values(segment: Segment, element: Element, where: str) -> None:
         raise PayloadError(f"{where}: a bool is stored as {int(segment.codes.max())}")
     if segment.parameter_type is ParameterType.NONE:
         return
-    if not np.isfinite(segment.parameters).all():
+    if not np.isfinite(segment.widened).all():
         raise PayloadError(f"{where}: a parameter is not finite")
     if segment.scheme not in PARAMETERS_PER_ROW:
-        if (segment.parameters[:, 1:] < segment.parameters[:, :-1]).any():
+        if (segment.widened[:, 1:] < segment.widened[:, :-1]).any():
             raise PayloadError(f"{where}: the centroids of a codebook are not ascending")
         return
-    scales = segment.parameters[0].astype(np.float32)
+    scales = segment.widened[0]
     if np.signbit(scales).any():
         raise PayloadError(f"{where}: a scale is negative")
     if (scales.view(np.uint32) & SCALE_SPARE_BITS).any():

@@ -77,7 +77,8 @@ class RowSet:
             step = BLOCK_ROWS // 8
             for start in range(0, len(self.data), step):
                 bits = np.unpackbits(self.data[start : start + step], bitorder="little")
-                yield (np.flatnonzero(bits) + start * 8).astype(np.uint32)
+                # numpy finds the true ones of bools many times as fast as the non-zero ones of integers.
+                yield (np.flatnonzero(bits.view(np.bool_)) + start * 8).astype(np.uint32)
             return
         for start in range(0, self.count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.count)
