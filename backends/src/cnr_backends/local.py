@@ -61,6 +61,8 @@ class LocalBackend(Backend):
             raise OpenError(
                 f"can't open {self.url}: it is a file; give a folder, or a path where one can be made"
             )
+        self._address = os.fspath(self.root)
+        self._inside = os.path.realpath(self._address).rstrip(os.sep) + os.sep
         self._synced: set[Path] = set()
         self._lock = threading.Lock()
 
@@ -122,9 +124,12 @@ class LocalBackend(Backend):
 
     def _path(self, key: str) -> Path:
         """Return where `key` is, or raise StorageError if symbolic links take it outside the root."""
-        root = os.path.realpath(self.root)
-        path = os.path.realpath(os.path.join(root, key)) if key else root  # noqa: PTH118 - Path is slower by half
-        if key and not path.startswith(root.rstrip(os.sep) + os.sep):
+        path = os.path.realpath(os.path.join(self._address, key))  # noqa: PTH118 - Path is slower by half
+        if not key or path.startswith(self._inside):
+            return Path(path)
+        root = os.path.realpath(self._address)  # it may have been made, or moved, since
+        self._inside = root.rstrip(os.sep) + os.sep
+        if not path.startswith(self._inside):
             raise StorageError(
                 f"{key!r} in {self.url} leads outside of it by a symbolic link, to {path}; remove the link, "
                 "or open the folder that it leads to",
