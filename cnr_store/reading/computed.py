@@ -12,6 +12,7 @@ from typing import Never, TypeVar
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
+from cnr_backends import ObjectNotFoundError
 from cnr_store.errors import OptionError, ReadOnlyError
 
 T = TypeVar("T")
@@ -92,7 +93,9 @@ class ComputedStore(Store):
     async def getsize(self, key: str) -> int:
         nbytes = self.nbytes(key)
         if nbytes is None:
-            raise FileNotFoundError(key)
+            raise ObjectNotFoundError(
+                f"no object {key!r} in {self}", operation="size", key=key, url=str(self)
+            )
         return nbytes
 
     async def list(self) -> AsyncIterator[str]:

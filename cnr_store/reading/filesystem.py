@@ -1,0 +1,150 @@
+"""A version as files, for everything that opens fsspec URLs: ``cnr://tables/NAME/weight::s3://bucket/run``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, ClassVar, Never
+
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem, make_instance
+from zarr.abc.store import Store
+
+from cnr_backends import ObjectNotFoundError
+from cnr_store.catalog import Version
+from cnr_store.errors import OptionError, ReadOnlyError
+from cnr_store.reading.access import view
+from cnr_store.reading.computed import ComputedStore
+
+
+class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Read-only filesystem of the objects of one version's overlay.
+
+    ``fsspec.url_to_fs("cnr://PATH::URL", version=..., s3={...})`` makes one: the store is at ``URL``, and its
+    options stand under its protocol, as in all chained URLs. "latest" is resolved when it is made.
+
+    Parameters
+    ----------
+    fo
+        Where the store is: a URL, a path or a Zarr store; or what `cnr_store.view` returned.
+    target_protocol, target_options
+        Protocol of `fo`, if it is a bare path, and storage options.
+    version
+        An id, a step, a `VersionInfo`, or "latest".
+
+    Raises
+    ------
+    OptionError
+        No store is given.
+    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError
+    """
+
+    protocol: ClassVar[str] = "cnr"
+    # An instance is one version for ever, and "latest" may be another one next time.
+    cachable = False
+
+    def __init__(
+        self,
+        fo: str | Store = "",
+        target_protocol: str | None = None,
+        target_options: dict[str, Any] | None = None,
+        version: Version = "latest",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.store = (
+            fo if isinstance(fo, ComputedStore) else _open(fo, target_protocol, target_options, version)
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., CnrFileSystem], tuple[Any, ...]]:
+        return make_instance, (type(self), (self.store,), {})
+
+    @property
+    def fsid(self) -> str:
+        """The version and where its store is."""
+        return str(self.store)
+
+    @property
+    def _fs_token(self) -> str:
+        return hashlib.sha256(self.fsid.encode()).hexdigest()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        bare = super()._strip_protocol(path)
+        return bare if isinstance(bare, list) else bare.strip("/")
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Name, size in bytes and type of an object or a folder.
+
+        Raises
+        ------
+        cnr_backends.ObjectNotFoundError
+        """
+        key = self._strip_protocol(path)
+        nbytes = self.store.nbytes(key)
+        if nbytes is not None:
+            return {"name": key, "size": nbytes, "type": "file"}
+        if key and next(iter(self.store.names(key)), None) is None:
+            raise _not_found(key, self.store)
+        return {"name": key, "size": 0, "type": "directory"}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What is immediately under a folder, or the object itself."""
+        key = self._strip_protocol(path)
+        itself = self.info(key)
+        if itself["type"] == "file":
+            return [itself] if detail else [key]
+        below = f"{key}/" if key else ""
+        found = [below + name for name in self.store.names(key)]
+        return [self.info(name) for name in found] if detail else found
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """Bytes of an object, or a slice of them: only its rows are fetched and decoded.
+
+        Raises
+        ------
+        cnr_backends.ObjectNotFoundError, CorruptionError, cnr_backends.StorageError
+        """
+        key = self._strip_protocol(path)
+        nbytes = self.store.nbytes(key)
+        if nbytes is None:
+            raise _not_found(key, self.store)
+        first, last, _step = slice(start, end).indices(nbytes)
+        return bytes(self.store.read(key, first, max(first, last)))
+
+    def ukey(self, path: str) -> str:
+        """Key for caches: an object of a version never changes."""
+        return hashlib.sha256(f"{self.fsid}/{self._strip_protocol(path)}".encode()).hexdigest()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> _File:
+        if mode != "rb":
+            self._refuse(path)
+        return _File(self, path, mode, **options)
+
+    def _refuse(self, path: Any, *_: Any, **__: Any) -> Never:
+        raise ReadOnlyError(f"{path}: versions never change; save a new one instead")
+
+    mkdir = makedirs = rmdir = rm = rm_file = _rm = cp_file = mv = _refuse
+
+
+class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
+    """An object, read by blocks."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(self.path, start, end)
+        return data
+
+
+def _open(
+    place: str | Store, protocol: str | None, options: dict[str, Any] | None, version: Version
+) -> ComputedStore:
+    if not place:
+        raise OptionError("cnr:// is a version of a store: give its URL too, as in cnr://::s3://bucket/run")
+    bare = isinstance(place, str) and protocol is not None and "://" not in place
+    url = f"{protocol}://{place}" if bare else place
+    store = view(url, version, **(options or {}))
+    assert isinstance(store, ComputedStore)  # every view is one
+    return store
+
+
+def _not_found(key: str, store: ComputedStore) -> ObjectNotFoundError:
+    return ObjectNotFoundError(f"no object {key!r} in {store}", operation="get", key=key, url=str(store))
