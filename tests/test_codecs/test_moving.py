@@ -7,14 +7,18 @@ from hypothesis import strategies as st
 
 import cnr_codecs
 from cnr_codecs import (
+    CodecConfigError,
+    Followed,
     KMeansRows,
     LosslessRows,
+    Packer,
     ParameterType,
     RowsError,
     RowSet,
     Scheme,
     Segment,
     UniformRows,
+    Unpacker,
     build_payload,
     decode_into,
     merge_segments,
@@ -192,3 +196,24 @@ def test_segments_that_do_not_fit_are_refused():
         with pytest.raises(RowsError, match="different rows or columns"):
             merge_segments([segment(4, 2), other])
     assert merge_segments([]) == []
+
+
+@pytest.mark.parametrize("then", [[], [{"id": "zstd"}], [{"id": "zlib", "level": 3}, {"id": "crc32"}]])
+def test_moved_payloads_are_packed_as_the_codec_packs_them(then):
+    values = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+    plain, config = UniformRows(), {"id": "of somebody else", "then": then}
+    data = plain.encode_rows(values, None, 16, element="float32")
+    packer = Packer.of(config)
+    packed = packer.pack(data, 16, 4, "float32")
+    unpacker = Unpacker.of(packer.zarr_codecs())
+    assert bytes(unpacker.unpack(packed, 1 << 20)) == data
+    if then:
+        followed = Followed(plain, then)
+        assert packed == followed.encode_rows(values, None, 16, element="float32")
+        assert cnr_codecs.zarr_codecs(followed)[1:] == packer.zarr_codecs()
+
+
+@pytest.mark.parametrize("then", [5, [5], [{"id": "pickle"}], [{"id": "zstd"}] * 5])
+def test_what_may_not_follow_is_refused(then):
+    with pytest.raises(CodecConfigError):
+        Packer.of({"id": "cnr_uniform", "then": then})

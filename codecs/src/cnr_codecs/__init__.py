@@ -4,7 +4,7 @@ from cnr_codecs.choose import choose_search
 from cnr_codecs.decode import decode_into, present_rows
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
-from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
+from cnr_codecs.followed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.moving import merge_segments, split_segments, take_rows
 from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
@@ -25,6 +25,7 @@ __all__ = [
     "Followed",
     "row_codec",
     "zarr_codecs",
+    "Packer",
     "Unpacker",
     "most_packed_bytes",
     "choose_search",

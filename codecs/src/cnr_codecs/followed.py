@@ -72,22 +72,14 @@ class Followed:
             RowsError: as the row codec, or it needs more bytes than a reader will undo.
         """
         data = self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
-        most = most_packed_bytes(rows, values.shape[1], element)
-        for config in self.then:
-            if len(data) > most:
-                raise RowsError(
-                    f"{len(data)} bytes for a chunk of {rows} x {values.shape[1]} {element}: readers "
-                    f"undo at most {most}; use fewer rows a chunk"
-                )
-            data = follow(config, data)
-        return data
+        return Packer(tuple(self.then)).pack(data, rows, values.shape[1], element)
 
 
 def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:
     """The entries of a Zarr v3 array's `codecs` that say how a chunk is encoded: the row codec's, then those of
     the codecs that follow it."""
     followers = codec.then if isinstance(codec, Followed) else ()
-    return [codec.zarr_codec(), *map(follower_zarr_codec, followers)]
+    return [codec.zarr_codec(), *Packer(tuple(followers)).zarr_codecs()]
 
 
 def most_packed_bytes(rows: int, dim: int, element: str) -> int:
@@ -96,6 +88,45 @@ def most_packed_bytes(rows: int, dim: int, element: str) -> int:
     """
     decoded_bytes = rows * dim * array_dtype(element).itemsize
     return decoded_bytes + decoded_bytes // 4 + (1 << 20)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Hands payloads on to what follows a row codec. `then` are full configurations, in order."""
+
+    then: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Packer:
+        """For the configuration of a row codec, which need not be known; "then" says what follows it, if anything.
+
+        Raises:
+            CodecConfigError: "then" isn't what `Followed` takes.
+        """
+        then = config.get("then", [])
+        if not isinstance(then, list | tuple) or len(then) > MOST_FOLLOWERS:
+            raise CodecConfigError(f"then must list at most {MOST_FOLLOWERS} configurations, got {then!r}")
+        return cls(tuple(follower_config(each) for each in then))
+
+    def zarr_codecs(self) -> list[dict[str, Any]]:
+        """The entries of a Zarr v3 array's `codecs` behind the row codec's."""
+        return [follower_zarr_codec(each) for each in self.then]
+
+    def pack(self, data: bytes, rows: int, dim: int, element: str) -> bytes:
+        """The payload of a chunk of (rows, dim), as the last of the codecs leaves it.
+
+        Raises:
+            RowsError: the payload, or a stage of it, has more bytes than a reader will undo.
+        """
+        most = most_packed_bytes(rows, dim, element)
+        for config in self.then:
+            if len(data) > most:
+                raise RowsError(
+                    f"{len(data)} bytes for a chunk of {rows} x {dim} {element}: readers undo at most {most}; use "
+                    "fewer rows a chunk"
+                )
+            data = follow(config, data)
+        return data
 
 
 @dataclass(frozen=True)
