@@ -43,7 +43,7 @@ def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
     return [VersionInfo.of(record) for record in catalog.newest_first()][::-1]
 
 
-def view(url: Url, version: Version = "latest", **storage_options: Any) -> Store:
+def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overlay:
     """A version as a read-only Zarr store of plain arrays, for xarray, dask and every other Zarr reader.
 
     Raises

@@ -141,9 +141,7 @@ def _open(
         raise OptionError("cnr:// is a version of a store: give its URL too, as in cnr://::s3://bucket/run")
     bare = isinstance(place, str) and protocol is not None and "://" not in place
     url = f"{protocol}://{place}" if bare else place
-    store = view(url, version, **(options or {}))
-    assert isinstance(store, ComputedStore)  # every view is one
-    return store
+    return view(url, version, **(options or {}))
 
 
 def _not_found(key: str, store: ComputedStore) -> ObjectNotFoundError:

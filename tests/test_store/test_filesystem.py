@@ -59,10 +59,10 @@ class _Filled(CnrFileSystem):
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         self.pipe_file(path, b"")
 
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:  # type: ignore[override]  # works
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:  # type: ignore[override]
         """There are folders where there are objects."""
 
-    makedirs = mkdir
+    makedirs = mkdir  # type: ignore[assignment]
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:  # type: ignore[override]
         assert isinstance(self.store, _Objects)

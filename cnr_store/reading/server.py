@@ -1,0 +1,164 @@
+"""A version over HTTP, for tools that know plain Zarr and nothing of this package.
+
+The root is the overlay of one version: ``/tables/NAME/weight/zarr.json`` and its chunks. It needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from cnr_backends import BackendError
+from cnr_store.catalog import Version
+from cnr_store.errors import CheckpointError
+from cnr_store.format.layout import NODE
+from cnr_store.reading.access import Url, view
+from cnr_store.reading.computed import in_reader
+from cnr_store.reading.overlay import Overlay
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"serving needs {error.name}: pip install 'cnr-store[serve]'", name=error.name
+    ) from error
+
+log = logging.getLogger("cnr_store")
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+
+
+def app(url: Url, version: Version = "latest", **storage_options: Any) -> Starlette:
+    """An ASGI application that serves one version read-only; "latest" is resolved now.
+
+    GET and HEAD, single byte ranges, and entity tags. Every web page may read what it serves (CORS), so that viewers
+    in browsers can.
+
+    Raises
+    ------
+    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    """
+    objects = _Objects(view(url, version, **storage_options))
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=["*"],
+        allow_methods=["GET", "HEAD"],
+        allow_headers=["Range", "If-Range", "If-None-Match"],
+        expose_headers=["Accept-Ranges", "Content-Length", "Content-Range", "ETag"],
+    )
+    return Starlette(
+        routes=[Route("/{key:path}", objects.answer, methods=["GET"])],
+        middleware=[cors],
+        exception_handlers={CheckpointError: _unreadable, BackendError: _unreadable},
+    )
+
+
+def serve(
+    url: Url,
+    version: Version = "latest",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Serve one version until the process is interrupted. There is no access control: by default this machine
+    alone can connect.
+
+    Raises
+    ------
+    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    """
+    uvicorn.run(app(url, version, **(storage_options or {})), host=host, port=port, lifespan="off", ws="none")
+
+
+class _Objects:
+    """Answers requests for the objects of an overlay."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        self._overlay = overlay
+
+    async def answer(self, request: Request) -> Response:
+        key, nbytes = self._find(request)
+        if nbytes is None:
+            return PlainTextResponse(f"version {self._overlay.version} has no such object\n", 404)
+        tag = self._tag(key)
+        # The same URL may be another version's after a restart, so caches have to ask.
+        headers = {"ETag": tag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
+        if _matches(request.headers.get("If-None-Match"), tag):
+            return Response(status_code=304, headers=headers)
+        start, stop, status = 0, nbytes, 200
+        if request.headers.get("If-Range", tag) == tag:
+            start, stop, status = _part(request.headers.get("Range"), nbytes)
+        if status == 416:
+            return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{nbytes}"})
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
+        headers["Content-Length"] = str(stop - start)
+        headers["Content-Type"] = _media_type(key)
+        if request.method == "HEAD":
+            return Response(status_code=status, headers=headers)
+        data = await in_reader(lambda: self._overlay.read(key, start, stop))
+        return Response(data, status, headers)
+
+    def _find(self, request: Request) -> tuple[str, int | None]:
+        """The key that is meant, and its object's size in bytes, or None.
+
+        Names in keys are percent-encoded. Some readers put them into a URL as they are, others encode them once
+        more, as they should.
+        """
+        key: str = request.path_params["key"]
+        nbytes = self._overlay.nbytes(key)
+        if nbytes is None:
+            raw: bytes = request.scope.get("raw_path") or b""
+            key = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
+            nbytes = self._overlay.nbytes(key)
+        return key, nbytes
+
+    def _tag(self, key: str) -> str:
+        """Versions never change; but chunks are cut as their metadata says, and a fold may change that."""
+        overlay = self._overlay
+        text = f"{overlay.version}\n{key}\n".encode() + overlay.document(overlay.node_of(key))
+        return f'"{hashlib.blake2b(text, digest_size=16).hexdigest()}"'
+
+
+def _matches(wanted: str | None, tag: str) -> bool:
+    """Whether one of the entity tags of an If-None-Match is `tag`; weak ones are as good."""
+    if wanted is None:
+        return False
+    tags = [one.strip().removeprefix("W/") for one in wanted.split(",")]
+    return tags == ["*"] or tag in tags
+
+
+def _part(wanted: str | None, nbytes: int) -> tuple[int, int, int]:
+    """(first byte, the one after the last, status) that a Range header asks for.
+
+    What is no single range of bytes is ignored, as HTTP allows (RFC 9110, 14.2).
+    """
+    match = _RANGE.fullmatch(wanted.strip().lower()) if wanted is not None else None
+    if match is None or match.group(1, 2) == ("", ""):
+        return 0, nbytes, 200
+    first, last = match.groups()
+    if not first:
+        start, stop = max(nbytes - int(last), 0), nbytes
+    else:
+        start, stop = int(first), min(int(last) + 1, nbytes) if last else nbytes
+        if last and int(last) < start:
+            return 0, nbytes, 200
+    return (start, stop, 206) if start < nbytes else (0, 0, 416)
+
+
+def _media_type(key: str) -> str:
+    return "application/json" if key.rpartition("/")[2] == NODE else "application/octet-stream"
+
+
+async def _unreadable(request: Request, error: Exception) -> Response:
+    log.error("%s could not be served: %s", request.url.path, error)
+    return PlainTextResponse("the object can't be read now; the server's log says why\n", 500)
