@@ -27,6 +27,7 @@ from cnr_store.errors import (
 )
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
+from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
@@ -68,6 +69,10 @@ __all__ = [
     "open",
     "view",
     "state_dict",
+    "follow",
+    "Update",
+    "Block",
+    "ArrayInfo",
     "VersionInfo",
     "CheckpointError",
     "EmptyStoreError",

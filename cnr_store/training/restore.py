@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,15 @@ from cnr_backends import Transfer
 from cnr_store.catalog import Catalog, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import dense_layout, read_dense
-from cnr_store.errors import CheckpointError, CorruptionError, FormatError, ModelMismatchError
+from cnr_store.errors import CorruptionError, ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.record import Record
-from cnr_store.format.state import decode_state
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
-from cnr_store.training.proof import check_slots, check_tree, state_tensor
+from cnr_store.training.proof import check_slots, check_tree
 from cnr_store.training.rng import set_rng_state
 from cnr_store.training.snapshot import row_arrays
+from cnr_store.training.statetree import accepted, decode_tree
 from cnr_store.training.tables import (
     Table,
     check_extra_state,
@@ -35,7 +34,6 @@ from cnr_store.training.tables import (
 from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, note_change, numpy_view
 
 Array = np.ndarray[Any, Any]
-_BESIDE_STATE = ("dense/optim/", "dense/state/")
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,8 @@ class Restore:
         """
         self._info = VersionInfo.of(self._record)
         self.check_model()
-        self._state = self._read_state()
+        stored = self._catalog.state(self._record)
+        self._state = decode_tree(self._catalog, self._record, stored, self._where)
         self._check_state(objects)
 
     def check_model(self) -> None:
@@ -179,43 +178,18 @@ class Restore:
         slots = self._read_slots(state["optimizers"], transfer) if self._optimizers else []
         for name, tensor in dense_tensors(self._model, self._tables).items():
             self._read_tensor(name, tensor)
-        with self._accepted("a module's set_extra_state"):
+        with accepted(self._where, "a module's set_extra_state"):
             load_extra_state(self._model, state["extra_state"])
         names = parameter_names(self._model)
         for optimizer, tree, found in zip(self._optimizers, state["optimizers"], slots, strict=False):
-            with self._accepted(f"{type(optimizer).__name__}.load_state_dict"):
+            with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
                 load_optimizer(optimizer, names, self._tables, tree, found)
         for name, value in objects.items():
-            with self._accepted(f"load_state_dict of {name!r}"):
+            with accepted(self._where, f"load_state_dict of {name!r}"):
                 value.load_state_dict(state["objects"][name])
         if rng and state["rng"] is not None:
             set_rng_state(state["rng"])
         return Restored(info, info.step, state["reader"], info.metadata), changed
-
-    @contextmanager
-    def _accepted(self, taker: str) -> Iterator[None]:
-        """Names the version and who did not take its state."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever foreign code raises for a state that it does not expect
-            raise ModelMismatchError(
-                f"{self._where}: {taker} did not accept the state that was stored: {error!r}; the model is partly "
-                "overwritten, load another version or give what was saved"
-            ) from error
-
-    def _read_state(self) -> Any:
-        seen: set[str] = set()
-
-        def read(path: str) -> Array:
-            # Each reference has an array of its own, so that a small state can't become many large arrays.
-            if path in seen or not path.startswith(_BESIDE_STATE):
-                raise FormatError(f"{self._where}: the state refers to {path[:80]!r}, or refers to it twice")
-            seen.add(path)
-            return read_dense(self._catalog, self._record, path)[0]
-
-        return decode_state(self._catalog.state(self._record), read=read, from_leaf=state_tensor)
 
     def _check_state(self, objects: Mapping[str, Any]) -> None:
         check_tree(self._state, self._where)

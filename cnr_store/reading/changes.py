@@ -1,0 +1,148 @@
+"""Which rows of an array may differ between one version and others, and their values in that one.
+
+The rule. A *walk* is the ids of a version, its entry's `base`, that one's, and so on to a whole array. What an array
+is at a version is what its objects there say over what it was at the version's base; so a walk that has reached a
+version goes on as every other walk that has reached it, and two walks that meet are one from there on. Let X be the
+newest version on all walks. A row that no version before X on any walk wrote has, in each of the versions, the
+value it has at X: it is the same everywhere, bit for bit. All other rows may differ, and are the changed ones.
+
+This asks nothing of `previous`, of policies or of the order in which versions were made: it holds after a rollback,
+where rows of abandoned versions stand in walks that the new version is not on, and for folds, since a fold holds the
+rows of its version and walks go by versions alone. Walks that never meet share no whole array: every row is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cnr_backends import Transfer
+from cnr_store.catalog import Catalog
+from cnr_store.chain import ArrayReader, region_rows
+from cnr_store.format.record import Record
+from cnr_store.link import Link
+from cnr_store.memory import empty
+
+Array = np.ndarray[Any, Any]
+Rows = tuple[Array, Array]
+"""Row numbers, int64 (n,) ascending, and their values, (n, columns)."""
+
+BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """The records that lie before the version where all walks meet: the newer version's own, and those of others.
+
+    Each newest first; none of them is whole.
+    """
+
+    own: tuple[Record, ...]
+    others: tuple[Record, ...]
+
+
+def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Record]) -> Unshared | None:
+    """What tells the rows of `record` that may differ from those of any of `held`; None if all of them may.
+
+    Only records are read.
+    """
+    entry = record.arrays[path]
+    for other in held:
+        older = other.arrays.get(path)
+        if older is None or (older.shape, older.element) != (entry.shape, entry.element):
+            return None
+    own, *others = walks = [_walk(catalog, each, path) for each in (record, *held)]
+    meeting = set(own).intersection(*others)
+    if not meeting:
+        return None
+    before = [[version for version in walk if version > max(meeting)] for walk in walks]
+    apart = sorted({version for walk in before[1:] for version in walk}, reverse=True)
+    return Unshared(
+        tuple(catalog.record(version) for version in before[0]),
+        tuple(catalog.record(version) for version in apart),
+    )
+
+
+def _walk(catalog: Catalog, record: Record, path: str) -> list[str]:
+    """Ids from a version to the whole array beneath it, or to the first that is gone; each smaller than the last."""
+    found, base = [record.id], record.arrays[path].base
+    while base is not None and base < found[-1]:
+        found.append(base)
+        older = catalog.find_record(base)
+        base = None if older is None or path not in older.arrays else older.arrays[path].base
+    return found
+
+
+def changed_rows(
+    catalog: Catalog, record: Record, path: str, unshared: Unshared, transfer: Transfer
+) -> Iterator[Rows]:
+    """The changed rows with their values in `record`, in blocks of at most `BLOCK_BYTES` of values (or one row).
+
+    Reads in proportion to what the unshared versions wrote: their chunks, and of the shared chain those that hold
+    rows which only `others` wrote.
+
+    Raises
+    ------
+    CorruptionError, FormatError, VersionNotFoundError
+        An object is lost or damaged, or was removed meanwhile.
+    """
+    reader = ArrayReader(catalog, record, path)
+    own = [Link(catalog, each, path) for each in unshared.own]
+    others = [Link(catalog, each, path) for each in unshared.others]
+
+    def read(region: tuple[int, int]) -> Rows:
+        first_row, rows = region
+        shape = (rows, reader.columns)
+        out = empty(shape, reader.dtype, f"version {record.id}, {path}")
+        missing = np.ones(rows, np.uint8)
+        for link in own:
+            link.fill(first_row, out, missing)
+        unwritten = missing.copy()
+        for link in others:
+            link.fill(first_row, out, unwritten)  # only to learn which rows it wrote
+        elsewhere = missing & (unwritten ^ 1)
+        ids = np.flatnonzero((missing ^ 1) | elsewhere)
+        reader.read_rows(first_row, out, elsewhere)
+        return ids + first_row, out[ids]
+
+    for ids, values in transfer.map(read, _regions(catalog, reader, [*own, *others])):
+        yield from _blocks(ids, values)
+
+
+def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:
+    """Every row of an array, in blocks as `changed_rows` yields them."""
+    reader = ArrayReader(catalog, record, path)
+
+    def read(region: tuple[int, int]) -> Rows:
+        first_row, rows = region
+        out = empty((rows, reader.columns), reader.dtype, f"version {record.id}, {path}")
+        reader.read(first_row, out)
+        return np.arange(first_row, first_row + rows), out
+
+    for ids, values in transfer.map(read, reader.regions()):
+        yield from _blocks(ids, values)
+
+
+def _regions(catalog: Catalog, reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of those regions of the array in which one of `links` has a shard, ascending."""
+    rows = reader.shape[0]
+    rows_each = region_rows([*links, *reader.links], reader.columns * reader.dtype.itemsize)
+    numbers: set[int] = set()
+    for link in links:
+        if link.grid is None:
+            continue
+        for shard in catalog.manifest(link.record).parts(link.path):
+            begin = shard // link.grid.shard_grid[1] * link.grid.shard_rows
+            end = min(begin + link.grid.shard_rows, rows)
+            numbers.update(range(begin // rows_each, -(-end // rows_each)))
+    for number in sorted(numbers):
+        yield number * rows_each, min(rows_each, rows - number * rows_each)
+
+
+def _blocks(ids: Array, values: Array) -> Iterator[Rows]:
+    rows_each = max(1, BLOCK_BYTES // (values.shape[1] * values.itemsize))
+    for begin in range(0, len(ids), rows_each):
+        yield ids[begin : begin + rows_each], values[begin : begin + rows_each]

@@ -1,0 +1,295 @@
+"""Following a store: the rows that each newly committed version changes, for those who serve what is trained.
+
+    tables = {}
+    for update in cnr_store.follow(url):
+        for name, rows, values in update.blocks(): ...
+
+What a follower holds after it has taken an update equals the update's version, bit for bit, whatever happened
+between: see `cnr_store.reading.changes` for the rule and its proof.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cnr_backends import Transfer, open_backend
+from cnr_codecs import array_dtype
+from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.dense import read_dense
+from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
+from cnr_store.format.arrays import parse_dense_document
+from cnr_store.format.layout import VersionId
+from cnr_store.format.record import Record
+from cnr_store.reading.access import READ_WORKERS, Url, model_arrays
+from cnr_store.reading.changes import Unshared, all_rows, changed_rows, find_unshared
+
+Since = Version | Sequence[Version] | None
+
+
+class Block(NamedTuple):
+    """Some rows of a table, or a dense tensor.
+
+    Attributes
+    ----------
+    name
+        The array's, as in `cnr_store.state_dict`.
+    rows
+        Of a table: which, int64 (n,) ascending. Of a dense tensor None: all of it.
+    values
+        Of a table (n, dim); of a dense tensor its shape. In the dtype of `ArrayInfo`.
+    """
+
+    name: str
+    rows: np.ndarray[Any, Any] | None
+    values: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """A table or dense tensor of a version.
+
+    Attributes
+    ----------
+    shape, dtype
+        As `cnr_store.state_dict` returns it: tables of bfloat16 as float32, dense tensors of a type that numpy
+        lacks as unsigned integers that hold their bits.
+    element
+        The type it has in the model: ``"bfloat16"``.
+    is_table
+        Whether it is stored, and yielded, by rows.
+    aliases
+        Further names of a tied tensor. Blocks come under the first name alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    element: str
+    is_table: bool
+    aliases: tuple[str, ...]
+
+
+class Update:
+    """What brings a follower to one version.
+
+    It is right for whoever holds the version that the update before it brought (or `since`), completely or in part.
+
+    Attributes
+    ----------
+    version
+        The version that the follower then holds.
+    arrays
+        Its tables and dense tensors by name.
+    """
+
+    def __init__(self, catalog: Catalog, record: Record, before: _Held) -> None:
+        self._catalog = catalog
+        self._record = record
+        self._paths = model_arrays(record)
+        self._before: _Held = before
+        self._taken = False
+        self.version = VersionInfo.of(record)
+        self.arrays: Mapping[str, ArrayInfo] = {
+            name: _info(record, path) for name, path in self._paths.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"Update({self.version.id}, step {self.version.step})"
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Names of the arrays of which everything is yielded.
+
+        Those that are new or have another shape or type are among them; to a follower they are new arrays.
+        """
+        plan = self._plan()
+        return frozenset(name for name in self.arrays if plan.get(name) is None)
+
+    @property
+    def removed(self) -> frozenset[str]:
+        """Names that the follower may hold and this version has no more. Where it is not known what a follower
+        holds (`since` is None or gone) this is empty: what is not in `arrays` is then to be dropped."""
+        held = self._records_held() or ()
+        return frozenset(name for record in held for name in model_arrays(record)) - self.arrays.keys()
+
+    def blocks(self) -> Iterator[Block]:
+        """Every row that the follower may hold another value of, and every dense tensor, in bounded blocks.
+
+        Blocks of a table have at most 8 MiB of values (or one row), each row once as a rule; writing all blocks
+        again changes nothing. Read in proportion to the rows that changed.
+
+        Raises
+        ------
+        VersionNotFoundError
+            The version was deleted meanwhile. The next update replaces what came of this one.
+        CorruptionError
+            The version is damaged.
+        """
+        plan = self._plan()
+        with self._there(), Transfer(READ_WORKERS, READ_WORKERS) as transfer:
+            for name, path in self._paths.items():
+                if self.arrays[name].is_table:
+                    yield from self._rows(name, path, plan.get(name), transfer)
+                else:
+                    yield Block(name, None, read_dense(self._catalog, self._record, path)[0])
+        self._taken, self._before = True, self._held()
+
+    def apply(self, model: Any) -> None:
+        """Write the blocks into a torch module, in place.
+
+        Its tables, dense tensors and extra state then equal those of a model that has loaded the version.
+
+        Raises
+        ------
+        ModelMismatchError
+            The model does not fit the version; it is unchanged.
+        VersionNotFoundError, CorruptionError
+            As from `blocks`. The model is then partly overwritten.
+        ImportError
+            There is no torch.
+        """
+        try:
+            # It stands above this module, as it needs torch.
+            training = importlib.import_module("cnr_store.training.apply")
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                "Update.apply needs torch: pip install 'cnr-store[torch]'; `blocks` does not", name="torch"
+            ) from error
+        with self._there():
+            take = training.model_taker(self._catalog, self._record, model)
+        take(self.blocks())
+
+    def _rows(self, name: str, path: str, unshared: Unshared | None, transfer: Transfer) -> Iterator[Block]:
+        if unshared is not None:
+            try:
+                for rows, values in changed_rows(self._catalog, self._record, path, unshared, transfer):
+                    yield Block(name, rows, values)
+            except (CorruptionError, VersionNotFoundError):
+                # A version that tells which rows differ may have been removed, or this one's chain folded, since
+                # they were found. Everything is right in any case; if this version is damaged, it is said below.
+                self._catalog.refresh()
+            else:
+                return
+        for rows, values in all_rows(self._catalog, self._record, path, transfer):
+            yield Block(name, rows, values)
+
+    def _plan(self) -> dict[str, Unshared]:
+        """Of each table that need not come whole, what tells its changed rows."""
+        found: dict[str, Unshared] = {}
+        held = self._records_held()
+        if held is None:
+            return found
+        for name, path in self._paths.items():
+            unshared = (
+                find_unshared(self._catalog, self._record, path, held) if self.arrays[name].is_table else None
+            )
+            if unshared is not None:
+                found[name] = unshared
+        return found
+
+    def _held(self) -> tuple[str, ...] | None:
+        """Ids of the versions that the follower's rows may stem from; None if it may hold anything."""
+        before, found = self._before, set()
+        while isinstance(before, Update):
+            found.add(before.version.id)
+            before = () if before._taken else before._before
+        return None if before is None else tuple(sorted(found.union(before)))
+
+    def _records_held(self) -> list[Record] | None:
+        """Their records; None where one of them is gone."""
+        found = []
+        for version in self._held() or ():
+            record = self._catalog.find_record(version)
+            if record is None:
+                return None
+            found.append(record)
+        return found or None
+
+    @contextmanager
+    def _there(self) -> Iterator[None]:
+        """Tells a version that was deleted meanwhile from a damaged one."""
+        try:
+            yield
+        except CorruptionError as error:
+            self._catalog.refresh()
+            if self._catalog.find_record(self.version.id) is not None:
+                raise
+            raise VersionNotFoundError(
+                f"version {self.version.id} of {self._catalog.backend.url} was deleted while it was read: go on with "
+                f"the next update; after a restart, follow with since=[what you held, {self.version.id!r}]"
+            ) from error
+
+
+_Held = Update | tuple[str, ...] | None
+
+
+def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Update]:
+    """Updates to all versions committed after `since`, oldest first; ends when there is no newer one.
+
+    Take the updates in this order; one may be left out, or left half taken, as the next makes up for it. To go on
+    later, call again with the last version taken completely.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    since
+        The version that the follower holds: an id, a `VersionInfo`, or the step of one that is there. If an update
+        to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, the first
+        update brings everything.
+
+    Raises
+    ------
+    VersionNotFoundError
+        `since` names no version that is or was there.
+    OptionError
+        `since` is empty.
+    FormatError, cnr_backends.OpenError
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    catalog.check_format()
+    if since is None:
+        return _updates(catalog, None, "")
+    several = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
+    if not several:
+        raise OptionError("since=[]: give the version held, or None if there is none")
+    held = tuple(_id(catalog, version) for version in several)
+    # What was cut off comes again if it is still there.
+    return _updates(catalog, held, min(held))
+
+
+def _id(catalog: Catalog, version: Version) -> str:
+    if isinstance(version, VersionInfo):
+        return version.id
+    if isinstance(version, str) and VersionId.parse(version):
+        return version
+    return catalog.find(version).id
+
+
+def _updates(catalog: Catalog, before: _Held, newest: str) -> Iterator[Update]:
+    while True:
+        found = False
+        for version in reversed(catalog.ids()):
+            record = catalog.find_record(version) if version > newest else None
+            if record is None:  # seen, never committed, not yet, or deleted since it was listed
+                continue
+            newest, found = version, True
+            before = update = Update(catalog, record, before)
+            yield update
+        if not found:
+            return
+
+
+def _info(record: Record, path: str) -> ArrayInfo:
+    entry = record.arrays[path]
+    if entry.kind != "dense":
+        return ArrayInfo(entry.shape, array_dtype(entry.element), entry.element, True, entry.aliases)
+    grid = parse_dense_document(record.nodes.get(path, {}), f"version {record.id}, {path}")
+    return ArrayInfo(grid.shape, grid.dtype, grid.torch_dtype or grid.dtype.name, False, entry.aliases)

@@ -1,0 +1,82 @@
+"""Writes the blocks of an update into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cnr_store.catalog import Catalog
+from cnr_store.errors import CorruptionError
+from cnr_store.format.proof import shown
+from cnr_store.format.record import Record
+from cnr_store.reading.follow import Block
+from cnr_store.training.restore import Restore
+from cnr_store.training.statetree import accepted, decode_tree
+from cnr_store.training.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
+from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, has_numpy_type
+
+Array = np.ndarray[Any, Any]
+
+
+def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[[Iterable[Block]], None]:
+    """What writes blocks of `record` into `model`, in place, and then sets its extra state.
+
+    Raises
+    ------
+    ModelMismatchError
+        The model does not fit the version. Nothing was changed.
+    CorruptionError, FormatError
+        The version is damaged.
+    """
+    tables = find_tables(model)
+    Restore(catalog, record, model, tables, ()).check_model()
+    where = f"version {record.id} of {catalog.backend.url}"
+    extra = _read_extra_state(catalog, record, model, where) if _has_extra_state(model) else None
+    by_name: dict[str, torch.Tensor] = {table.parameter_name: table.parameter for table in tables}
+    by_name |= dense_tensors(model, tables)
+
+    def take(blocks: Iterable[Block]) -> None:
+        for name, rows, values in blocks:
+            if rows is None:
+                _assign_dense(by_name[name], values)
+            else:
+                assign_ids(by_name[name], rows, values)
+        if extra is not None:
+            with accepted(where, "a module's set_extra_state"):
+                load_extra_state(model, extra)
+
+    return take
+
+
+def assign_ids(tensor: torch.Tensor, ids: Array, values: Array) -> None:
+    """Write `values`, (n, dim) of the array type, over the rows `ids`, (n,) ascending, of a tensor on any device."""
+    if ids[-1] - ids[0] == len(ids) - 1:
+        assign_rows(tensor, int(ids[0]), values)
+        return
+    source = torch.empty(values.shape, dtype=tensor.dtype)
+    assign_rows(source, 0, values)
+    tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
+
+
+def _assign_dense(tensor: torch.Tensor, values: Array) -> None:
+    stored = None if has_numpy_type(tensor.dtype) else dtype_name(tensor.dtype)
+    with torch.no_grad():
+        tensor.detach().copy_(dense_tensor(values, stored))
+
+
+def _read_extra_state(catalog: Catalog, record: Record, model: nn.Module, where: str) -> Mapping[str, Any]:
+    """What the model's modules are to get, proven to be theirs; the rest of the state is not read into arrays."""
+    state = catalog.state(record)
+    found = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise CorruptionError(f"{where}: the state is malformed: extra_state is {shown(found)}")
+    check_extra_state(model, found)
+    return found
+
+
+def _has_extra_state(model: nn.Module) -> bool:
+    return any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules())

@@ -1,0 +1,52 @@
+"""The tree of a stored state, as objects; and giving parts of it to code that is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from cnr_store.catalog import Catalog
+from cnr_store.dense import read_dense
+from cnr_store.errors import CheckpointError, FormatError, ModelMismatchError
+from cnr_store.format.record import Record
+from cnr_store.format.state import decode_state
+from cnr_store.training.proof import state_tensor
+
+_BESIDE_STATE = ("dense/optim/", "dense/state/")
+
+
+def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str) -> Any:
+    """Decode the state of a version, or a part of it, with the arrays that stand beside it.
+
+    Raises
+    ------
+    FormatError, CorruptionError
+        `where` names the version.
+    """
+    seen: set[str] = set()
+
+    def read(path: str) -> np.ndarray[Any, Any]:
+        # Each reference has an array of its own, so that a small state can't become many large arrays.
+        if path in seen or not path.startswith(_BESIDE_STATE):
+            raise FormatError(f"{where}: the state refers to {path[:80]!r}, or refers to it twice")
+        seen.add(path)
+        return read_dense(catalog, record, path)[0]
+
+    return decode_state(doc, read=read, from_leaf=state_tensor)
+
+
+@contextmanager
+def accepted(where: str, taker: str) -> Iterator[None]:
+    """Names the version and who did not take its state."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever foreign code raises for a state that it does not expect
+        raise ModelMismatchError(
+            f"{where}: {taker} did not accept the state that was stored: {error!r}; the model is partly "
+            "overwritten, load another version or give what was saved"
+        ) from error

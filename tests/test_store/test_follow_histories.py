@@ -1,0 +1,143 @@
+"""Followers of jobs that train, save, fail, go back, start again and lose old versions, in any order."""
+
+from __future__ import annotations
+
+import uuid
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing.faulty import Fault
+from cnr_store import Update, VersionNotFoundError, chain
+from cnr_store.catalog import Catalog
+from cnr_store.format import grid
+from cnr_store.policy import POLICIES
+from cnr_store.reading import changes
+from tests.test_store.follower import Follower, ModelFollower, delete_version
+from tests.test_store.job import Job
+from tests.test_store.small_model import Ids
+from tests.test_store.spoiling import Spoil, forget
+from tests.test_store.test_model_based import IDS, SELDOM, SPOILS, settings_of
+
+
+class Followed(RuleBasedStateMachine):
+    """One job, and followers that look at its store now and then; each ends with what the newest version says."""
+
+    policy: ClassVar = "full"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = f"memory://{uuid.uuid4().hex}"
+        self.backend = open_backend(self.url)
+        self.follower, self.model = Follower(self.backend), ModelFollower(self.backend)
+        self.late = Follower(self.backend)
+        self.collected: list[Update] = []
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.job = Job(self.backend, "sgd", data.draw(settings_of([self.policy]), label="setting"))
+        self.head: str | None = None
+
+    @rule(ids=IDS, full=SELDOM)
+    def train_and_save(self, ids: Ids, full: bool) -> None:
+        self.job.train(ids)
+        info = self.job.save(full)
+        assert info is not None
+        self.head = info.id
+
+    @rule(ids=IDS, spoil=SPOILS)
+    def train_and_save_spoiled(self, ids: Ids, spoil: tuple[int | str, Fault, Fault]) -> None:
+        self.job.train(ids)
+        info = self.job.save(False, Spoil(*spoil))
+        self.head = info.id if info else self.head
+
+    @rule(number=st.integers(0, 1000))
+    def go_back(self, number: int) -> None:
+        versions = list(self.job.expected.versions)
+        if versions:
+            self.head = versions[number % len(versions)]
+            self.job.load(self.head)
+
+    @rule(data=st.data())
+    def start_again(self, data: st.DataObject) -> None:
+        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*POLICIES]), label="setting"))
+        self.head = self.job.expected.newest
+
+    @rule(keep=st.integers(1, 3))
+    def retain(self, keep: int) -> None:
+        catalog, versions = Catalog(self.backend), list(self.job.expected.versions)
+        kept = {*versions[-keep:], *([self.head] if self.head else [])}
+        for version in reversed(versions):  # what is kept stays whole, and needs only older ones
+            kept |= set(catalog.record(version).needs) if version in kept else set()
+        for version in sorted(set(versions) - kept, reverse=True):
+            delete_version(self.backend, version)
+            del self.job.expected.versions[version]
+
+    @rule()
+    def follow(self) -> None:
+        self.follower.catch_up()
+        self.model.catch_up()
+
+    @rule(blocks=st.integers(0, 12))
+    def follow_and_break_off(self, blocks: int) -> None:
+        self.follower.catch_up(blocks)
+
+    @rule()
+    def collect(self) -> None:
+        self.collected = list(cnr_store.follow(self.backend, self.late.since))
+
+    @rule(skip=st.integers(0, 2))
+    def take_collected(self, skip: int) -> None:
+        for update in self.collected[skip:]:
+            try:
+                self.late.take_all([update])
+            except VersionNotFoundError:
+                assert update.version.id not in self.job.expected.versions
+        self.collected = []
+
+    def teardown(self) -> None:
+        self.follower.catch_up()
+        self.model.catch_up()
+        newest = self.job.expected.newest
+        if newest is not None:
+            self.follower.check(newest)
+            assert self.model.since == newest
+        self.job.close()
+        forget(self.url)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut small tables as large ones are: into shards of chunks, regions to read and blocks to take."""
+    if request.param == "one chunk":
+        return
+    limits = {
+        "TARGET_CHUNK_BYTES": 256,
+        "MAX_CHUNK_BYTES": 1024,
+        "TARGET_SHARD_BYTES": 1024,
+        "MAX_SHARD_BYTES": 4096,
+    }
+    for name, nbytes in limits.items():
+        monkeypatch.setattr(grid, name, nbytes)
+    monkeypatch.setattr(chain, "REGION_BYTES", 2048)
+    monkeypatch.setattr(changes, "BLOCK_BYTES", 500)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_follower_holds_what_each_version_holds(policy: str) -> None:
+    run_state_machine_as_test(
+        type(f"Followed of policy {policy}", (Followed,), {"policy": policy}),
+        settings=settings(
+            max_examples=4 if policy == "full" else 10,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
