@@ -1,11 +1,14 @@
 """Encodes what a plan holds and puts it: every object of a version but its manifest, state and record.
 
-Shards are encoded and put concurrently; memory is bounded by the shards in flight.
+Chunks are encoded on the cores, shards are put by other threads: encoding does not wait for storage, nor one
+object for another. Memory is bounded by the chunks being encoded, the shard being assembled and the bytes being
+put.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
-from cnr_codecs import zarr_codecs
+from cnr_codecs import array_dtype, zarr_codecs
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
@@ -28,6 +31,10 @@ from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.plan import DenseWrite, Plan, RowsWrite
 
+PUTS_IN_FLIGHT = 16
+PUT_BYTES_IN_FLIGHT = 128 << 20
+_ENCODED_TOGETHER_BYTES = 4 << 20
+
 
 @dataclass
 class Staged:
@@ -38,35 +45,123 @@ class Staged:
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
     nbytes: int = 0
 
-    def add(self, path: str, index: int, part: Part) -> None:
-        self.parts.setdefault(path, {})[index] = part
-        self.nbytes += part.nbytes
-
     def array_bytes(self, path: str) -> int:
         return sum(part.nbytes for part in self.parts.get(path, {}).values())
 
 
 def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Staged:
-    """Put every object of the version but its record."""
+    """Put every object of the version but its record. `transfer` encodes; puts have threads of their own."""
     staged = Staged()
-    for path, index, part in transfer.map(lambda task: task(), _tasks(backend, version, plan, staged)):
-        staged.add(path, index, part)
+
+    def put(made: _Object) -> tuple[_Object, Part]:
+        return made, made.put(backend)
+
+    with (
+        Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
+        closing(_objects(version, plan, transfer, staged)) as objects,
+        closing(putting.map(put, objects, _Object.nbytes)) as done,
+    ):
+        for made, part in done:
+            staged.nbytes += part.nbytes
+            if made.path is not None:
+                staged.parts.setdefault(made.path, {})[made.index] = part
     for path, entry in staged.arrays.items():
         staged.arrays[path] = replace(entry, nbytes=staged.array_bytes(path))
-    documents = [
-        (layout.version_key(version, path, layout.NODE), document_bytes(doc))
-        for path, doc in staged.nodes.items()
-    ]
-    for nbytes in transfer.map(lambda item: put_object(backend, *item), documents):
-        staged.nbytes += nbytes
     return staged
 
 
-_Task = Callable[[], tuple[str, int, Part]]
+@dataclass(frozen=True)
+class _Object:
+    """An object to put: a shard's chunks, or bytes that are the object. `path` is None for metadata."""
+
+    key: str
+    data: bytes | list[bytes | None]
+    path: str | None = None
+    index: int = 0
+
+    def nbytes(self) -> int:
+        return sum(map(len, filter(None, self.data))) if isinstance(self.data, list) else len(self.data)
+
+    def put(self, backend: Backend) -> Part:
+        pieces = build_shard(self.data) if isinstance(self.data, list) else [self.data]
+        backend.put(self.key, pieces)
+        return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
 
 
-def _tasks(backend: Backend, version: str, plan: Plan, staged: Staged) -> Iterator[_Task]:
-    """One task an object, made as the pool asks for them; notes each array in `staged` on the way."""
+@dataclass(frozen=True)
+class _Chunks:
+    """Consecutive chunks of a shard, to be encoded by one thread; `edges` are their rows' positions in the ids."""
+
+    rows: RowsWrite
+    grid: Grid
+    shard: int
+    first_slot: int
+    edges: np.ndarray[Any, Any]
+
+    def encode(self, version: str) -> list[bytes | None]:
+        rows, grid = self.rows, self.grid
+        chunks: list[bytes | None] = []
+        for slot, (begin, end) in enumerate(
+            zip(self.edges[:-1], self.edges[1:], strict=True), self.first_slot
+        ):
+            first_row = self.shard * grid.shard_rows + slot * grid.chunk_rows
+            if begin == end:
+                chunks.append(None)
+                continue
+            offsets = None if rows.ids is None else rows.ids[begin:end] - first_row
+            values, seal = rows.source.values(begin, end), layout.seal(version, rows.path, first_row, 0)
+            chunks.append(
+                rows.codec.encode_rows(values, offsets, grid.chunk_rows, element=rows.element, seal=seal)
+            )
+        return chunks
+
+    def whole(self, version: str, chunks: list[bytes | None]) -> _Object:
+        """The shard's object, of the chunks of all its slots."""
+        place = f"c/{self.shard}/0" if len(self.rows.shape) == 2 else f"c/{self.shard}"
+        return _Object(layout.version_key(version, self.rows.path, place), chunks, self.rows.path, self.shard)
+
+
+@dataclass(frozen=True)
+class _DenseChunk:
+    dense: DenseWrite
+    index: int
+
+    def encode(self, version: str) -> _Object:
+        values = self.dense.values
+        grid = dense_grid(values.shape, values.dtype)
+        if grid.shape:
+            first = self.index * grid.chunk[0]
+            values = values[first : first + grid.chunk[0]]
+            if len(values) < grid.chunk[0]:  # Zarr stores edge chunks whole
+                padding = np.zeros((grid.chunk[0] - len(values), *grid.chunk[1:]), grid.dtype)
+                values = np.concatenate([values, padding])
+        data = np.ascontiguousarray(values).tobytes()
+        data += google_crc32c.value(data).to_bytes(4, "little")
+        key = layout.version_key(version, self.dense.path, grid.key(self.index))
+        return _Object(key, data, self.dense.path, self.index)
+
+
+def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
+    """Every object in turn; notes each array in `staged` on the way."""
+
+    def encode(task: _Chunks | _DenseChunk) -> tuple[_Chunks | _DenseChunk, _Object | list[bytes | None]]:
+        return task, task.encode(version)
+
+    chunks: list[bytes | None] = []
+    with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
+        for task, made in encoded:
+            if isinstance(made, _Object):
+                yield made
+            elif isinstance(task, _Chunks):
+                chunks += made
+                if len(chunks) == task.grid.chunks_per_shard:
+                    yield task.whole(version, chunks)
+                    chunks = []
+    for path, doc in staged.nodes.items():
+        yield _Object(layout.version_key(version, path, layout.NODE), document_bytes(doc))
+
+
+def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
     for rows in plan.rows:
         kind = "whole" if rows.base is None else "delta"
         staged.arrays[rows.path] = ArrayEntry(
@@ -84,7 +179,7 @@ def _tasks(backend: Backend, version: str, plan: Plan, staged: Staged) -> Iterat
             _add_node(
                 staged, rows.path, rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec))
             )
-            yield from _shard_tasks(backend, version, rows, grid)
+            yield from _shards(rows, grid)
     for dense in plan.dense:
         grid_of = dense_grid(dense.values.shape, dense.values.dtype)
         name = layout.decode_name(dense.path.rsplit("/", 1)[-1])
@@ -93,11 +188,7 @@ def _tasks(backend: Backend, version: str, plan: Plan, staged: Staged) -> Iterat
             "dense", dense.values.shape, grid_of.dtype.name, aliases=dense.aliases
         )
         for index in range(grid_of.chunks):
-            yield _bind(_put_dense, backend, version, dense, index)
-
-
-def _bind(function: Callable[..., tuple[str, int, Part]], *arguments: Any) -> _Task:
-    return lambda: function(*arguments)
+            yield _DenseChunk(dense, index)
 
 
 def _add_node(staged: Staged, path: str, doc: Doc) -> None:
@@ -106,65 +197,30 @@ def _add_node(staged: Staged, path: str, doc: Doc) -> None:
     staged.nodes[path] = doc
 
 
-def _shard_tasks(backend: Backend, version: str, rows: RowsWrite, grid: Grid) -> Iterator[_Task]:
+def _shards(rows: RowsWrite, grid: Grid) -> Iterator[_Chunks]:
+    """The chunks of all shards that have rows, those of a shard in order and together."""
+    row_bytes = grid.columns * array_dtype(rows.element).itemsize
+    most_rows = max(1, _ENCODED_TOGETHER_BYTES // row_bytes)
     for shard in range(grid.shard_grid[0]):
-        first_row = shard * grid.shard_rows
-        begin, end = _positions(rows, first_row, first_row + grid.shard_rows)
-        if begin < end:
-            yield _bind(_put_shard, backend, version, rows, grid, shard)
-
-
-def _positions(rows: RowsWrite, first_row: int, last_row: int) -> tuple[int, int]:
-    """Positions in the write's ids of the rows first_row ... last_row - 1."""
-    if rows.ids is None:
-        return min(first_row, rows.shape[0]), min(last_row, rows.shape[0])
-    begin, end = np.searchsorted(rows.ids, (first_row, last_row))
-    return int(begin), int(end)
-
-
-def _put_shard(
-    backend: Backend, version: str, rows: RowsWrite, grid: Grid, shard: int
-) -> tuple[str, int, Part]:
-    chunks: list[bytes | None] = []
-    for slot in range(grid.chunks_per_shard):
-        first_row = shard * grid.shard_rows + slot * grid.chunk_rows
-        begin, end = _positions(rows, first_row, first_row + grid.chunk_rows)
-        if begin == end:
-            chunks.append(None)
-            continue
-        offsets = None if rows.ids is None else rows.ids[begin:end] - first_row
-        chunks.append(
-            rows.codec.encode_rows(
-                rows.source.values(begin, end),
-                offsets,
-                grid.chunk_rows,
-                element=rows.element,
-                seal=layout.seal(version, rows.path, first_row, 0),
-            )
+        edges = _positions(
+            rows, shard * grid.shard_rows + np.arange(grid.chunks_per_shard + 1) * grid.chunk_rows
         )
-    pieces = build_shard(chunks)
-    place = f"c/{shard}/0" if len(rows.shape) == 2 else f"c/{shard}"
-    backend.put(layout.version_key(version, rows.path, place), pieces)
-    nbytes = sum(len(piece) for piece in pieces)
-    return rows.path, shard, Part(nbytes, int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+        if edges[0] == edges[-1]:
+            continue
+        first, slots = 0, grid.chunks_per_shard
+        while first < slots:
+            # As many as hold so many rows, at least one.
+            end = max(first + 1, int(np.searchsorted(edges, edges[first] + most_rows, side="right")) - 1)
+            yield _Chunks(rows, grid, shard, first, edges[first : end + 1])
+            first = end
 
 
-def _put_dense(backend: Backend, version: str, dense: DenseWrite, index: int) -> tuple[str, int, Part]:
-    grid = dense_grid(dense.values.shape, dense.values.dtype)
-    values = dense.values
-    if grid.shape:
-        first = index * grid.chunk[0]
-        values = values[first : first + grid.chunk[0]]
-        if len(values) < grid.chunk[0]:  # Zarr stores edge chunks whole
-            values = np.concatenate(
-                [values, np.zeros((grid.chunk[0] - len(values), *grid.chunk[1:]), grid.dtype)]
-            )
-    data = np.ascontiguousarray(values).tobytes()
-    crc = google_crc32c.value(data)
-    nbytes = put_object(
-        backend, layout.version_key(version, dense.path, grid.key(index)), data + crc.to_bytes(4, "little")
+def _positions(rows: RowsWrite, first_rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Positions in the write's ids where the rows from each of `first_rows` on begin."""
+    positions: np.ndarray[Any, Any] = (
+        np.minimum(first_rows, rows.shape[0]) if rows.ids is None else np.searchsorted(rows.ids, first_rows)
     )
-    return dense.path, index, Part(nbytes, crc)
+    return positions
 
 
 def put_object(backend: Backend, key: str, data: bytes) -> int:

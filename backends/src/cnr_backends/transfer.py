@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -30,29 +31,52 @@ class Transfer:
     in_flight : int
         How many items one `map` may have pulled and not yet yielded. It bounds memory: each is a chunk or a
         shard being made or moved.
+    in_flight_bytes : int, optional
+        How many bytes these items may take, one item of any size excepted, where `map` is told their sizes.
 
     Raises
     ------
     ArgumentError
-        If either is less than 1.
+        If any of these is less than 1.
     """
 
-    def __init__(self, workers: int, in_flight: int) -> None:
-        if workers < 1 or in_flight < 1:
-            raise ArgumentError(f"workers ({workers}) and in_flight ({in_flight}) must be at least 1")
+    def __init__(self, workers: int, in_flight: int, in_flight_bytes: int | None = None) -> None:
+        if workers < 1 or in_flight < 1 or (in_flight_bytes is not None and in_flight_bytes < 1):
+            raise ArgumentError(
+                f"workers ({workers}), in_flight ({in_flight}) and in_flight_bytes ({in_flight_bytes}) must be at "
+                "least 1"
+            )
         self.workers = workers
         self.in_flight = in_flight
+        self.in_flight_bytes = in_flight_bytes
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="cnr-transfer")
 
-    def map(self, fn: Callable[[Item], Result], iterable: Iterable[Item]) -> Generator[Result, None, None]:
+    def map(
+        self,
+        fn: Callable[[Item], Result],
+        iterable: Iterable[Item],
+        nbytes: Callable[[Item], int] = lambda item: 0,
+    ) -> Generator[Result, None, None]:
         """Yield ``fn(item)`` for each item, in order.
 
         Items are pulled by the consumer's thread, as results are taken. When a call fails, whichever it is,
         calls that have not begun are cancelled, running ones are waited for, and the exception that came
         first is raised. The same happens, without it, when the consumer stops early or pulling an item fails.
+
+        Maps can be linked: what one yields may be the iterable of another Transfer's. Close both then, or the
+        first runs on until it is collected: a traceback keeps it.
+
+        Parameters
+        ----------
+        fn : callable
+            Called in one of the threads.
+        iterable : iterable
+        nbytes : callable
+            An item's size in bytes, for `in_flight_bytes`.
         """
         failures: list[BaseException] = []
         pending: deque[Future[Result]] = deque()
+        sizes: deque[int] = deque()
 
         def call(item: Item) -> Result:
             if failures:
@@ -63,14 +87,25 @@ class Transfer:
                 failures.append(error)
                 raise
 
+        def oldest() -> Result:
+            result = _next_result(pending, failures)
+            sizes.popleft()
+            return result
+
         try:
             for item in iterable:
+                if failures:
+                    raise failures[0]
+                size = nbytes(item)
+                while pending and sum(sizes) + size > (self.in_flight_bytes or math.inf):
+                    yield oldest()
+                sizes.append(size)
                 pending.append(self._submit(call, item))
                 del item  # its memory is the worker's to free
                 if len(pending) == self.in_flight:
-                    yield _next_result(pending, failures)
+                    yield oldest()
             while pending:
-                yield _next_result(pending, failures)
+                yield oldest()
         finally:
             # A future cancelled by `close` is never reported to `wait`: wait only for those that can't be.
             wait([future for future in pending if not future.cancel()])
