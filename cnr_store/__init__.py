@@ -28,6 +28,7 @@ from cnr_store.errors import (
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
+from cnr_store.simulation import SimulatedSave, Trace, simulate
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
@@ -74,6 +75,9 @@ __all__ = [
     "Block",
     "ArrayInfo",
     "VersionInfo",
+    "simulate",
+    "SimulatedSave",
+    "Trace",
     "CheckpointError",
     "EmptyStoreError",
     "VersionNotFoundError",

@@ -128,6 +128,10 @@ def _nothing() -> dict[str, set[int]]:
     return {name: set() for name in SHAPES}
 
 
+FORETOLD = ("full", "one-shot", "consecutive", "intermittent")
+"""Policies whose decisions this account makes on its own."""
+
+
 def asks_for_full(policy: str, sizes_bytes: tuple[int, ...]) -> bool:
     """Whether a policy wants all tables whole, from the sizes of the last full version and the deltas since.
 

@@ -16,8 +16,8 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Update, VersionNotFoundError, chain
 from cnr_store.catalog import Catalog
 from cnr_store.format import grid
-from cnr_store.policy import POLICIES
 from cnr_store.reading import changes
+from tests.test_store.expected import FORETOLD
 from tests.test_store.follower import Follower, ModelFollower, delete_version
 from tests.test_store.job import Job
 from tests.test_store.small_model import Ids
@@ -65,7 +65,7 @@ class Followed(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def start_again(self, data: st.DataObject) -> None:
-        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*POLICIES]), label="setting"))
+        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*FORETOLD]), label="setting"))
         self.head = self.job.expected.newest
 
     @rule(keep=st.integers(1, 3))
@@ -130,7 +130,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FORETOLD)
 def test_a_follower_holds_what_each_version_holds(policy: str) -> None:
     run_state_machine_as_test(
         type(f"Followed of policy {policy}", (Followed,), {"policy": policy}),

@@ -15,7 +15,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import chain
 from cnr_store.format import grid
-from cnr_store.policy import POLICIES
+from tests.test_store.expected import FORETOLD
 from tests.test_store.job import ENOUGH_BYTES, Job, Setting
 from tests.test_store.small_model import OPTIMIZERS, SHAPES, Ids
 from tests.test_store.spoiling import Spoil, forget
@@ -107,7 +107,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job=JOB, data=st.data())
     def reopen(self, job: int, data: st.DataObject) -> None:
-        self.jobs[job].reopen(data.draw(settings_of([self.policy] * 3 + [*POLICIES]), label="setting"))
+        self.jobs[job].reopen(data.draw(settings_of([self.policy] * 3 + [*FORETOLD]), label="setting"))
 
     @rule(job=JOB, number=st.integers(0, 1000))
     def load_any(self, job: int, number: int) -> None:
@@ -149,7 +149,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FORETOLD)
 def test_every_version_brings_back_every_row(policy: str) -> None:
     run_state_machine_as_test(
         type(f"Jobs of policy {policy}", (Jobs,), {"policy": policy}),

@@ -1,0 +1,224 @@
+"""Runs a policy over a trace of changed rows, without training: what it would write, keep and read.
+
+The decisions are made by the code that makes them in training (`cnr_store.policy.decide`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cnr_store.errors import OptionError
+from cnr_store.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How many rows change between saves.
+
+    Attributes
+    ----------
+    rows
+        Rows of the model.
+    changed
+        (saves, saves) int64: ``changed[j, b]`` rows changed after save b and up to save j, for b < j; 0 elsewhere.
+        Save 0 is the first one.
+
+    Raises
+    ------
+    OptionError
+        Counts that no rows can have: beyond `rows`, or fewer rows changed in a longer time.
+    """
+
+    rows: int
+    changed: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        changed, rows = self.changed, self.rows
+        if rows < 1 or changed.ndim != 2 or changed.shape[0] != changed.shape[1] or not len(changed):
+            raise OptionError(
+                f"a trace of {rows} rows and counts of shape {changed.shape}: give (saves, saves)"
+            )
+        saves = np.arange(len(changed))
+        past = saves[:, None] > saves
+        if changed[~past].any() or (changed < 0).any() or (changed > rows).any():
+            raise OptionError(
+                f"a trace of {rows} rows: counts lie within 0 ... {rows}, and are 0 from a save on"
+            )
+        if (np.diff(changed, axis=1)[past[:, 1:]] > 0).any():
+            raise OptionError("a trace: more rows changed since a later save than since an earlier one")
+        if (changed[1:] < changed[:-1])[past[:-1]].any():
+            raise OptionError("a trace: fewer rows changed since a save as time went on")
+
+    @property
+    def saves(self) -> int:
+        return len(self.changed)
+
+    @classmethod
+    def of_rows(cls, rows: int, intervals: Iterable[ArrayLike]) -> Self:
+        """From the ids of the rows changed in each interval between saves; ids may repeat.
+
+        Raises
+        ------
+        OptionError
+            An id out of range.
+        """
+        last = np.zeros(rows, np.int64)  # the save before which each row changed last; 0 for never
+        counts = []
+        for save, ids in enumerate(intervals, start=1):
+            found = np.asarray(ids, np.int64).ravel()
+            if len(found) and not 0 <= found.min() <= found.max() < rows:
+                raise OptionError(
+                    f"interval {save}: its ids reach from {found.min()} to {found.max()} of {rows} rows"
+                )
+            last[found] = save
+            counts.append(np.bincount(last, minlength=save + 1)[1:])
+        changed = np.zeros((len(counts) + 1,) * 2, np.int64)
+        for save, count in enumerate(counts, start=1):
+            changed[save, :save] = count[::-1].cumsum()[::-1]
+        return cls(rows, changed)
+
+    @classmethod
+    def of_growth(cls, rows: int, shares: Sequence[float], saves: int | None = None) -> Self:
+        """From how changed rows add up: ``shares[i]`` of the rows change within i + 1 intervals, whichever they are.
+
+        Beyond the last share it stays as it is. There are as many intervals as shares unless `saves` says otherwise.
+        """
+        intervals = len(shares) if saves is None else saves - 1
+        if not len(shares) and intervals:
+            raise OptionError("a trace of growth needs a share for the first interval")
+        grown = np.round(np.asarray([0, *shares], np.float64) * rows).astype(np.int64)
+        at = np.arange(intervals + 1)
+        return cls(rows, grown[np.clip(at[:, None] - at, 0, len(shares))])
+
+    @classmethod
+    def zipf(cls, rows: int, saves: int, accesses: int, exponent: float = 1.05, seed: int = 0) -> Self:
+        """Rows looked up with the popularity of Zipf's law: the r-th most popular one in proportion to r**-exponent.
+
+        Parameters
+        ----------
+        accesses
+            Lookups in an interval.
+        """
+        random = np.random.default_rng(seed)
+        popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+        draws = (random.random(accesses) * popularity[-1] for _ in range(saves - 1))
+        return cls.of_rows(rows, (np.searchsorted(popularity[:-1], draw) for draw in draws))
+
+
+@dataclass(frozen=True)
+class SimulatedSave:
+    """One save of a simulation.
+
+    Attributes
+    ----------
+    save
+        Its number, from 0.
+    decision
+        As in training.
+    bytes
+        Written by this save.
+    written_bytes, kept_bytes
+        Written by all saves up to here; kept after this one by the retention simulated.
+    chain
+        Versions that restoring this one reads.
+    restore_bytes
+        Their bytes.
+    """
+
+    save: int
+    decision: Decision
+    bytes: int
+    written_bytes: int
+    kept_bytes: int
+    chain: int
+    restore_bytes: int
+
+
+def simulate(
+    trace: Trace,
+    policy: str = "auto",
+    *,
+    keep_last: int | None = None,
+    restores_per_save: float = 0.1,
+    row_bytes: float = 64.0,
+    fixed_bytes: int = 0,
+) -> list[SimulatedSave]:
+    """What a policy does on a trace, save by save.
+
+    Parameters
+    ----------
+    policy
+        As for `Checkpointer`.
+    keep_last
+        Versions that are kept, with all that they lean on; None keeps everything.
+    restores_per_save
+        What ``auto`` expects.
+    row_bytes
+        Encoded bytes of a row, its optimizer state included.
+    fixed_bytes
+        Bytes of each version beside its rows: dense arrays, state, metadata.
+
+    Raises
+    ------
+    OptionError
+        An unknown policy, or a number out of range.
+    """
+    if not 0 <= row_bytes < float("inf") or fixed_bytes < 0:
+        raise OptionError(f"row_bytes={row_bytes!r}, fixed_bytes={fixed_bytes!r}: give sizes of at least 0")
+    run = _Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save))
+    return list(run.saves(policy))
+
+
+class _Run:
+    def __init__(self, trace: Trace, row_bytes: float, fixed_bytes: int, costs: Costs) -> None:
+        self._trace = trace
+        self._row_bytes = row_bytes
+        self._fixed_bytes = fixed_bytes
+        self._costs = costs
+        self._bytes: list[int] = []
+        self._chains: list[tuple[int, ...]] = []
+
+    def saves(self, policy: str) -> Iterator[SimulatedSave]:
+        name, baseline = check_policy(policy), 0
+        sizes: tuple[int, ...] = ()
+        deltas: tuple[Delta, ...] = ()
+        base: tuple[int, ...] = ()
+        for save in range(self._trace.saves):
+            offer = self._offer(save, baseline) if save else None
+            decision = decide(name, sizes, deltas=deltas, offer=offer, costs=self._costs)
+            if decision.full or offer is None:
+                nbytes = self._size(self._trace.rows)
+                baseline, sizes, deltas, base = save, (nbytes,), (), ()
+            else:
+                consecutive = decision.since == "previous"
+                nbytes = offer.previous_bytes if consecutive else offer.baseline_bytes
+                base = self._chains[save - 1 if consecutive else baseline]
+                sizes, deltas = (*sizes, nbytes), deltas_after(asdict(decision), nbytes)
+            self._bytes.append(nbytes)
+            self._chains.append((*base, save))
+            yield self._report(save, decision)
+
+    def _size(self, rows: int) -> int:
+        return self._fixed_bytes + round(self._row_bytes * rows)
+
+    def _offer(self, save: int, baseline: int) -> Offer:
+        changed = self._trace.changed[save]
+        return Offer(self._size(int(changed[baseline])), self._size(int(changed[save - 1])))
+
+    def _report(self, save: int, decision: Decision) -> SimulatedSave:
+        chain = self._chains[save]
+        kept = self._chains if self._costs.keep_last is None else self._chains[-self._costs.keep_last :]
+        return SimulatedSave(
+            save=save,
+            decision=decision,
+            bytes=self._bytes[save],
+            written_bytes=sum(self._bytes),
+            kept_bytes=sum(self._bytes[version] for version in set().union(*kept)),
+            chain=len(chain),
+            restore_bytes=sum(self._bytes[version] for version in chain),
+        )

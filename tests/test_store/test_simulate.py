@@ -1,0 +1,156 @@
+"""Simulated policies: what they write and keep on generated traces, and that training decides alike."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store import OptionError
+from cnr_store.policy import POLICIES
+from cnr_store.simulation import SimulatedSave, Trace, simulate
+
+ROWS = 60
+PAPER = Trace.of_growth(1_000_000, [0.25 * i**0.3 for i in range(1, 30)])
+
+intervals = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=ROWS), min_size=1, max_size=25)
+shares = st.lists(st.floats(0, 1), min_size=1, max_size=40).map(sorted)
+traces = st.one_of(
+    intervals.map(lambda ids: Trace.of_rows(ROWS, ids)),
+    st.builds(lambda grown, saves: Trace.of_growth(1000, grown, saves), shares, st.integers(1, 60)),
+    st.builds(
+        lambda *given: Trace.zipf(200, *given),
+        st.integers(2, 40),
+        st.integers(1, 300),
+        st.floats(0.5, 2),
+        st.integers(0, 99),
+    ),
+)
+retentions = st.one_of(st.none(), st.integers(1, 12))
+
+
+def paid(saves: list[SimulatedSave]) -> list[int]:
+    return [save.written_bytes + save.kept_bytes for save in saves]
+
+
+@settings(max_examples=300, deadline=None)
+@given(traces, retentions, st.sampled_from([0, 0.1, 5]), st.integers(0, 3000), st.floats(0, 100))
+def test_auto_never_writes_and_keeps_more_than_intermittent(
+    trace: Trace, keep_last: int | None, restores: float, fixed_bytes: int, row_bytes: float
+) -> None:
+    """After every save, for every retention and weight."""
+    auto, intermittent = (
+        simulate(
+            trace,
+            policy,
+            keep_last=keep_last,
+            restores_per_save=restores,
+            row_bytes=row_bytes,
+            fixed_bytes=fixed_bytes,
+        )
+        for policy in ("auto", "intermittent")
+    )
+    for ours, theirs in zip(auto, intermittent, strict=True):
+        assert ours.written_bytes <= theirs.written_bytes
+        assert ours.written_bytes + ours.kept_bytes <= theirs.written_bytes + theirs.kept_bytes
+        assert ours.decision.full == theirs.decision.full
+
+
+@settings(max_examples=100, deadline=None)
+@given(traces, st.sampled_from(POLICIES), retentions)
+def test_what_is_kept_is_what_the_kept_versions_read(
+    trace: Trace, policy: str, keep_last: int | None
+) -> None:
+    saves = simulate(trace, policy, keep_last=keep_last)
+    for save in saves:
+        assert save.restore_bytes <= save.kept_bytes <= save.written_bytes
+        assert save.written_bytes == sum(one.bytes for one in saves[: save.save + 1])
+        if keep_last is None:
+            assert save.kept_bytes == save.written_bytes
+        if keep_last == 1:
+            assert save.kept_bytes == save.restore_bytes
+        assert save.chain <= {"full": 1, "one-shot": 2, "intermittent": 2, "auto": 32}.get(
+            policy, save.save + 1
+        )
+
+
+@given(intervals, st.data())
+def test_changed_rows_are_counted_as_sets(ids: list[list[int]], data: st.DataObject) -> None:
+    trace = Trace.of_rows(ROWS, ids)
+    assert trace.saves == len(ids) + 1
+    save = data.draw(st.integers(1, len(ids)))
+    since = data.draw(st.integers(0, save - 1))
+    assert trace.changed[save, since] == len(set().union(*ids[since:save]))
+
+
+def test_the_paper_curve_takes_its_full_versions_every_eighth_interval() -> None:
+    for policy in ("intermittent", "auto"):
+        full = [save.save for save in simulate(PAPER, policy) if save.decision.full]
+        assert full == [0, 8, 16, 24]
+
+
+def test_auto_writes_less_than_intermittent_on_the_paper_curve() -> None:
+    intermittent, auto = (simulate(PAPER, policy)[-1] for policy in ("intermittent", "auto"))
+    assert auto.written_bytes < 0.8 * intermittent.written_bytes
+    assert auto.restore_bytes < 2 * intermittent.restore_bytes
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 4, None])
+def test_auto_pays_less_where_few_rows_are_popular(keep_last: int | None) -> None:
+    trace = Trace.zipf(50_000, 30, 15_000)
+    intermittent, auto = (
+        paid(simulate(trace, policy, keep_last=keep_last)) for policy in ("intermittent", "auto")
+    )
+    assert auto[-1] < 0.8 * intermittent[-1]
+
+
+def test_more_restores_make_shorter_chains() -> None:
+    longest = [
+        max(save.chain for save in simulate(PAPER, "auto", restores_per_save=rate))
+        for rate in (0, 0.3, 1, 100)
+    ]
+    assert all(fewer >= more for fewer, more in pairwise(longest))
+    assert longest[0] == 8
+    assert longest[-1] == 2
+
+
+def test_consecutive_keeps_what_the_paper_says() -> None:
+    """About four times the model after 11 intervals (docs/design-notes/paper.md), with a quarter in each."""
+    saves = simulate(Trace.of_growth(10_000, [0.26] * 11), "consecutive")
+    assert saves[-1].kept_bytes / saves[0].bytes == pytest.approx(3.86)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed"),
+    [
+        (0, [[0]]),
+        (10, [[0, 0]]),
+        (10, [[1]]),
+        (10, [[0, 0], [11, 0]]),
+        (10, [[0, 0], [-1, 0]]),
+        (10, [[0, 0, 0], [2, 0, 0], [2, 3, 0]]),
+        (10, [[0, 0, 0], [3, 0, 0], [2, 1, 0]]),
+    ],
+)
+def test_impossible_traces(rows: int, changed: list[list[int]]) -> None:
+    with pytest.raises(OptionError, match="a trace"):
+        Trace(rows, np.array(changed))
+
+
+def test_wrong_options_are_refused() -> None:
+    for wrong, message in (
+        ({"policy": "daily"}, "policy 'daily'"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"restores_per_save": -1}, "restores_per_save"),
+        ({"row_bytes": -1}, "row_bytes"),
+        ({"fixed_bytes": -1}, "fixed_bytes"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            simulate(PAPER, **wrong)
+    with pytest.raises(OptionError, match="interval 2: its ids"):
+        Trace.of_rows(10, [[1], [10]])
+    with pytest.raises(OptionError, match="needs a share"):
+        Trace.of_growth(10, [], saves=3)
