@@ -1,0 +1,1 @@
+"""Looking after stores: proving, deleting and folding versions."""

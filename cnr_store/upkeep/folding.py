@@ -1,0 +1,177 @@
+"""The rows of a fold: moved from the links of a chain into shards of their own, as they are stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cnr_backends import Backend, build_shard
+from cnr_codecs import (
+    CodecConfigError,
+    CodecError,
+    Packer,
+    Segment,
+    build_payload,
+    merge_segments,
+    row_codec,
+    split_segments,
+)
+from cnr_codecs.elements import element_named
+from cnr_store.catalog import Catalog
+from cnr_store.chain import REGION_BYTES, ArrayReader
+from cnr_store.errors import CorruptionError, FormatError, SaveError
+from cnr_store.format.arrays import Doc, parse_rows_document
+from cnr_store.format.grid import Grid, choose_grid
+from cnr_store.format.manifest import Part
+from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.link import Link
+
+
+@dataclass(frozen=True)
+class FoldedArray:
+    """One array of rows of a version, as its fold holds it: whole, and cut anew.
+
+    Attributes
+    ----------
+    reader
+        Its chain.
+    entry
+        For the fold's record, without bytes.
+    grid, document
+        How it is cut; its Zarr metadata. Both take after the whole link's, and so does what follows the row codec.
+    packer
+        What follows the row codec.
+    """
+
+    reader: ArrayReader
+    entry: ArrayEntry
+    grid: Grid
+    document: Doc
+    packer: Packer
+
+    @classmethod
+    def of(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
+        """For an array that is a delta in a version.
+
+        Raises
+        ------
+        CorruptionError
+            A link of its chain is lost or is not sound.
+        FormatError
+            What followed the whole link's row codec is not known.
+        """
+        reader = ArrayReader(catalog, record, path)
+        written, whole = record.arrays[path], reader.links[-1]
+        config = dict(whole.entry.codec or {})
+        entry = ArrayEntry(
+            "whole",
+            written.shape,
+            written.element,
+            rows=written.shape[0],
+            codec=config,
+            aliases=written.aliases,
+        )
+        try:
+            packer = Packer.of(config)
+        except CodecConfigError as error:
+            raise FormatError(f"{whole.record.home}, {path}: its codec can't be followed: {error}") from error
+        bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in reader.links if link.grid)
+        grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
+        return cls(reader, entry, grid, _document(whole, reader.shape, grid, packer), packer)
+
+    @property
+    def shards(self) -> int:
+        return self.grid.shard_grid[0]
+
+    def put_shard(self, backend: Backend, fold: Record, shard: int) -> Part:
+        """Compose one shard and store it under the fold. Memory is that of a shard and of a region of each link.
+
+        Raises
+        ------
+        CorruptionError
+            A row is lost, or an object of a link is not sound.
+        FormatError
+            A link's chunks split columns.
+        SaveError
+            A chunk takes more bytes than readers read.
+        """
+        path, grid = self.reader.path, self.grid
+        first, chunks = shard * grid.shard_rows, grid.chunks_per_shard
+        payloads = self._payloads(fold, range(first, first + grid.shard_rows))
+        pieces = build_shard([*payloads, *[None] * chunks][:chunks])
+        place = f"c/{shard}/0" if len(self.reader.shape) == 2 else f"c/{shard}"
+        backend.put(fold.key(path, place), pieces)
+        nbytes = sum(len(piece) for piece in pieces)
+        return Part(nbytes, int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+
+    def _payloads(self, fold: Record, shard: range) -> Iterator[bytes]:
+        """The packed payloads of the chunks of these rows that begin inside the array."""
+        reader, grid = self.reader, self.grid
+        end = min(shard.stop, reader.shape[0])
+        region_rows = self._region_rows()
+        for region in range(shard.start, end, region_rows):
+            need = np.zeros(region_rows, np.uint8)
+            need[: end - region] = 1
+            segments = merge_segments(reader.take(region, need))
+            first_rows = range(region, min(region + region_rows, end), grid.chunk_rows)
+            chunks = split_segments(segments, grid.chunk_rows)
+            for first_row, chunk in zip(first_rows, chunks, strict=False):
+                yield self._packed(fold, first_row, chunk)
+
+    def _packed(self, fold: Record, first_row: int, segments: Sequence[Segment]) -> bytes:
+        path, element, grid = self.reader.path, self.reader.element, self.grid
+        seal = fold.seal(path, first_row, 0)
+        data = build_payload(grid.chunk_rows, grid.columns, element_named(element), segments, seal)
+        try:
+            return self.packer.pack(data, grid.chunk_rows, grid.columns, element)
+        except CodecError as error:
+            raise SaveError(f"{fold.home}, {path}, rows from {first_row} on: {error}") from error
+
+    def _region_rows(self) -> int:
+        """Rows composed at once: chunks of the fold, so many that few payloads of the links are read twice."""
+        row_bytes = self.reader.columns * self.reader.dtype.itemsize
+        widest = max(link.grid.chunk_rows for link in self.reader.links if link.grid)
+        rows = self.grid.chunk_rows
+        while rows < self.grid.shard_rows and (rows < widest or rows * row_bytes < REGION_BYTES):
+            rows *= 2
+        return rows
+
+
+def _bytes_per_row(link: Link, columns: int) -> float:
+    """What its codec says, or, of a codec that is not known here, what its rows took."""
+    entry = link.entry
+    config = {name: value for name, value in (entry.codec or {}).items() if name != "then"}
+    try:
+        return row_codec(config).bytes_per_row(columns, entry.element)
+    except CodecError:
+        return max(1.0, entry.nbytes / max(entry.rows, 1))
+
+
+def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -> Doc:
+    """The Zarr metadata of the whole link, with another shape and cut. Its row codec needs not be known."""
+    where = f"{whole.record.home}, {whole.path}"
+    if whole.grid is None:
+        raise CorruptionError(f"{where}: it is whole and has no metadata")
+    doc: Any = copy.deepcopy(dict(whole.record.nodes[whole.path]))
+    two = len(shape) == 2
+    doc["shape"] = list(shape)
+    doc["chunk_grid"]["configuration"]["chunk_shape"] = _sizes(grid.shard_rows, grid.shard_columns, two)
+    sharding = doc["codecs"][0]["configuration"]
+    sharding["chunk_shape"] = _sizes(grid.chunk_rows, grid.chunk_columns, two)
+    row_codec, *_, checksum = sharding["codecs"]
+    sharding["codecs"] = [row_codec, *packer.zarr_codecs(), checksum]
+    parse_rows_document(doc, where)
+    return {**doc}
+
+
+def _sizes(rows: int, columns: int, two: bool) -> list[int]:
+    return [rows, columns] if two else [rows]
+
+
+def delta_paths(record: Record) -> Iterable[str]:
+    """Paths of the arrays that lean on another version."""
+    return [path for path, entry in record.arrays.items() if entry.kind == "delta"]
