@@ -14,7 +14,7 @@ from zarr.storage import FsspecStore, MemoryStore, ObjectStore
 
 from cnr_backends import Backend, open_backend
 from cnr_backends.remote import FsspecBackend
-from cnr_backends.testing import BackendConformance, FaultyBackend
+from cnr_backends.testing import BackendConformance, DelayedBackend, FaultyBackend
 
 if TYPE_CHECKING:
     from tests.conftest import S3Server
@@ -72,6 +72,12 @@ class TestFaultyWithoutFaults(BackendConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
         return FaultyBackend(open_backend(tmp_path), lambda operation, key, index: None, reads=True)
+
+
+class TestDelayed(BackendConformance):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return DelayedBackend(open_backend(tmp_path), put_seconds=0.0005, get_seconds=0.0005)
 
 
 @pytest.mark.server

@@ -5,6 +5,7 @@ import pytest
 pytest.register_assert_rewrite("cnr_backends.testing.conformance")
 
 from cnr_backends.testing.conformance import BackendConformance  # noqa: E402 - after the line above
+from cnr_backends.testing.delayed import DelayedBackend  # noqa: E402
 from cnr_backends.testing.faulty import FaultyBackend  # noqa: E402
 
-__all__ = ["BackendConformance", "FaultyBackend"]
+__all__ = ["BackendConformance", "DelayedBackend", "FaultyBackend"]

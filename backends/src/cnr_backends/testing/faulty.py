@@ -13,7 +13,7 @@ from cnr_backends.errors import BackendError, StorageError, StorageFullError
 
 Result = TypeVar("Result")
 
-Fault: TypeAlias = Literal["before", "after", "full"] | None
+Fault: TypeAlias = Literal["before", "after", "full", "hang"] | None
 Decide: TypeAlias = Callable[[str, str, int], Fault]
 
 
@@ -24,12 +24,14 @@ class FaultyBackend(Backend):
     ----------
     inner : Backend
         Where objects really are.
-    fault : callable(operation, key, index) -> {None, "before", "after", "full"}
+    fault : callable(operation, key, index) -> {None, "before", "after", "full", "hang"}
         Asked for each counted operation; `index` counts them from 0. "before" raises StorageError and does
         nothing, "after" does the operation and then raises StorageError (a lost answer), "full" raises
-        StorageFullError and does nothing.
+        StorageFullError and does nothing, "hang" calls `hang` and, if that returns, fails as "before" does.
     reads : bool
         Whether reads and listings are counted, and asked about, as puts, creates and deletes are.
+    hang : callable
+        What an operation that never ends does instead: wait for an event, or end the process.
 
     Attributes
     ----------
@@ -37,13 +39,16 @@ class FaultyBackend(Backend):
         Every counted operation in order, failed ones too.
     """
 
-    def __init__(self, inner: Backend, fault: Decide, *, reads: bool = False) -> None:
+    def __init__(
+        self, inner: Backend, fault: Decide, *, reads: bool = False, hang: Callable[[], object] = lambda: None
+    ) -> None:
         self.inner = inner
         self.url = inner.url
         self.atomic_create = inner.atomic_create
         self.log: list[tuple[str, str]] = []
         self._fault = fault
         self._reads = reads
+        self._hang = hang
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -91,6 +96,8 @@ class FaultyBackend(Backend):
             # What is lost may be a refusal, too.
             with suppress(BackendError):
                 call()
+        if fault == "hang":
+            self._hang()
         kind = StorageFullError if fault == "full" else StorageError
         error = kind(
             f"{operation} of {key!r} failed in {self.url} (injected: {fault})",
