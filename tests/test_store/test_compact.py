@@ -19,13 +19,19 @@ import cnr_store
 from cnr_backends import Backend, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_codecs import parse, present_rows
-from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError, VersionNotFoundError
+from cnr_store import (
+    Checkpointer,
+    CorruptionError,
+    EmptyStoreError,
+    OptionError,
+    VersionNotFoundError,
+    compact,
+)
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
 from cnr_store.format.record import decode_record, encode_record
-from cnr_store.upkeep.compact import compact
 from tests.test_store.spoiling import forget
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -404,7 +410,7 @@ def test_folding_needs_no_torch(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     expected = history(url, 4, saves=3)[-1]
     script = (
-        "import sys; from cnr_store.upkeep.compact import compact\n"
+        "import sys; from cnr_store import compact\n"
         f"assert compact({url!r}).outcome == 'folded' and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
