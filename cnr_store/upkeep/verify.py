@@ -1,0 +1,299 @@
+"""Proves a store: what is damaged, what is lost, and what can still be restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from cnr_backends import Backend, Transfer, open_backend
+from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.chain import chain
+from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
+from cnr_store.format import layout
+from cnr_store.format.record import Record
+from cnr_store.reading.access import Url
+from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
+from cnr_store.upkeep.inspection import Inspection, Soundness
+from cnr_store.upkeep.proving import Proving
+from cnr_store.upkeep.restorability import Home, Restorability
+from cnr_store.upkeep.rooms import Attempt, check_claims, check_root, ids_in
+
+Progress = Callable[[int, int], None]
+_RUNS = 3
+
+
+def verify(
+    url: Url,
+    version: Version | None = None,
+    *,
+    deep: bool = False,
+    workers: int = 4,
+    progress: Progress | None = None,
+    **storage_options: object,
+) -> VerifyReport:
+    """Check a store, or one version with everything that it leans on. Nothing is changed.
+
+    A quick check proves every record, manifest and state, and compares existence and size of every object. A deep
+    one reads every byte: checksums, seals and payloads of every chunk, and every row's presence.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``; None for all versions and what lies beside them.
+    workers
+        Threads that read. Memory is what they have in flight, plus the records and a few manifests.
+    progress
+        Called with (bytes done, bytes known so far), now and then, on the caller's thread.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Returns
+    -------
+    VerifyReport
+        Damage is in the report, never raised.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+        There is nothing to check.
+    FormatError
+        The place holds something else than a store.
+    cnr_backends.BackendError
+        The storage does not answer.
+    """
+    backend = open_backend(url, **storage_options)
+    with Transfer(workers, 2 * workers) as transfer:
+        for _ in range(_RUNS):
+            verification = _Verification(backend, deep, transfer, progress)
+            report = verification.run(version)
+            # Versions that were removed in the middle look damaged: look again, without them.
+            if not verification.removed_meanwhile():
+                break
+    return report
+
+
+class _Verification:
+    """One look at a store."""
+
+    def __init__(self, backend: Backend, deep: bool, transfer: Transfer, progress: Progress | None) -> None:
+        self._backend = backend
+        self._catalog = Catalog(backend)
+        self._deep = deep
+        self._opens = True
+        self._transfer = transfer
+        self._progress = progress or (lambda done, known: None)
+        self._done = self._known = 0
+        self._sound: dict[Home, Soundness] = {}
+        self._problems: dict[str, Finding] = {}
+        self._suspicious: list[Finding] = []
+        self._leftovers: list[Leftovers] = []
+        self._voids: list[str] = []
+
+    def run(self, version: Version | None) -> VerifyReport:
+        records = self._whole_store() if version is None else self._one(version)
+        self._inspect(records)
+        for sound in self._sound.values():
+            self._problems |= {finding.what: finding for finding in sound.findings}
+            if sound.leftovers is not None:
+                self._leftovers.append(sound.leftovers)
+        restorable = tuple(self._restorable(records))
+        return VerifyReport(
+            self._deep,
+            tuple(record.id for record in records),
+            restorable,
+            tuple(self._problems.values()),
+            tuple(self._suspicious),
+            tuple(self._leftovers),
+            tuple(self._voids),
+            sum(sound.objects for sound in self._sound.values()),
+            sum(sound.nbytes for sound in self._sound.values()),
+        )
+
+    def _restorable(self, records: Iterable[Record]) -> Iterator[str]:
+        restorability = Restorability(self._catalog, self._sound, self._problems)
+        for record in records:
+            sound, finding = restorability.judge(record)
+            if finding is not None:
+                self._problem(finding)
+            if sound and self._opens:
+                yield record.id
+
+    def removed_meanwhile(self) -> bool:
+        """Whether a version that was found damaged is not there any more."""
+        damaged = {room_id for room_id, sound in self._sound.items() if sound.findings}
+        names = {room: set(self._backend.list_names(room)) for room, _ in damaged}
+        again = Catalog(self._backend)
+        return any(
+            version not in names[room] or (room == layout.VERSIONS and _is_gone(again, version))
+            for room, version in damaged
+        )
+
+    def _check_root(self) -> None:
+        self._opens, findings = check_root(self._catalog)
+        for finding in findings:
+            self._problem(finding)
+
+    def _problem(self, finding: Finding) -> None:
+        self._problems.setdefault(finding.what, finding)
+
+    def _whole_store(self) -> list[Record]:
+        ids = self._catalog.ids()[::-1]
+        if not ids:
+            self._catalog.check_format()
+            raise EmptyStoreError(f"{self._backend.url} holds no version at all: check the URL")
+        self._check_root()
+        for finding in check_claims(self._backend, ids[-1]):
+            self._problem(finding)
+        records, attempts = self._records(ids)
+        folds = self._folds(ids_in(self._backend, layout.FOLDS))
+        self._judge(attempts, records, folds)
+        self._inspect(folds)
+        return records
+
+    def _one(self, version: Version) -> list[Record]:
+        """The record asked for, if it can be read; what seems to be lost after it is said, too."""
+        self._check_root()
+        wanted = version.id if isinstance(version, VersionInfo) else version
+        if isinstance(wanted, str) and layout.VersionId.parse(wanted):
+            records, attempts = self._records([wanted])
+        elif isinstance(wanted, str) and wanted != "latest":
+            records, attempts = [self._catalog.find(wanted)], []  # raises what is fitting
+        else:
+            records, attempts = self._newest(wanted)
+        if not records and not self._problems and not any(attempt.left for attempt in attempts):
+            raise VersionNotFoundError(
+                f"{self._backend.url} has no committed version {wanted}; `versions` lists those there are"
+            )
+        self._judge(attempts, records, [])
+        return records
+
+    def _newest(self, wanted: str | int) -> tuple[list[Record], list[Attempt]]:
+        """The newest version, or the newest of a step; attempts and damaged records on the way."""
+        attempts: list[Attempt] = []
+        ids = self._catalog.ids()
+        if not ids:
+            return [self._catalog.find(wanted)], []  # raises what is fitting
+        for version in ids:
+            before = len(self._problems)
+            records, others = self._records([version])
+            attempts += others
+            if records and wanted in ("latest", records[0].step):
+                return records, attempts
+            if wanted == "latest" and len(self._problems) > before:
+                break
+        return [], attempts
+
+    def _records(self, ids: Iterable[str]) -> tuple[list[Record], list[Attempt]]:
+        """Records that are sound, and attempts without one."""
+        records: list[Record] = []
+        attempts: list[Attempt] = []
+        for found in self._transfer.map(self._record, ids):
+            if isinstance(found, Finding):
+                self._problem(found)
+            elif isinstance(found, Attempt):
+                attempts.append(found)
+            else:
+                records.append(found)
+        return records, attempts
+
+    def _record(self, version: str) -> Record | Attempt | Finding:
+        try:
+            record = self._catalog.find_record(version)
+        except (CorruptionError, FormatError) as error:
+            return Finding(str(error), version, layout.record_key(version))
+        return Attempt.of(self._backend, version) if record is None else record
+
+    def _folds(self, ids: Iterable[str]) -> list[Record]:
+        found = []
+        for version in sorted(ids):
+            try:
+                fold = self._catalog.find_fold(version)
+            except (CorruptionError, FormatError) as error:
+                self._problem(Finding(str(error), version, layout.record_key(version, layout.FOLDS)))
+                continue
+            if fold is not None:
+                found.append(fold)
+        return found
+
+    def _judge(self, attempts: list[Attempt], records: list[Record], folds: list[Record]) -> None:
+        """What attempts without a record, pins and tombstones mean."""
+        doomed, pinned = ids_in(self._backend, layout.TOMBSTONES), ids_in(self._backend, layout.PINS)
+        known = {record.id for record in records}
+        named = dict.fromkeys(pinned, "a pin") | {fold.id: fold.home for fold in folds}
+        for record in records:
+            named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}
+        for attempt in attempts:
+            if attempt.left is not None:
+                self._leftovers.append(attempt.left)
+            if attempt.void:
+                self._voids.append(attempt.id)
+            elif attempt.id not in doomed and attempt.left is not None:
+                by = named.get(attempt.id)
+                finding = attempt.finding(self._backend.url, by)
+                if by is None:
+                    self._suspicious.append(finding)
+                else:
+                    self._problem(finding)
+        for version in sorted(known & doomed):
+            what = f"version {version} of {self._backend.url} is marked for removal; nothing may lean on it any more"
+            self._suspicious.append(
+                Finding(what, version, layout.version_key(version, room=layout.TOMBSTONES))
+            )
+
+    def _inspect(self, records: Iterable[Record]) -> None:
+        """Check these, then whatever their chains lean on."""
+        todo = list(records)
+        while todo:
+            todo = [each for each in todo if (each.room, each.id) not in self._sound]
+            self._known += sum(each.nbytes for each in todo)
+            for inspection in self._transfer.map(self._look, todo):
+                self._read(inspection)
+            todo = list({(link.room, link.id): link for each in todo for link in self._links(each)}.values())
+
+    def _look(self, record: Record) -> Inspection:
+        inspection = Inspection(self._backend, record)
+        inspection.look()
+        return inspection
+
+    def _read(self, inspection: Inspection) -> None:
+        record, end = inspection.record, self._done + inspection.record.nbytes
+        if self._deep:
+            proving = Proving(inspection, lambda path: self._base_rows(record, path))
+            for proof in self._transfer.map(lambda task: task(), proving.tasks()):
+                proving.settle(proof)
+                if proof.nbytes:
+                    self._done = min(self._done + proof.nbytes, end)
+                    self._progress(self._done, self._known)
+            proving.conclude()
+        self._done = end
+        self._progress(self._done, self._known)
+        self._sound[record.room, record.id] = inspection.soundness
+
+    def _base_rows(self, record: Record, path: str) -> int | None:
+        base = record.arrays[path].base
+        try:
+            found = None if base is None else self._catalog.find_record(base)
+        except (CorruptionError, FormatError):
+            return None
+        entry = None if found is None else found.arrays.get(path)
+        return None if entry is None else entry.shape[0]
+
+    def _links(self, record: Record) -> Iterator[Record]:
+        """Everything that the arrays of a version lean on, as far as their chains hold."""
+        if record.room != layout.VERSIONS:
+            return
+        for path, entry in record.arrays.items():
+            if entry.kind != "delta":
+                continue
+            try:
+                yield from chain(self._catalog, record, path)
+            except (CorruptionError, FormatError):
+                continue  # said when it is asked what can be restored
+
+
+def _is_gone(catalog: Catalog, version: str) -> bool:
+    try:
+        return catalog.find_record(version) is None
+    except (CorruptionError, FormatError):
+        return False
