@@ -27,7 +27,6 @@ from cnr_store.errors import (
 )
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
-from cnr_store.reading.export import export
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 from cnr_store.simulation import SimulatedSave, Trace, simulate
 from cnr_store.upkeep.compact import CompactReport, compact
@@ -76,7 +75,6 @@ __all__ = [
     "Update",
     "Block",
     "ArrayInfo",
-    "export",
     "VersionInfo",
     "compact",
     "CompactReport",
