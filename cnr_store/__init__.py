@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cnr_store.bits import ExpectedRestores
 from cnr_store.catalog import VersionInfo
 from cnr_store.errors import (
     BaseLostError,
@@ -27,6 +28,7 @@ from cnr_store.errors import (
 )
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
+from cnr_store.reading.export import export
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 from cnr_store.simulation import SimulatedSave, Trace, simulate
 from cnr_store.upkeep.compact import CompactReport, compact
@@ -75,12 +77,14 @@ __all__ = [
     "Update",
     "Block",
     "ArrayInfo",
+    "export",
     "VersionInfo",
     "compact",
     "CompactReport",
     "simulate",
     "SimulatedSave",
     "Trace",
+    "ExpectedRestores",
     "CheckpointError",
     "EmptyStoreError",
     "VersionNotFoundError",

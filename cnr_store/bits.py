@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
 
@@ -14,7 +16,90 @@ LOSSLESS = 32
 LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
+RESTORES_STOOD = ((2, 1), (3, 3), (4, 20))
+"""The paper's table: (bits, restores that they stand). More than the last takes `WITHOUT_EXPECTATION`."""
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ExpectedRestores:
+    """What a run is planned to go through, for ``bits="auto"``.
+
+    Attributes
+    ----------
+    failures_per_node_hour
+        From the cluster's logs: failures that make the run restore, by node and hour.
+    nodes, hours
+        Nodes that the run is on, and hours that it is planned to take.
+
+    Raises
+    ------
+    OptionError
+        A number that is negative or not finite.
+    """
+
+    failures_per_node_hour: float
+    nodes: float
+    hours: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise OptionError(f"expected restores: {field.name}={value!r}; give a number of at least 0")
+
+    @property
+    def restores(self) -> float:
+        """Restores to be expected in all."""
+        return self.failures_per_node_hour * self.nodes * self.hours
+
+    @classmethod
+    def of(cls, value: ExpectedRestores | Mapping[str, Any] | None) -> ExpectedRestores | None:
+        """From one, from its fields by name, or from None.
+
+        Raises
+        ------
+        OptionError
+            Other fields, or numbers out of range.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, Mapping) or set(value) != names:
+            raise OptionError(
+                f"expected restores {value!r}: give ExpectedRestores or {', '.join(sorted(names))}"
+            )
+        return cls(**value)
+
+
+def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[int, str]:
+    """The width that ``bits="auto"`` stands for, and why (for the commit record).
+
+    Each restore puts quantized values into training once more, so the fewer are to be expected, the fewer bits do.
+    A run that has been through more than expected, a started one counted whole, falls back to 8 bits.
+
+    Parameters
+    ----------
+    expected
+        Without anything to go by, 8 bits: what any number of restores can stand.
+    restores_so_far
+        Loads that the run has been through.
+    """
+    if expected is None:
+        return WITHOUT_EXPECTATION, "no number of restores is expected"
+    if restores_so_far - 1 >= expected.restores:
+        return (
+            WITHOUT_EXPECTATION,
+            f"{restores_so_far} restores are more than the {expected.restores:.3g} expected",
+        )
+    for bits, stood in RESTORES_STOOD:
+        if expected.restores <= stood:
+            return bits, f"{expected.restores:.3g} restores are expected: at most {stood}"
+    return (
+        WITHOUT_EXPECTATION,
+        f"{expected.restores:.3g} restores are expected: more than {RESTORES_STOOD[-1][1]}",
+    )
 
 
 def check_bits(bits: Bits) -> Bits:
@@ -36,19 +121,19 @@ def check_bits(bits: Bits) -> Bits:
     return bits
 
 
-def choose_bits(bits: Bits, table: str, table_bytes: int) -> int:
+def choose_bits(bits: Bits, table: str, table_bytes: int, auto: int = WITHOUT_EXPECTATION) -> int:
     """Width for one table. Tables under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them.
 
-    ``auto`` means 8 bits: without an expected number of restores, the width that any number of them can stand.
+    `auto` is the width that ``"auto"`` stands for: see `auto_bits`.
     """
     if isinstance(bits, Mapping):
         chosen = match_pattern(bits, table)
         if chosen is not None:
-            return WITHOUT_EXPECTATION if chosen == "auto" else int(chosen)
-        return choose_bits("auto", table, table_bytes)
+            return auto if chosen == "auto" else int(chosen)
+        return choose_bits("auto", table, table_bytes, auto)
     if table_bytes < LOSSLESS_BELOW_BYTES:
         return LOSSLESS
-    return WITHOUT_EXPECTATION if bits == "auto" else int(bits)
+    return auto if bits == "auto" else int(bits)
 
 
 def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:

@@ -1,4 +1,4 @@
-"""Policies and widths: pure decisions."""
+"""Policies: pure decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import OptionError
-from cnr_store.bits import check_bits, choose_bits
 from cnr_store.policy import POLICIES, Costs, Delta, Offer, check_policy, decide, deltas_after, full_is_due
 
 sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=30)
@@ -132,21 +131,3 @@ def test_unknown_policy_lists_those_there_are() -> None:
         OptionError, match=r"'daily' is not one of full, one-shot, consecutive, intermittent, auto"
     ):
         check_policy("daily")
-
-
-@pytest.mark.parametrize("bits", [0, 1, 5, 16, 33, -8, "4", None, 8.0, True, {"user*": 7}])
-def test_width_out_of_range(bits: object) -> None:
-    with pytest.raises(OptionError, match="use 2, 3, 4, 8, 32"):
-        check_bits(bits)  # type: ignore[arg-type]  # that is what is tested
-
-
-def test_widths_by_pattern_and_size() -> None:
-    large, small = 1 << 20, 1 << 10
-    assert choose_bits("auto", "user", large) == 8
-    assert choose_bits(4, "user", large) == 4
-    assert choose_bits(4, "user", small) == 32
-    patterns: dict[str, int | str] = {"user*": 2, "item": "auto"}
-    assert choose_bits(patterns, "user.hash", small) == 2
-    assert choose_bits(patterns, "item", large) == 8
-    assert choose_bits(patterns, "other", large) == 8
-    assert choose_bits(patterns, "other", small) == 32
