@@ -4,21 +4,26 @@ A claim is the object ``writers/GENERATION-TOKEN``. The token is random, so two 
 generation at the same moment have different keys and ids; the greater id is the newer. A writer lists the
 claims before it commits: if one is newer than its own, it stops with `SupersededError`. A commit that slips
 through between that look and the newer claim is a complete version of the older run: nothing is lost or torn.
+
+A claim also announces what its writer leans on: until its first commit the version named as its base, then its
+newest version and what that one needs. Retention keeps those; whoever finds a tombstone on what it leans on, once
+it has announced itself, must not go on.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cnr_backends import Backend, ObjectExistsError
-from cnr_store.errors import BaseLostError, SaveError, SupersededError
-from cnr_store.format import layout
+from cnr_store.catalog import read_object
+from cnr_store.errors import BaseLostError, CorruptionError, FormatError, SaveError, SupersededError
+from cnr_store.format import layout, proof
 from cnr_store.format.arrays import document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
-from cnr_store.format.state import dumps
+from cnr_store.format.state import dumps, loads
 
 
 @dataclass
@@ -35,15 +40,27 @@ class Claim:
         return str(version)
 
 
-def claim(backend: Backend, base: str | None) -> Claim:
-    """Claim the next generation of a store, making the store if there is none.
+def choose(backend: Backend, after: ClaimId | None = None, tried: Collection[ClaimId] = ()) -> ClaimId:
+    """A claim on the next generation of a store, yet to be announced; makes the store if there is none.
 
-    `base` is the version the run starts from; it is recorded so that nobody deletes it under a live run.
+    Parameters
+    ----------
+    after
+        The claim that its writer gives up for this one, if it goes on rather than takes over.
+    tried
+        Claims that it has tried to announce since.
+
+    Raises
+    ------
+    SupersededError
+        Somebody else has claimed the store since `after`.
     """
     _create_if_missing(
         backend, layout.ROOT_KEY, document_bytes(group_document({"cnr": {"format": layout.FORMAT}}))
     )
     _create_if_missing(backend, f"{layout.VERSIONS}/{layout.NODE}", document_bytes(group_document()))
+    if after is not None:
+        _refuse_newer(backend, [other for other in listed(backend) if other not in tried], after)
     newest = max(_generations(backend), default=ClaimId(0, ""))
     generation = newest.generation + 1
     if generation > layout.MAX_GENERATION:
@@ -51,8 +68,12 @@ def claim(backend: Backend, base: str | None) -> Claim:
             f"{backend.url}: {newest} uses the last generation there is; if no writer of this store made it, remove "
             f"{layout.writer_key(newest)}"
         )
-    mine = ClaimId(generation, secrets.token_hex(4))
-    doc = {"generation": generation, "token": mine.token, "base": base, "time": time.time()}
+    return ClaimId(generation, secrets.token_hex(4))
+
+
+def announce(backend: Backend, mine: ClaimId, base: str | None) -> Claim:
+    """Make a claim that was chosen. `base` is the version the run starts from, so that nobody deletes it meanwhile."""
+    doc = {"generation": mine.generation, "token": mine.token, "base": base, "time": time.time()}
     backend.create(layout.writer_key(mine), dumps(doc))
     return Claim(mine)
 
@@ -70,16 +91,11 @@ def check(backend: Backend, mine: Claim, needs: Sequence[str]) -> None:
     SupersededError
         Naming both claims.
     BaseLostError
-        Naming what is gone.
+        Naming what is gone, or about to go.
     """
-    there = _claims(backend)
-    newest = max(there, default=mine.id)
-    if newest > mine.id:
-        raise SupersededError(
-            f"{backend.url}: writer {mine.id} was superseded by {newest}, which another process started; "
-            "stop this one, or load the newest version and go on from there"
-        )
-    lost = sorted(set(needs) - set(backend.list_names(layout.VERSIONS))) if needs else []
+    there = listed(backend)
+    _refuse_newer(backend, there, mine.id)
+    lost = _doomed(backend, needs) if needs else []
     if mine.id not in there:
         lost.append(layout.writer_key(mine.id))
     if lost:
@@ -88,13 +104,53 @@ def check(backend: Backend, mine: Claim, needs: Sequence[str]) -> None:
         )
 
 
-def _claims(backend: Backend) -> list[ClaimId]:
+def doomed(backend: Backend) -> frozenset[str]:
+    """Versions that carry a tombstone: they are gone, or may be at any moment."""
+    return frozenset(filter(VersionId.parse, backend.list_names(layout.TOMBSTONES)))
+
+
+def listed(backend: Backend) -> list[ClaimId]:
+    """All claims there are, in no order."""
     return [known for name in backend.list_names(layout.WRITERS) if (known := ClaimId.parse(name))]
+
+
+def base_of(backend: Backend, mine: ClaimId) -> str | None:
+    """The version that a claim's writer started from.
+
+    Raises
+    ------
+    CorruptionError
+        The claim can't be read, so that nobody knows what its writer leans on.
+    """
+    key = layout.writer_key(mine)
+    try:
+        doc = proof.members(loads(read_object(backend, key, f"writer {mine}"), key), key)
+        return None if doc["base"] is None else proof.version(doc["base"], "base")
+    except (FormatError, ValueError, KeyError) as error:
+        raise CorruptionError(
+            f"{backend.url}: {key} is malformed ({error}); if its writer has ended, remove it"
+        ) from error
+
+
+def _refuse_newer(backend: Backend, there: Sequence[ClaimId], mine: ClaimId) -> None:
+    newest = max(there, default=mine)
+    if newest > mine:
+        raise SupersededError(
+            f"{backend.url}: writer {mine} was superseded by {newest}, which another process started; "
+            "stop this one, or load the newest version and go on from there"
+        )
+
+
+def _doomed(backend: Backend, needs: Sequence[str]) -> list[str]:
+    # In this order: a tombstone goes only after what it stands for, so one of the two shows what was removed.
+    gone = doomed(backend)
+    there = set(backend.list_names(layout.VERSIONS))
+    return sorted(need for need in needs if need in gone or need not in there)
 
 
 def _generations(backend: Backend) -> list[ClaimId]:
     versions = (VersionId.parse(name) for name in backend.list_names(layout.VERSIONS))
-    return _claims(backend) + [version.claim for version in versions if version]
+    return listed(backend) + [version.claim for version in versions if version]
 
 
 def _create_if_missing(backend: Backend, key: str, data: bytes) -> None:

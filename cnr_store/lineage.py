@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cnr_store.catalog import Catalog
@@ -70,6 +70,11 @@ class Lineage:
             links = [link.version for link in ArrayReader(catalog, record, path).links if link.grid]
             lines[path] = ArrayLine(tuple(links), entry.shape, entry.element)
         return cls(record.id, lines, _sizes(record), record.restores + 1)
+
+    def without(self, doomed: Collection[str]) -> Lineage:
+        """This lineage, leaning on nothing if any of what it leans on is among the doomed: all goes whole then."""
+        links = {version for line in self.lines.values() for version in line.links}
+        return Lineage(self.version, restores=self.restores) if links & set(doomed) else self
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Every version that deltas over these (path, base) pairs need, newest first."""

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from cnr_backends import Backend, BackendError, ObjectExistsError, ObjectNotFoundError, Transfer
+from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store import claims
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
+from cnr_store.format.layout import ClaimId
 from cnr_store.format.manifest import Manifest, encode_manifest
 from cnr_store.format.record import Record, decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
@@ -30,7 +31,8 @@ class Writer:
     """Writes versions, one after the other, under one claim.
 
     The claim is made at the first write, so whoever only reads claims nothing. `restart` gives it up: the next
-    write claims a new generation, from the version that was loaded.
+    write claims a new generation, from the version that was loaded. So does an attempt of unknown outcome: if it
+    was committed after all, retention would take it for what the claim leans on.
     """
 
     def __init__(self, backend: Backend, workers: int) -> None:
@@ -38,18 +40,35 @@ class Writer:
         self._workers = workers
         self._claim: claims.Claim | None = None
         self._base: str | None = None
+        self._after: ClaimId | None = None
+        self._tried: set[ClaimId] = set()
 
-    def restart(self, base: str | None) -> None:
-        """Go on from the version `base`, or from nothing, under a new claim."""
-        self._claim, self._base = None, base
+    @property
+    def claim(self) -> ClaimId | None:
+        """The claim that versions are written under; None before the first write."""
+        return self._claim.id if self._claim else None
 
-    def _say_if_nothing_was_loaded(self) -> None:
-        if self._claim is not None and self._base is None and self._claim.id.generation > 1:
+    def restart(self, base: str) -> None:
+        """Take over, from the version `base`, under a new claim."""
+        self._claim, self._after, self._base = None, None, base
+
+    def renew(self, base: str | None) -> None:
+        """Go on from the version `base`, or from nothing, under a new claim unless another writer has claimed."""
+        self._after, self._claim, self._base = self.claim or self._after, None, base
+
+    def _claimed(self) -> claims.Claim:
+        if self._claim is not None:
+            return self._claim
+        chosen = claims.choose(self._backend, self._after, self._tried)
+        self._tried.add(chosen)  # it may be there although this is never told
+        self._claim = claims.announce(self._backend, chosen, self._base)
+        if self._base is None and self._after is None and chosen.generation > 1:
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
                 "versions are the latest from now on. To go on from an earlier one, call load() before the first save",
                 self._backend.url,
             )
+        return self._claim
 
     def write(self, plan: Plan, rows_done: Callable[[], None] = lambda: None) -> Record:
         """Write a version and commit it.
@@ -66,22 +85,20 @@ class Writer:
         SupersededError
             A newer writer has claimed the store.
         """
-        version, nonce = None, secrets.token_hex(16)
+        claim, version, nonce = None, None, secrets.token_hex(16)
         try:
             try:
-                if self._claim is None:
-                    self._claim = claims.claim(self._backend, self._base)
-                    self._say_if_nothing_was_loaded()
-                version = self._claim.next_version()
+                claim = self._claimed()
+                version = claim.next_version()
                 with Transfer(self._workers, 2 * self._workers) as transfer:
                     staged = stage(self._backend, version, plan, transfer)
             finally:
                 rows_done()
             record = _record(self._backend, version, plan, staged, nonce)
-            claims.check(self._backend, self._claim, plan.needs)
+            claims.check(self._backend, claim, plan.needs)
             return commit(self._backend, record)
         except Exception as error:  # whatever went wrong, the attempt must be voided
-            landed = version and _give_up(self._backend, version, str(self._claim and self._claim.id), nonce)
+            landed = self._give_up(claim, version, nonce, plan.previous) if claim and version else None
             if landed:
                 return landed
             if isinstance(error, CheckpointError):
@@ -91,6 +108,25 @@ class Writer:
                 f"of {self._backend.url}: {error}. "
                 "The versions before it are untouched and its rows stay marked for the next save"
             ) from error
+
+    def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
+        """Burn an attempt's id so that nothing of it can appear later.
+
+        Returns the record if the commit landed after all, as it may when only the response was lost.
+        """
+        key = layout.record_key(version)
+        try:
+            try:
+                void = encode_void(str(claim.id), secrets.token_hex(16), time.time())
+                self._backend.create(key, void)
+            except ObjectExistsError:
+                found = decode_record(self._backend.get(key), version)
+                return found if found is not None and found.nonce == nonce else None
+        except (BackendError, CheckpointError) as error:
+            # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
+            log.warning("version %s could not be voided: %s", version, error)
+            self.renew(previous)
+        return None
 
 
 def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:
@@ -122,21 +158,3 @@ def commit(backend: Backend, record: Record) -> Record:
     data = encode_record(record)
     backend.create(record.key(), data)
     return replace(record, record_bytes=len(data))
-
-
-def _give_up(backend: Backend, version: str, by: str, nonce: str) -> Record | None:
-    """Burn an attempt's id so that nothing of it can appear later.
-
-    Returns the record if the commit landed after all, as it may when only the response was lost.
-    """
-    key = layout.record_key(version)
-    try:
-        try:
-            backend.create(key, encode_void(by, secrets.token_hex(16)))
-        except ObjectExistsError:
-            found = decode_record(backend.get(key), version)
-            return found if found is not None and found.nonce == nonce else None
-    except (BackendError, CheckpointError, ObjectNotFoundError) as error:
-        # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
-        log.warning("version %s could not be voided: %s", version, error)
-    return None

@@ -342,6 +342,15 @@ def _quoted(digest: str) -> bytes:
     return f'"digest":"{digest}"'.encode()
 
 
-def encode_void(by: str, nonce: str) -> bytes:
-    """A record that burns an id, so that a late commit under it loses."""
-    return dumps(group_document({"cnr_void": {"by": by, "nonce": nonce}}))
+def encode_void(by: str, nonce: str, time: float) -> bytes:
+    """A record that burns an id, so that a late commit under it loses. `time` is in seconds since 1970, UTC."""
+    return dumps(group_document({"cnr_void": {"by": by, "nonce": nonce, "time": time}}))
+
+
+def void_time(data: bytes) -> float:
+    """When an id was burnt, by its void record; 0 where that does not tell."""
+    void = loads(data, "void record")["attributes"]["cnr_void"]
+    try:
+        return proof.seconds(void.get("time"), "time")
+    except ValueError:
+        return 0.0

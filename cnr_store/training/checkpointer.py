@@ -11,26 +11,30 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer, open_backend
+from cnr_store import claims
 from cnr_store.bits import Bits
 from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.errors import BaseLostError, CheckpointError, ClosedError, OptionError, UnsupportedModelError
+from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
+from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Decision, check_policy, decide
 from cnr_store.reading.access import Url
+from cnr_store.training.background import Background, KeptVersions
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.optimizers import as_list
+from cnr_store.training.options import count, module, stateful
 from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
 from cnr_store.training.planner import Bitmaps, Planner
 from cnr_store.training.restore import Restore, Restored
 from cnr_store.training.snapshot import DenseSnapshot, Staging, row_arrays, snapshot_dense, table_aliases
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tracker import Tracker
+from cnr_store.upkeep.retention import Rules
 from cnr_store.write import Writer
 
 log = logging.getLogger("cnr_store")
@@ -65,6 +69,9 @@ class Checkpointer:
         Host memory for the rows of a snapshot. Rows beyond it are encoded before `save` returns.
     rng
         Whether the global random number generators are saved and restored.
+    keep_last, keep_every
+        After each commit, in the background, remove the versions that neither rule asks for, as `cnr_store.gc`
+        does: so many of the newest, and one of every so many steps. None and None keep all.
 
     Raises
     ------
@@ -85,14 +92,17 @@ class Checkpointer:
         workers: int = 2,
         snapshot_bytes: int = 2 << 30,
         rng: bool = True,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
     ) -> None:
-        workers = _count("workers", workers, least=1)
-        snapshot_bytes = _count("snapshot_bytes", snapshot_bytes, least=0)
+        rules = Rules(keep_last, keep_every)
+        workers = count("workers", workers, least=1)
+        snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._policy = check_policy(policy)
         codecs = CodecChoice(bits, codec)
-        self._objects = _stateful(state or {})
+        self._objects = stateful(state or {})
         self._rng = rng
-        self._model = _module(model)
+        self._model = module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
         codecs.check_tables([table.name for table in self._tables])
@@ -101,6 +111,7 @@ class Checkpointer:
         self._catalog = Catalog(backend)
         self._catalog.check_format()
         self._writer = Writer(backend, workers)
+        self._kept = KeptVersions(backend, rules)
         self._planner = Planner(
             self._tables, table_aliases(model, self._tables), codecs, Staging(snapshot_bytes)
         )
@@ -108,6 +119,7 @@ class Checkpointer:
         self._closed = False
         self._turn = Turn()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
+        self._background = Background()
         self._tracker = Tracker(self._tables, self._optimizers)
         # Ahead of the first save, so that compiling never stands between a save and its commit.
         sizes = {table.name: (table.parameter.nbytes, table.dim, table.element) for table in self._tables}
@@ -136,7 +148,7 @@ class Checkpointer:
         """
         with self._turn.take("save"):
             self._check_open()
-            step = _count("step", step, least=0)
+            step = count("step", step, least=0)
             began = time.perf_counter()
             self._settle()
             pending = PendingSave(step)
@@ -160,7 +172,7 @@ class Checkpointer:
         try:
             rows = self._planner.rows(decision, arrays, dirty, unsafe, pending)
             plan = self._plan(pending.step, taken, decision, rows)
-            finish_before_exit(pending)
+            finish_before_exit(pending.future)
             self._executor.submit(self._write, pending, plan, rows_done)
             if any(isinstance(write.source, LeasedRows) for write in rows):
                 rows_done.wait()
@@ -198,9 +210,14 @@ class Checkpointer:
             log.error("save of step %d failed: %s", plan.step, error)
             pending.future.set_exception(error)
         else:
+            self._background.after(self._after_commit, record)
             pending.future.set_result(record)
         finally:
             rows_done.set()
+
+    def _after_commit(self, record: Record) -> None:
+        """Look after the store, in the background: while it runs, training and the next save go on."""
+        self._kept.apply(record)
 
     def _settle(self) -> None:
         """Wait for the save under way and take its outcome into account, on the training thread."""
@@ -215,7 +232,7 @@ class Checkpointer:
         self._tracker.restore(dirty)
         if isinstance(error, BaseLostError):
             self._planner.forget()
-            self._writer.restart(None)
+            self._writer.renew(None)
 
     def load(self, version: Version = "latest") -> Restored:
         """Bring a version back into the model and its optimizers, in place, and go on from there.
@@ -232,10 +249,12 @@ class Checkpointer:
         with self._turn.take("load"):
             self._check_open()
             self._settle()
+            self._background.wait()
+            self._catalog.refresh()
             record = self._catalog.find(version)
             restore = Restore(self._catalog, record, self._model, self._tables, self._optimizers)
             restore.check(self._objects)
-            lineage = Lineage.of(self._catalog, record)
+            lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
             self._planner.forget()  # until all is read, only whole tables are safe
             with Transfer(self._workers, 2 * self._workers) as transfer:
                 restored, since_whole = restore.run(self._objects, self._rng, transfer)
@@ -268,6 +287,7 @@ class Checkpointer:
             finally:
                 self._tracker.close()
                 self._executor.shutdown()
+                self._background.close()
             if pending is not None and not pending[0].asked:
                 pending[0].result()
 
@@ -287,31 +307,6 @@ class Checkpointer:
             if error is None:
                 raise
             # Logged when it happened; what went wrong inside the block says more.
-
-
-def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise OptionError(f"{name}={value!r}: give an integer of at least {least}")
-    return int(value)
-
-
-def _module(model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
-    return model
-
-
-def _stateful(objects: object) -> dict[str, Any]:
-    if not isinstance(objects, Mapping):
-        raise OptionError(f"state is a {type(objects).__name__}; give {{name: object with a state_dict}}")
-    for name, value in objects.items():
-        if not (
-            callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-        ):
-            raise OptionError(
-                f"state {name!r}: a {type(value).__name__} has no state_dict and load_state_dict"
-            )
-    return dict(objects)
 
 
 def save(url: Url, model: nn.Module, optimizer: Any = None, step: int = 0, **options: Any) -> VersionInfo:

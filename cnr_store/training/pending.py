@@ -107,18 +107,18 @@ class Turn:
                 self._owner = None
 
 
-_under_way: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+_under_way: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
 
-def finish_before_exit(pending: PendingSave) -> None:
-    """Let the interpreter wait for this save before it takes the thread pools down."""
-    _under_way.add(pending)
+def finish_before_exit(future: Future[Any]) -> None:
+    """Let the interpreter wait for a save, or what follows it, before it takes the thread pools down."""
+    _under_way.add(future)
 
 
 def _finish() -> None:
-    for pending in list(_under_way):
+    while _under_way:
         with suppress(Exception):  # its failure was logged when it happened
-            pending.future.exception()
+            _under_way.pop().exception()
 
 
 # The pools' own hook refuses new work, which a save that is still writing needs; hooks run last in, first out, and

@@ -78,7 +78,7 @@ def test_a_newer_format_or_feature_is_said_so() -> None:
 
 
 def test_a_void_record_is_no_version() -> None:
-    assert decode_record(encode_void("me", "n"), VERSION) is None
+    assert decode_record(encode_void("me", "n", 1.5), VERSION) is None
 
 
 parts = st.dictionaries(

@@ -1,0 +1,77 @@
+"""Upkeep of the store behind a training job's saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from cnr_backends import Backend
+from cnr_store.format.layout import ClaimId, VersionId
+from cnr_store.format.record import Record
+from cnr_store.training.pending import finish_before_exit
+from cnr_store.upkeep.retention import Retention, Rules
+
+log = logging.getLogger("cnr_store")
+
+
+class Background:
+    """Runs what follows a commit in a thread of its own, so that neither training nor the next save waits for it.
+
+    At most one run is under way and one waits: a newer commit's takes the place of one that has not begun, since
+    each looks at all that there is.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
+        self._latest: Future[None] | None = None
+
+    def after(self, work: Callable[[Record], None], record: Record) -> None:
+        """Run `work` of a commit's record. Its failure is logged: no save fails because of it."""
+        if self._latest is not None:
+            self._latest.cancel()
+        try:
+            self._latest = self._executor.submit(_attempt, work, record)
+        except RuntimeError as error:  # the pool's word for a process that ends
+            log.warning("no upkeep after version %s: %s", record.id, error)
+        else:
+            finish_before_exit(self._latest)
+
+    def wait(self) -> None:
+        """Wait for what is under way or waits."""
+        if self._latest is not None:
+            wait([self._latest])
+
+    def close(self) -> None:
+        """Wait, and take no more."""
+        self._executor.shutdown()
+
+
+class KeptVersions:
+    """Applies a job's rules of retention under the claim that it writes with."""
+
+    def __init__(self, backend: Backend, rules: Rules) -> None:
+        self._backend = backend
+        self._rules = rules
+        self._own: ClaimId | None = None
+        self._retention: Retention | None = None
+
+    def apply(self, record: Record) -> None:
+        """Remove what the rules don't ask for, if the claim of this commit is still the newest."""
+        if self._rules.remove_nothing:
+            return
+        attempt = VersionId.parse(record.id)
+        assert attempt is not None  # a committed record's id is proven
+        if self._retention is None or attempt.claim != self._own:
+            self._own = attempt.claim
+            self._retention = Retention(self._backend, self._rules, own=self._own)
+        report = self._retention.run()
+        if report.stopped is not None:
+            log.warning("nothing was removed from %s: %s", self._backend.url, report.stopped)
+
+
+def _attempt(work: Callable[[Record], None], record: Record) -> None:
+    try:
+        work(record)
+    except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
+        log.warning("upkeep after version %s failed: %s", record.id, error)

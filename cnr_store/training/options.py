@@ -1,0 +1,39 @@
+"""Checks of what callers pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from cnr_store.errors import OptionError, UnsupportedModelError
+
+
+def count(name: str, value: object, least: int) -> int:
+    """An integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise OptionError(f"{name}={value!r}: give an integer of at least {least}")
+    return int(value)
+
+
+def module(model: object) -> nn.Module:
+    """A model that torch knows as one."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+    return model
+
+
+def stateful(objects: object) -> dict[str, Any]:
+    """Objects with a state, by name."""
+    if not isinstance(objects, Mapping):
+        raise OptionError(f"state is a {type(objects).__name__}; give {{name: object with a state_dict}}")
+    for name, value in objects.items():
+        if not (
+            callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+        ):
+            raise OptionError(
+                f"state {name!r}: a {type(value).__name__} has no state_dict and load_state_dict"
+            )
+    return dict(objects)

@@ -1,0 +1,74 @@
+"""Pins: versions that retention must keep, whatever its rules say."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from cnr_backends import Backend, ObjectNotFoundError, open_backend
+from cnr_store import claims
+from cnr_store.catalog import Catalog, Version
+from cnr_store.errors import VersionNotFoundError
+from cnr_store.format import layout
+from cnr_store.format.record import decode_record
+from cnr_store.format.state import dumps
+from cnr_store.reading.access import Url
+from cnr_store.upkeep.survey import ids, objects
+
+
+def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
+    """Keep a version, and everything that it leans on, until `unpin`. Returns its id.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+        There is no such version, or it is being removed. Nothing is pinned.
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    backend, name = catalog.backend, catalog.find(version).id
+    # A pin of its own for each call, so that one that comes too late takes nobody else's away.
+    mine = layout.version_key(name, secrets.token_hex(8), room=layout.PINS)
+    backend.put(mine, dumps({"time": time.time()}))
+    if name in claims.doomed(backend) or not _is_there(backend, name):
+        backend.delete(mine)
+        raise VersionNotFoundError(
+            f"version {name} of {backend.url} is being removed by retention; pin another one"
+        )
+    return name
+
+
+def unpin(url: Url, version: Version, **storage_options: Any) -> str:
+    """Let retention have a version again. Returns its id; one that is not pinned is fine.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    name = catalog.find(version).id
+    for key, _ in objects(catalog.backend, layout.version_key(name, room=layout.PINS)):
+        catalog.backend.delete(key)
+    return name
+
+
+def pins(url: Url, **storage_options: Any) -> list[str]:
+    """Ids of the pinned versions, oldest first.
+
+    Raises
+    ------
+    FormatError
+        Something else lives there.
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    if not catalog.check_format():
+        return []
+    pinned = ids(catalog.backend, layout.PINS)
+    return sorted(name for name in pinned if catalog.find_record(name) is not None)
+
+
+def _is_there(backend: Backend, version: str) -> bool:
+    try:
+        return decode_record(backend.get(layout.record_key(version)), version) is not None
+    except ObjectNotFoundError:
+        return False

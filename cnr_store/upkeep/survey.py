@@ -1,0 +1,188 @@
+"""What a store holds, as retention sees it: who writes, what is committed, pinned, doomed, void and folded."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
+from cnr_store import claims
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format import layout
+from cnr_store.format.layout import ClaimId, VersionId
+from cnr_store.format.record import decode_record, encode_void, void_time
+
+WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What retention must know of a version.
+
+    Attributes
+    ----------
+    bases
+        By path of each array that is a delta, the version that it lies over.
+    needs
+        What its writer leant on, folds or not.
+    """
+
+    id: str
+    step: int
+    bases: Mapping[str, str]
+    needs: tuple[str, ...]
+    record_bytes: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a store.
+
+    Attributes
+    ----------
+    newest, base
+        The newest claim, None if there is none; the version its writer started from.
+    pinned, doomed
+        Ids with a pin, and with a tombstone.
+    versions
+        What is committed, oldest first.
+    voided
+        Ids that were burnt, with the time.
+    names
+        Ids of all attempts listed.
+    folds
+        By id, the paths that its fold holds; an id without a complete fold has none.
+    """
+
+    newest: ClaimId | None
+    base: str | None
+    pinned: frozenset[str]
+    doomed: frozenset[str]
+    versions: Mapping[str, Committed]
+    voided: Mapping[str, float]
+    names: frozenset[str]
+    folds: Mapping[str, frozenset[str]]
+
+    def leans_on(self, version: str) -> set[str]:
+        """The versions that stand right beneath this one in the chains of its arrays, as far as they are there."""
+        folded = self.folds.get(version, frozenset())
+        bases = {base for path, base in self.versions[version].bases.items() if path not in folded}
+        return bases & self.versions.keys()
+
+
+class Survey:
+    """Looks at a store, once or again. What can't change is read once.
+
+    Parameters
+    ----------
+    backend
+        The store.
+    own
+        The claim of who looks, None for somebody without.
+    """
+
+    def __init__(self, backend: Backend, own: ClaimId | None) -> None:
+        self._backend = backend
+        self._own = own
+        self._known: dict[str, Committed | float] = {}
+        self._folds: dict[str, frozenset[str]] = {}
+        self._bases: dict[ClaimId, str | None] = {}
+
+    def look(self, transfer: Transfer, *, void: bool) -> Look:
+        """Look, and with `void` burn every attempt of older generations that has no record yet.
+
+        One whose own claim is not the newest burns nothing. The order matters: a writer that was not fenced off
+        when it looked for newer claims had staged its attempt before the claim that is the newest here, so the
+        attempt is listed, and its late commit loses.
+
+        Raises
+        ------
+        CorruptionError, FormatError
+            A claim or record can't be read, so that nobody knows what is needed.
+        """
+        newest = max(claims.listed(self._backend), default=None)
+        base = None if newest is None else self._base(newest)
+        void = void and self._own in (None, newest)
+        pinned, doomed = ids(self._backend, layout.PINS), ids(self._backend, layout.TOMBSTONES)
+        folded = ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
+        names = ids(self._backend, layout.VERSIONS)
+        for name in list(self._known):
+            if name not in names or (name in doomed and isinstance(self._known[name], Committed)):
+                del self._known[name]  # it may have been buried since
+        unread = sorted(names - self._known.keys())
+        for name, known in zip(unread, transfer.map(self._read, unread), strict=True):
+            if known is None and void and _is_older(name, newest):
+                known = self._burn(name)
+            if known is not None:
+                self._known[name] = known
+        folds = dict(zip(folded, transfer.map(self._fold, folded), strict=True))
+        versions = {
+            name: known for name, known in sorted(self._known.items()) if isinstance(known, Committed)
+        }
+        voided = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
+        return Look(newest, base, pinned, doomed, versions, voided, names, folds)
+
+    def _base(self, mine: ClaimId) -> str | None:
+        if mine not in self._bases:
+            self._bases = {mine: claims.base_of(self._backend, mine)}
+        return self._bases[mine]
+
+    def _read(self, version: str) -> Committed | float | None:
+        try:
+            data = self._backend.get(layout.record_key(version))
+        except ObjectNotFoundError:
+            return None
+        record = decode_record(data, version)
+        if record is None:
+            return void_time(data)
+        bases = {path: entry.base for path, entry in record.arrays.items() if entry.base is not None}
+        return Committed(record.id, record.step, bases, record.needs, record.record_bytes)
+
+    def _burn(self, version: str) -> Committed | float | None:
+        now = time.time()
+        void = encode_void(str(self._own or "gc"), secrets.token_hex(16), now)
+        try:
+            self._backend.create(layout.record_key(version), void)
+        except ObjectExistsError:  # its writer was quicker, or somebody else
+            return self._read(version)
+        return now
+
+    def _fold(self, version: str) -> frozenset[str]:
+        if version not in self._folds:
+            try:
+                data = self._backend.get(layout.record_key(version, layout.FOLDS))
+                record = decode_record(data, version, layout.FOLDS)
+            except (ObjectNotFoundError, CorruptionError, FormatError):
+                return frozenset()  # as if it were not there: what lies beneath is kept
+            arrays = record.arrays.items() if record is not None else ()
+            self._folds[version] = frozenset(path for path, entry in arrays if entry.kind == "whole")
+        return self._folds[version]
+
+
+def ids(backend: Backend, room: str) -> frozenset[str]:
+    """The version ids listed in a room of the store."""
+    return frozenset(filter(VersionId.parse, backend.list_names(room)))
+
+
+def objects(backend: Backend, folder: str) -> list[tuple[str, int]]:
+    """(key, size in bytes) of all objects below a folder."""
+    return sorted(backend.list_keys(folder))
+
+
+def remove(backend: Backend, transfer: Transfer, keys: Iterable[str]) -> None:
+    """Remove objects in any order."""
+    for _ in transfer.map(partial(_remove, backend), keys):
+        pass
+
+
+def _remove(backend: Backend, key: str) -> None:
+    backend.delete(key)
+
+
+def _is_older(version: str, newest: ClaimId | None) -> bool:
+    """Whether an attempt belongs to a generation that another has followed."""
+    attempt = VersionId.parse(version)
+    return newest is None or (attempt is not None and attempt.claim < newest)
