@@ -69,8 +69,13 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
+        # A slash first, except of the root: so zarr finds names below a root that has none itself.
         bare = super()._strip_protocol(path)
-        return bare if isinstance(bare, list) else bare.strip("/")
+        return bare if isinstance(bare, list) else f"/{key}" if (key := bare.strip("/")) else ""
+
+    def _key(self, path: str) -> str:
+        key: str = self._strip_protocol(path)
+        return key[1:]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size in bytes and type of an object or a folder.
@@ -79,23 +84,27 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         ------
         cnr_backends.ObjectNotFoundError
         """
-        key = self._strip_protocol(path)
+        name, key = self._strip_protocol(path), self._key(path)
         nbytes = self.store.nbytes(key)
         if nbytes is not None:
-            return {"name": key, "size": nbytes, "type": "file"}
+            return {"name": name, "size": nbytes, "type": "file"}
         if key and next(iter(self.store.names(key)), None) is None:
             raise _not_found(key, self.store)
-        return {"name": key, "size": 0, "type": "directory"}
+        return {"name": name, "size": 0, "type": "directory"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is immediately under a folder, or the object itself."""
-        key = self._strip_protocol(path)
-        itself = self.info(key)
+        """What is immediately under a folder, or the object itself.
+
+        Raises
+        ------
+        cnr_backends.ObjectNotFoundError
+        """
+        itself = self.info(path)
+        name = itself["name"]
         if itself["type"] == "file":
-            return [itself] if detail else [key]
-        below = f"{key}/" if key else ""
-        found = [below + name for name in self.store.names(key)]
-        return [self.info(name) for name in found] if detail else found
+            return [itself] if detail else [name]
+        found = [f"{name}/{child}" for child in self.store.names(self._key(path))]
+        return [self.info(child) for child in found] if detail else found
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """Bytes of an object, or a slice of them: only its rows are fetched and decoded.
@@ -104,7 +113,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         ------
         cnr_backends.ObjectNotFoundError, CorruptionError, cnr_backends.StorageError
         """
-        key = self._strip_protocol(path)
+        key = self._key(path)
         nbytes = self.store.nbytes(key)
         if nbytes is None:
             raise _not_found(key, self.store)
@@ -113,7 +122,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
 
     def ukey(self, path: str) -> str:
         """Key for caches: an object of a version never changes."""
-        return hashlib.sha256(f"{self.fsid}/{self._strip_protocol(path)}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.fsid}{self._strip_protocol(path)}".encode()).hexdigest()
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> _File:
         if mode != "rb":

@@ -54,7 +54,7 @@ class _Filled(CnrFileSystem):
         assert isinstance(self.store, _Objects)
         if mode == "create" and self.exists(path):
             raise FileExistsError(path)
-        self.store.objects[self._strip_protocol(path)] = value
+        self.store.objects[self._key(path)] = value
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         self.pipe_file(path, b"")
@@ -66,7 +66,7 @@ class _Filled(CnrFileSystem):
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:  # type: ignore[override]
         assert isinstance(self.store, _Objects)
-        root = self._strip_protocol(path)
+        root = self._key(path)
         for key in [key for key in self.store.objects if f"{key}/".startswith(f"{root}/")]:
             del self.store.objects[key]
 
@@ -147,7 +147,7 @@ def _weight(files: CnrFileSystem) -> Any:
 @pytest.mark.parametrize("step", [10, 20, 30, "latest"])
 def test_a_chained_url_opens_any_version(folder: Path, step: int | str) -> None:
     files, path = fsspec.url_to_fs(f"cnr://{KEY}::file://{folder}", version=step)
-    assert path == KEY
+    assert path == f"/{KEY}"
     expected = cnr_store.state_dict(folder, step)["t.weight"]
     np.testing.assert_array_equal(_weight(files), expected)
     with fsspec.open(f"cnr://{KEY}::{folder}", version=step) as file:
@@ -164,17 +164,17 @@ def test_the_store_may_be_given_as_a_url_a_path_or_a_view(folder: Path) -> None:
 
 
 def test_files_and_folders_are_those_of_the_view(files: CnrFileSystem) -> None:
-    assert files.ls("", detail=False) == ["zarr.json", "dense", "tables"]
-    assert files.ls("cnr://tables/t/", detail=False) == ["tables/t/zarr.json", "tables/t/weight"]
-    assert files.info("tables/t") == {"name": "tables/t", "size": 0, "type": "directory"}
+    assert files.ls("", detail=False) == ["/zarr.json", "/dense", "/tables"]
+    assert files.ls("cnr://tables/t/", detail=False) == ["/tables/t/zarr.json", "/tables/t/weight"]
+    assert files.info("tables/t") == {"name": "/tables/t", "size": 0, "type": "directory"}
     assert files.isfile(KEY)
     assert files.isdir("/tables/")
     assert not files.exists("tables/u")
     for key in files.find(""):
         assert files.info(key)["size"] == len(files.cat_file(key))
         assert files.ls(key, detail=False) == [key]
-    assert set(files.find("")) == set(files.store.keys_below(""))
-    assert files.glob("tables/*/weight/zarr.json") == ["tables/t/weight/zarr.json"]
+    assert set(files.find("")) == {f"/{key}" for key in files.store.keys_below("")}
+    assert files.glob("tables/*/weight/zarr.json") == ["/tables/t/weight/zarr.json"]
 
 
 @pytest.mark.parametrize("part", [(None, None), (0, 32), (33, 70), (-8, None), (5, -5), (10, 5), (0, 10**9)])
