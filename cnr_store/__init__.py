@@ -32,6 +32,8 @@ from cnr_store.reading.export import export
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 from cnr_store.simulation import SimulatedSave, Trace, simulate
 from cnr_store.upkeep.compact import CompactReport, compact
+from cnr_store.upkeep.pins import pin, pins, unpin
+from cnr_store.upkeep.retention import GcReport, gc
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
