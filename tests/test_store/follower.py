@@ -36,7 +36,7 @@ class Follower:
         return self.take_all(cnr_store.follow(self.backend, self.since), blocks)
 
     def take_all(self, updates: Iterable[Update], blocks: int | None = None) -> list[Update]:
-        taken = []
+        taken: list[Update] = []
         for update in updates:
             self._begin(update)
             for block in update.blocks():

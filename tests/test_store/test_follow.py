@@ -226,7 +226,7 @@ def test_a_type_that_changes_makes_a_table_whole(tmp_path):
     Run(tmp_path, dtype=torch.bfloat16).save()
     update = only(tmp_path, held)
     info = update.arrays["users.weight"]
-    assert (info.element, info.dtype) == ("bfloat16", np.float32)
+    assert (info.element, info.dtype) == ("bfloat16", np.dtype(np.float32))
     assert "users.weight" in update.whole
     assert update.arrays["top.weight"].element == "bfloat16"
     assert update.arrays["top.weight"].dtype == np.uint16

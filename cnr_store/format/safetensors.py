@@ -1,0 +1,141 @@
+"""The header of a safetensors file: u64 length, JSON of every tensor's type, shape and place, then the tensors' bytes.
+
+Plain data, without I/O. Bytes are little-endian, in C order, one tensor after the other without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cnr_store.errors import FormatError, OptionError
+from cnr_store.format import proof
+from cnr_store.format.state import loads
+
+LENGTH = struct.Struct("<Q")
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+_METADATA = "__metadata__"
+_TAGS = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "complex64": ("C64", 8),
+}
+_ELEMENTS = {tag: (element, itemsize) for element, (tag, itemsize) in _TAGS.items()}
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """One tensor: its torch element type, shape, and first and last byte (exclusive) behind the header."""
+
+    element: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, TensorPlace]:
+    """Where each tensor, given as (element type, shape) by name, goes: those of wide types first, so that all are
+    aligned.
+
+    Raises
+    ------
+    OptionError
+        The format has no such type, or can't hold a tensor of that name.
+    """
+    for name, (element, _) in tensors.items():
+        if element not in _TAGS or name == _METADATA:
+            raise OptionError(
+                f"safetensors can't hold {name!r} of type {element}; choose format='zarr', or convert it in the model"
+            )
+    found, at = {}, 0
+    for name in sorted(tensors, key=lambda name: (-_TAGS[tensors[name][0]][1], name)):
+        element, shape = tensors[name]
+        end = at + math.prod(shape) * _TAGS[element][1]
+        found[name] = TensorPlace(element, tuple(shape), at, end)
+        at = end
+    return found
+
+
+def encode_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the tensors' bytes, a multiple of 8 bytes long.
+
+    Raises
+    ------
+    OptionError
+        There are more tensors than a header can name.
+    """
+    doc: dict[str, Any] = {_METADATA: dict(metadata)}
+    for name, place in places.items():
+        tag = _TAGS[place.element][0]
+        doc[name] = {"dtype": tag, "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
+    text = json.dumps(doc, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise OptionError(
+            f"the header would take {len(text)} bytes, more than safetensors allows: {MAX_HEADER_BYTES}"
+        )
+    return LENGTH.pack(len(text)) + text
+
+
+def decode_header(text: bytes, nbytes: int, what: str) -> dict[str, TensorPlace]:
+    """The tensors of a file whose header's JSON is `text`, before `nbytes` bytes of tensors, proven.
+
+    Raises
+    ------
+    FormatError
+        Naming the file (`what`) and the tensor.
+    """
+    doc = loads(text, what, MAX_HEADER_BYTES)
+    found = {}
+    try:
+        for name, entry in proof.members(doc, "the header").items():
+            if name != _METADATA:
+                found[name] = _place(proof.members(entry, proof.shown(name)), proof.shown(name))
+    except (KeyError, ValueError) as error:
+        raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
+    at = 0
+    for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.begin != at:
+            raise FormatError(f"{what}: tensor {proof.shown(name)} begins at byte {place.begin}, not at {at}")
+        at = place.end
+    if at != nbytes:
+        raise FormatError(
+            f"{what}: its tensors take {at} bytes, there are {nbytes}; the file is cut or altered"
+        )
+    return found
+
+
+def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:
+    tag = proof.text(entry["dtype"], f"{name}.dtype")
+    if tag not in _ELEMENTS:
+        raise ValueError(f"{name} has the type {proof.shown(tag)}, which this release does not know")
+    element, itemsize = _ELEMENTS[tag]
+    shape = proof.sizes(entry["shape"], f"{name}.shape", 0, range(65))
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(f"{name}.data_offsets is {proof.shown(offsets)}, not a pair")
+    begin, end = (proof.natural(offset, f"{name}.data_offsets") for offset in offsets)
+    if end - begin != math.prod(shape) * itemsize:
+        raise ValueError(f"{name} takes {end - begin} bytes, {shape} of {element} are another number")
+    return TensorPlace(element, shape, begin, end)

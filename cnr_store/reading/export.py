@@ -1,0 +1,196 @@
+"""Exports a version's tables and dense tensors, for tools that know nothing of versions: one at a time, in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import zarr
+from zarr.abc.store import Store
+from zarr.errors import ContainsArrayError, ContainsGroupError
+
+from cnr_backends import Transfer, open_backend
+from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.chain import ArrayReader, region_rows
+from cnr_store.dense import dense_layout, dense_object
+from cnr_store.errors import OptionError
+from cnr_store.format.record import Record
+from cnr_store.format.safetensors import encode_header, place_tensors
+from cnr_store.memory import empty
+from cnr_store.reading.access import READ_WORKERS, Url, model_arrays
+from cnr_store.reading.targets import Target, new_file, new_folder
+
+Array = np.ndarray[Any, Any]
+ZARR_CHUNK_BYTES = 4 << 20
+
+
+def export(
+    url: Url,
+    target: Target,
+    version: Version = "latest",
+    format: Literal["safetensors", "zarr"] = "safetensors",  # noqa: A002 - the word for it
+    *,
+    overwrite: bool = False,
+    target_options: Mapping[str, Any] | None = None,
+    **storage_options: Any,
+) -> VersionInfo:
+    """Write the tables and dense tensors of a version as one safetensors file, or as a plain Zarr 3 group.
+
+    A safetensors file has the names of `state_dict` and the types of the model; a tied tensor stands in it once for
+    each name. A Zarr group is laid out as `cnr_store.open` shows it, ``tables/NAME/weight`` and
+    ``dense/model/NAME``, unsharded and in Zarr's own compression; its attribute ``names`` leads from the model's names
+    to these paths. bfloat16 tables are float32 there, and dense tensors that Zarr lacks a type for are unsigned
+    integers with the attribute ``torch_dtype``.
+
+    Memory is bounded by the pieces in flight. A file, or a group in a local folder, appears when it is complete. A
+    group elsewhere is complete when it has the attribute ``cnr_version``.
+
+    Parameters
+    ----------
+    url, storage_options
+        The store, as everywhere.
+    target
+        A path or fsspec URL; for Zarr also a Zarr store.
+    overwrite
+        Whether to replace what is there.
+    target_options
+        For the target's filesystem.
+
+    Raises
+    ------
+    OptionError
+        Something is at `target`, the format is unknown, or safetensors can't hold a tensor.
+    EmptyStoreError, VersionNotFoundError, CorruptionError
+    cnr_backends.StorageError
+        The target can't be written.
+    """
+    if format not in ("safetensors", "zarr"):
+        raise OptionError(f"format {format!r}: choose 'safetensors' or 'zarr'")
+    catalog = Catalog(open_backend(url, **storage_options))
+    record = catalog.find(version)
+    write = _write_file if format == "safetensors" else _write_group
+    write(catalog, record, target, overwrite, dict(target_options or {}))
+    return VersionInfo.of(record)
+
+
+def _write_file(
+    catalog: Catalog, record: Record, target: Target, overwrite: bool, options: dict[str, Any]
+) -> None:
+    paths = {
+        alias: path
+        for name, path in model_arrays(record).items()
+        for alias in (name, *record.arrays[path].aliases)
+    }
+    places = place_tensors({name: _type(catalog, record, path) for name, path in paths.items()})
+    # Readers of the transformers library ask for the format.
+    metadata = {"format": "pt", "cnr_version": record.id, "cnr_step": str(record.step)}
+    header = encode_header(places, metadata)
+    with new_file(target, overwrite, options) as file, Transfer(READ_WORKERS, READ_WORKERS) as transfer:
+        file.write(header)
+        for name in places:
+            for piece in _pieces(catalog, record, paths[name], transfer):
+                file.write(piece)
+
+
+def _type(catalog: Catalog, record: Record, path: str) -> tuple[str, tuple[int, ...]]:
+    """Element type, as torch calls it, and shape of an array."""
+    entry = record.arrays[path]
+    if entry.kind != "dense":
+        return entry.element, entry.shape
+    grid = dense_layout(catalog, record, path)
+    return grid.torch_dtype or grid.dtype.name, grid.shape
+
+
+def _pieces(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[memoryview]:
+    """The bytes of an array in its true type, little-endian, in C order."""
+    entry = record.arrays[path]
+    if entry.kind == "dense":
+        for _, values in _dense_chunks(catalog, record, path):
+            yield values.reshape(-1).view(np.uint8).data
+        return
+    for _, values in _regions(ArrayReader(catalog, record, path), transfer):
+        if entry.element == "bfloat16":  # widened exactly: the upper half is the value
+            values = (values.view(np.uint32) >> 16).astype("<u2")
+        yield values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data
+
+
+def _regions(reader: ArrayReader, transfer: Transfer) -> Iterator[tuple[int, Array]]:
+    """(first row, values) of pieces that cover an array, in order."""
+
+    def read(region: tuple[int, int]) -> tuple[int, Array]:
+        first_row, rows = region
+        out = empty((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        reader.read(first_row, out)
+        return first_row, out
+
+    return transfer.map(read, reader.regions())
+
+
+def _dense_chunks(catalog: Catalog, record: Record, path: str) -> Iterator[tuple[int, Array]]:
+    """(first index along the first axis, values) of each chunk of a dense array."""
+    grid = dense_layout(catalog, record, path)
+    for index in range(grid.chunks):
+        data = memoryview(dense_object(catalog, record, path, grid, index))[:-4]
+        values = np.frombuffer(data, grid.dtype.newbyteorder("<")).reshape(grid.chunk)
+        first = index * grid.chunk[0] if grid.shape else 0
+        yield first, values[: grid.shape[0] - first] if grid.shape else values
+
+
+def _write_group(
+    catalog: Catalog, record: Record, target: Target, overwrite: bool, options: dict[str, Any]
+) -> None:
+    paths = model_arrays(record)
+    names = {alias: path for name, path in paths.items() for alias in (name, *record.arrays[path].aliases)}
+    with (
+        new_folder(target, overwrite) as place,
+        Transfer(READ_WORKERS, READ_WORKERS) as transfer,
+    ):
+        group = _new_group(place, overwrite, options)
+        for path in paths.values():
+            if record.arrays[path].kind == "dense":
+                _copy_dense(catalog, record, path, group)
+            else:
+                _copy_rows(ArrayReader(catalog, record, path), path, group, transfer)
+        group.attrs.update({"names": names, "cnr_version": {"id": record.id, "step": record.step}})
+
+
+def _new_group(place: str | Store, overwrite: bool, options: dict[str, Any]) -> zarr.Group:
+    try:
+        return zarr.create_group(place, overwrite=overwrite, zarr_format=3, storage_options=options or None)
+    except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
+        raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
+
+
+def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Transfer) -> None:
+    row_bytes = reader.columns * reader.dtype.itemsize
+    chunk_rows = region_rows(reader.links, row_bytes)
+    while chunk_rows % 2 == 0 and chunk_rows * row_bytes > ZARR_CHUNK_BYTES:
+        chunk_rows //= 2
+    chunk_rows = min(chunk_rows, reader.shape[0])
+    array = group.create_array(
+        path,
+        shape=reader.shape,
+        dtype=reader.dtype,
+        chunks=(chunk_rows, *reader.shape[1:]),
+        fill_value=np.nan if reader.dtype.kind == "f" else 0,
+        dimension_names=("row", "dim")[: len(reader.shape)],
+    )
+    for first_row, values in _regions(reader, transfer):
+        array[first_row : first_row + len(values)] = values.reshape(-1, *reader.shape[1:])
+
+
+def _copy_dense(catalog: Catalog, record: Record, path: str, group: zarr.Group) -> None:
+    grid = dense_layout(catalog, record, path)
+    name = path.rpartition("/")[2]
+    array = group.create_array(
+        path,
+        shape=grid.shape,
+        dtype=grid.dtype,
+        chunks=grid.chunk,
+        fill_value=0,
+        dimension_names=[f"{name}.{axis}" for axis in range(len(grid.shape))],
+        attributes={"torch_dtype": grid.torch_dtype} if grid.torch_dtype else None,
+    )
+    for first, values in _dense_chunks(catalog, record, path):
+        array[(slice(first, first + len(values)),) if grid.shape else ()] = values

@@ -1,0 +1,244 @@
+"""A version written as one safetensors file, or as a plain Zarr group, and read by those who know nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import xarray
+import zarr
+from torch import nn
+
+import cnr_store
+from cnr_backends import StorageError
+from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError, chain
+from cnr_store.format import arrays
+
+
+class Model(nn.Module):
+    """Tables of every type, one tied, and dense tensors of types that numpy lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(3000, 6)
+        self.items = nn.Embedding(501, 5, dtype=torch.bfloat16)
+        self.tags = nn.EmbeddingBag(40, 3, dtype=torch.float16)
+        self.again = nn.Embedding(3000, 6)
+        self.again.weight = self.users.weight
+        self.top = nn.Linear(6, 1)
+        self.tied = nn.Linear(6, 1)
+        self.tied.weight = self.top.weight
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("sixteenth", torch.linspace(-3, 3, 9, dtype=torch.bfloat16))
+        self.register_buffer("eighth", torch.linspace(-3, 3, 9).to(torch.float8_e4m3fn))
+        self.register_buffer("nothing", torch.empty(0, 3, dtype=torch.int16))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("counts", torch.arange(20_000, dtype=torch.int32).reshape(5000, 4))
+
+
+@pytest.fixture(params=["one piece", "many pieces"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store whose newest version is a delta of quantized rows."""
+    if request.param == "many pieces":
+        monkeypatch.setattr(chain, "REGION_BYTES", 2000)
+        monkeypatch.setattr(arrays, "MAX_DENSE_CHUNK_BYTES", 1000)
+    torch.manual_seed(0)
+    model = Model()
+    place = tmp_path / "store"
+    with Checkpointer(place, model, bits={"users": 4, "items": 8, "tags": 32}) as checkpointer:
+        checkpointer.save(1).result()
+        for table in (model.users, model.items, model.tags):
+            table(torch.arange(20).reshape(2, 10))
+        with torch.no_grad():
+            model.users.weight[:20] *= 2
+            model.items.weight[:20] *= 2
+            model.top.weight *= 2
+        info = checkpointer.save(2).result()
+    assert info.kind == "delta"
+    return place
+
+
+def loaded(store: Path) -> dict[str, torch.Tensor]:
+    model = Model()
+    cnr_store.load(store, model)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
+
+
+def test_safetensors_reads_what_load_brings(store, tmp_path):
+    target = tmp_path / "new" / "model.safetensors"
+    info = cnr_store.export(store, target)
+    assert info == cnr_store.versions(store)[-1]
+    expected, found = loaded(store), safetensors.torch.load_file(target)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert same(found[name], values), name
+    Model().load_state_dict(found)
+    with safetensors.safe_open(target, "np") as file:
+        assert file.metadata() == {"format": "pt", "cnr_version": info.id, "cnr_step": "2"}
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_every_tensor_of_a_file_is_aligned(store, tmp_path):
+    cnr_store.export(store, tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(data[8 : 8 + length])
+    for name, values in safetensors.torch.load(data).items():
+        assert header[name]["data_offsets"][0] % values.element_size() == 0
+
+
+def test_zarr_reads_what_open_shows(store, tmp_path):
+    target = tmp_path / "new" / "model.zarr"
+    info = cnr_store.export(store, target, format="zarr")
+    found, expected = zarr.open_group(target, mode="r"), cnr_store.open(store)
+    assert found.attrs["cnr_version"] == {"id": info.id, "step": 2}
+    by_name = cnr_store.state_dict(store)
+    assert found.attrs["names"].keys() == by_name.keys()
+    for name, path in found.attrs["names"].items():
+        array = found[path]
+        assert "cnr" not in json.dumps(array.metadata.to_dict(), default=str)
+        assert (array.dtype, array.shape) == (by_name[name].dtype, by_name[name].shape)
+        assert np.array_equal(array[...], by_name[name])
+        assert np.array_equal(array[...], expected[path][...])
+    assert found["dense/model/sixteenth"].attrs["torch_dtype"] == "bfloat16"
+    assert found["tables/users/weight"].metadata.dimension_names == ("row", "dim")
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_xarray_opens_an_export(store, tmp_path):
+    cnr_store.export(store, tmp_path / "zarr", format="zarr")
+    tree = xarray.open_datatree(tmp_path / "zarr", engine="zarr", consolidated=False, chunks=None)
+    assert np.array_equal(tree["tables/users/weight"], cnr_store.state_dict(store)["users.weight"])
+
+
+def test_an_older_version_can_be_exported(store, tmp_path):
+    first = cnr_store.versions(store)[0]
+    assert cnr_store.export(store, tmp_path / "file", version=1) == first
+    found = safetensors.torch.load_file(tmp_path / "file")
+    assert np.array_equal(found["users.weight"].numpy(), cnr_store.state_dict(store, first)["users.weight"])
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+def test_what_is_there_is_kept_unless_asked(store, tmp_path, format):
+    target = tmp_path / "target"
+    cnr_store.export(store, target, version=1, format=format)
+    before = contents(target)
+    with pytest.raises(OptionError, match="overwrite=True"):
+        cnr_store.export(store, target, format=format)
+    assert contents(target) == before
+    cnr_store.export(store, target, format=format, overwrite=True)
+    assert contents(target) != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "target"]
+
+
+def contents(place: Path) -> Any:
+    if place.is_file():
+        return place.read_bytes()
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_not_replaced_by_a_folder_nor_a_folder_by_a_file(store, tmp_path, overwrite):
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OptionError, match="is there already"):
+        cnr_store.export(store, tmp_path / "file", format="zarr", overwrite=overwrite)
+    with pytest.raises(OptionError, match="is there already"):
+        cnr_store.export(store, tmp_path / "folder", overwrite=overwrite)
+    assert (tmp_path / "file").read_text() == "a"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+@pytest.mark.parametrize("place", ["memory", "local"])
+def test_a_damaged_version_leaves_no_export(store, tmp_path, format, place):
+    (shard,) = (store / "versions" / cnr_store.versions(store)[0].id / "tables/tags/weight/c").rglob("0/0")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    target = f"memory://{uuid.uuid4().hex}/x" if place == "memory" else str(tmp_path / "target")
+    with pytest.raises(CorruptionError):
+        cnr_store.export(store, target, format=format)
+    if place == "local":
+        assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    elif format == "safetensors":
+        assert not fsspec.filesystem("memory").exists(target)
+    else:
+        assert "cnr_version" not in zarr.open_group(target, mode="r").attrs
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+def test_an_export_goes_wherever_fsspec_leads(store, format):
+    target = f"memory://{uuid.uuid4().hex}/x"
+    cnr_store.export(store, target, format=format)
+    if format == "zarr":
+        found = zarr.open_group(target, mode="r")["tables/users/weight"][:]
+    else:
+        found = safetensors.torch.load(fsspec.filesystem("memory").cat(target))["users.weight"].numpy()
+    assert np.array_equal(found, cnr_store.state_dict(store)["users.weight"])
+    with pytest.raises(OptionError, match="overwrite=True"):
+        cnr_store.export(store, target, format=format)
+    cnr_store.export(store, target, format=format, overwrite=True)
+    fsspec.filesystem("memory").rm(target, recursive=True)
+
+
+def test_a_zarr_export_goes_into_a_store_object(store):
+    target = zarr.storage.MemoryStore()
+    cnr_store.export(store, target, format="zarr")
+    assert np.array_equal(
+        zarr.open_group(target)["tables/users/weight"][:], cnr_store.state_dict(store)["users.weight"]
+    )
+    with pytest.raises(OptionError, match="give a path or a URL"):
+        cnr_store.export(store, zarr.storage.MemoryStore())
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+def test_an_export_goes_to_s3(store, tmp_path, s3_server, format):
+    target, options = s3_server.url(f"export-{uuid.uuid4().hex}/{format}"), s3_server.storage_options
+    cnr_store.export(store, target, format=format, target_options=options)
+    if format == "zarr":
+        found = zarr.open_group(target, mode="r", storage_options=options)["tables/users/weight"][:]
+    else:
+        data = fsspec.filesystem("s3", **options, skip_instance_cache=True).cat(target)
+        found = safetensors.torch.load(data)["users.weight"].numpy()
+    assert np.array_equal(found, cnr_store.state_dict(store)["users.weight"])
+    with pytest.raises(OptionError, match="overwrite=True"):
+        cnr_store.export(store, target, format=format, target_options=options)
+
+
+def test_errors_are_told_before_anything_is_written(tmp_path):
+    with pytest.raises(EmptyStoreError):
+        cnr_store.export(tmp_path / "none", tmp_path / "target")
+    model = nn.Module()
+    model.register_buffer("wide", torch.zeros(3, dtype=torch.complex128))
+    cnr_store.save(tmp_path / "store", model)
+    cnr_store.save(tmp_path / "other", nn.Linear(1, 1))
+    with pytest.raises(OptionError, match=r"'wide' of type complex128.*format='zarr'"):
+        cnr_store.export(tmp_path / "store", tmp_path / "target")
+    with pytest.raises(OptionError, match="'safetensors' or 'zarr'"):
+        cnr_store.export(tmp_path / "store", tmp_path / "target", format="csv")
+    with pytest.raises(OptionError, match="nowhere"):
+        cnr_store.export(tmp_path / "other", "nowhere://a/b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
+    cnr_store.export(tmp_path / "store", tmp_path / "target", format="zarr")
+    assert zarr.open_group(tmp_path / "target")["dense/model/wide"].dtype == np.complex128
+
+
+def test_a_target_that_cannot_be_written_is_told(store, tmp_path):
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(StorageError, match="can't write"):
+        cnr_store.export(store, tmp_path / "file" / "below")
