@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import google_crc32c
@@ -148,8 +149,13 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
         return task, task.encode(version)
 
     chunks: list[bytes | None] = []
+    noted = 0
     with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
         for task, made in encoded:
+            # Metadata as soon as it is known: at the end its puts would have nothing to run beside.
+            for path, doc in list(islice(staged.nodes.items(), noted, None)):
+                noted += 1
+                yield _node(version, path, doc)
             if isinstance(made, _Object):
                 yield made
             elif isinstance(task, _Chunks):
@@ -157,8 +163,12 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.whole(version, chunks)
                     chunks = []
-    for path, doc in staged.nodes.items():
-        yield _Object(layout.version_key(version, path, layout.NODE), document_bytes(doc))
+    for path, doc in islice(staged.nodes.items(), noted, None):
+        yield _node(version, path, doc)
+
+
+def _node(version: str, path: str, doc: Doc) -> _Object:
+    return _Object(layout.version_key(version, path, layout.NODE), document_bytes(doc))
 
 
 def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
