@@ -26,6 +26,7 @@ from cnr_store.policy import Decision, check_policy, decide
 from cnr_store.reading.access import Url
 from cnr_store.training.background import Background, KeptVersions
 from cnr_store.training.codecs import CodecChoice, CodecOption
+from cnr_store.training.fallback import load_newest_sound
 from cnr_store.training.optimizers import as_list
 from cnr_store.training.options import count, module, stateful
 from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
@@ -234,34 +235,47 @@ class Checkpointer:
             self._planner.forget()
             self._writer.renew(None)
 
-    def load(self, version: Version = "latest") -> Restored:
+    def load(self, version: Version = "latest", fallback: bool = False) -> Restored:
         """Bring a version back into the model and its optimizers, in place, and go on from there.
 
         The next save continues that version, under a new claim.
+
+        Parameters
+        ----------
+        version
+            An id, a `VersionInfo`, a step, or ``latest``.
+        fallback
+            Whether a damaged version is skipped for the newest sound one before it. Each is logged as an error and
+            listed in ``skipped`` of what is returned.
 
         Raises
         ------
         EmptyStoreError, VersionNotFoundError, ModelMismatchError
             The model is unchanged.
         CorruptionError
-            The version is damaged. The model may be partly overwritten: load another version.
+            The version is damaged, and with `fallback` all before it, too. The model may be partly overwritten: load
+            another version.
         """
         with self._turn.take("load"):
             self._check_open()
             self._settle()
             self._background.wait()
             self._catalog.refresh()
-            record = self._catalog.find(version)
-            restore = Restore(self._catalog, record, self._model, self._tables, self._optimizers)
-            restore.check(self._objects)
-            lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
-            self._planner.forget()  # until all is read, only whole tables are safe
-            with Transfer(self._workers, 2 * self._workers) as transfer:
-                restored, since_whole = restore.run(self._objects, self._rng, transfer)
-            self._planner.lineage, self._planner.since_whole = lineage, since_whole
-            self._tracker.clear()
-            self._writer.restart(record.id)
-            return restored
+            if fallback:
+                return load_newest_sound(self._catalog, version, self._load)
+            return self._load(self._catalog.find(version))
+
+    def _load(self, record: Record) -> Restored:
+        restore = Restore(self._catalog, record, self._model, self._tables, self._optimizers)
+        restore.check(self._objects)
+        lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
+        self._planner.forget()  # until all is read, only whole tables are safe
+        with Transfer(self._workers, 2 * self._workers) as transfer:
+            restored, since_whole = restore.run(self._objects, self._rng, transfer)
+        self._planner.lineage, self._planner.since_whole = lineage, since_whole
+        self._tracker.clear()
+        self._writer.restart(record.id)
+        return restored
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup.
@@ -317,8 +331,13 @@ def save(url: Url, model: nn.Module, optimizer: Any = None, step: int = 0, **opt
 
 
 def load(
-    url: Url, model: nn.Module, optimizer: Any = None, version: Version = "latest", **options: Any
+    url: Url,
+    model: nn.Module,
+    optimizer: Any = None,
+    version: Version = "latest",
+    fallback: bool = False,
+    **options: Any,
 ) -> Restored:
     """Load a model once. `options` are those of `Checkpointer`."""
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer.load(version)
+        return checkpointer.load(version, fallback)

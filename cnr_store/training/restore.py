@@ -46,12 +46,15 @@ class Restored:
         The version loaded, and its step.
     reader, metadata
         What `save` was given (of a reader object: its `state_dict()`).
+    skipped
+        Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
     """
 
     version: VersionInfo
     step: int
     reader: Any
     metadata: Any
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 class Restore:

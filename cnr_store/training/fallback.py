@@ -1,0 +1,95 @@
+"""Loading the newest sound version where the one that was asked for is damaged.
+
+Each version is loaded rather than verified first: a load proves whatever it reads, so checking before would read
+everything twice to learn the same. A load that fails half way has overwritten a part of the model, and the next one
+overwrites all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.errors import CheckpointError, CorruptionError, FormatError, VersionNotFoundError
+from cnr_store.format.layout import VersionId
+from cnr_store.format.record import Record
+from cnr_store.training.restore import Restored
+
+log = logging.getLogger("cnr_store")
+
+
+def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record], Restored]) -> Restored:
+    """Load a version, or the newest one before it that is not damaged, and say so.
+
+    Parameters
+    ----------
+    load
+        Brings a version back whole, whatever an earlier call of it has left behind.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+        There is no such version.
+    CorruptionError
+        All are damaged. The model may be partly overwritten.
+    cnr_backends.BackendError
+        The storage does not answer, which is no damage.
+    """
+    skipped: list[tuple[str, CheckpointError]] = []
+    for name, found in _newest_first(catalog, version):
+        try:
+            restored = load(_sound(found))
+        except (CorruptionError, FormatError, VersionNotFoundError) as error:
+            log.error("version %s of %s is damaged and was skipped: %s", name, catalog.backend.url, error)
+            skipped.append((name, error))
+            continue
+        if skipped:
+            log.error(
+                "version %s of %s, step %d, was loaded instead of %s: what was trained after it is lost",
+                *(name, catalog.backend.url, restored.step, skipped[0][0]),
+            )
+        return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))
+    if not skipped:
+        return load(catalog.find(version))  # says what is missing
+    wanted = version.id if isinstance(version, VersionInfo) else version
+    damage = "\n".join(f"{name}: {error}" for name, error in skipped)
+    raise CorruptionError(
+        f"{catalog.backend.url}: neither {wanted!r} nor anything before it is sound; the model may be partly "
+        f"overwritten:\n{damage}"
+    ) from skipped[0][1]
+
+
+def _sound(found: Record | CheckpointError) -> Record:
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def _newest_first(catalog: Catalog, version: Version) -> Iterator[tuple[str, Record | CheckpointError]]:
+    """The version asked for and those before it; of one whose record is damaged, the error.
+
+    Of a damaged record nobody knows the step, so where a step is asked for each may be the one.
+    """
+    catalog.check_format()
+    wanted = version.id if isinstance(version, VersionInfo) else version
+    begun, by_id = wanted == "latest", isinstance(wanted, str) and VersionId.parse(wanted) is not None
+    if isinstance(wanted, str) and not (begun or by_id):
+        return  # what was asked for is no version
+    for name in catalog.ids():
+        if by_id and not begun and name != wanted:
+            continue
+        try:
+            record = catalog.find_record(name)
+        except (CorruptionError, FormatError) as error:
+            begun = begun or by_id
+            yield name, error
+            continue
+        if record is None:
+            if by_id and not begun:
+                return  # what was asked for does not exist
+            continue
+        begun = begun or by_id or record.step == wanted
+        if begun:
+            yield name, record
