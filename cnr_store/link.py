@@ -69,21 +69,21 @@ class Link:
         self.grid: Grid | None = None
         self._unpacker = Unpacker()
         if path in record.nodes:
-            shape, self.grid = parse_rows_document(record.nodes[path], f"version {record.id}, {path}")
+            shape, self.grid = parse_rows_document(record.nodes[path], f"{record.home}, {path}")
             if shape != self.entry.shape:
                 raise CorruptionError(
-                    f"version {record.id}, {path}: shapes {shape} and {self.entry.shape} in one record"
+                    f"{record.home}, {path}: shapes {shape} and {self.entry.shape} in one record"
                 )
-            self._unpacker = parse_unpacker(record.nodes[path], f"version {record.id}, {path}")
+            self._unpacker = parse_unpacker(record.nodes[path], f"{record.home}, {path}")
             self._check_document(record.nodes[path]["data_type"], self.grid)
         if self.entry.rows > self.most_rows:
             raise CorruptionError(
-                f"version {record.id}, {path}: {self.entry.rows} rows are recorded, its metadata and manifest know "
+                f"{record.home}, {path}: {self.entry.rows} rows are recorded, its metadata and manifest know "
                 f"objects for {self.most_rows}"
             )
 
     def _check_document(self, data_type: str, grid: Grid) -> None:
-        where = f"version {self.version}, {self.path}"
+        where = f"{self.record.home}, {self.path}"
         if data_type != array_dtype(self.entry.element).name:
             raise CorruptionError(f"{where}: types {data_type} and {self.entry.element} in one record")
         if any(shard >= math.prod(grid.shard_grid) for shard in self.parts):
@@ -301,6 +301,4 @@ class Link:
         return self._where(shard // self.grid.shard_grid[1] * self.grid.shard_rows, self.grid.shard_rows)
 
     def _where(self, row: int, rows: int) -> str:
-        return (
-            f"version {self.version}, {self.path}, rows {row} to {min(row + rows, self.entry.shape[0]) - 1}"
-        )
+        return f"{self.record.home}, {self.path}, rows {row} to {min(row + rows, self.entry.shape[0]) - 1}"

@@ -11,7 +11,7 @@ from cnr_store.catalog import Catalog, VersionInfo, read_object
 from cnr_store.dense import dense_layout
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
-from cnr_store.format.arrays import DenseGrid, Doc, document_bytes
+from cnr_store.format.arrays import DenseGrid, Doc, document_bytes, group_document
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import Record
@@ -62,6 +62,8 @@ class Inspection:
         What was found so far.
     links, dense
         Arrays whose layout is sound, by path.
+    nodes
+        Metadata documents that must stand as objects of their own, too, by key.
     missing
         Keys of objects that are lost or of another size.
     """
@@ -74,6 +76,7 @@ class Inspection:
         self.links: dict[str, Link] = {}
         self.dense: dict[str, DenseGrid] = {}
         self.missing: set[str] = set()
+        self.nodes = _nodes(record)
 
     def look(self) -> None:
         """Compare what is listed with what must be there, and prove the small documents."""
@@ -108,26 +111,17 @@ class Inspection:
             return False
         return True
 
-    @property
-    def nodes(self) -> list[str]:
-        """Paths of the metadata documents that must stand as objects of their own, too."""
-        arrays = self.record.arrays
-        groups = {group for path in arrays for group in layout.parent_groups(path)}
-        return [path for path in self.record.nodes if path in arrays or path in groups]
-
     def _look_at_nodes(self, listed: dict[str, int]) -> None:
-        for path in self.nodes:
-            nbytes = self._take(self.record.key(path, layout.NODE), listed)
+        for key, doc in self.nodes.items():
+            nbytes = self._take(key, listed)
             # Another length is another text, which may still say the same.
-            if nbytes is not None and nbytes != _document_nbytes(self.record.nodes[path]):
-                self.add(self.check_node(path))
+            if nbytes is not None and nbytes != _document_nbytes(doc):
+                self.add(self.check_node(key))
 
-    def check_node(self, path: str) -> Finding | None:
+    def check_node(self, key: str) -> Finding | None:
         """Whether the object that plain Zarr readers use says what the record says."""
-        key = self.record.key(path, layout.NODE)
         try:
-            data = read_object(self.backend, key, f"{self.record.home}, {path}")
-            if loads(data, key) == self.record.nodes[path]:
+            if loads(read_object(self.backend, key, self.record.home), key) == self.nodes[key]:
                 return None
         except (CorruptionError, FormatError, RecursionError) as error:
             return Finding(f"{self.record.home}: {key}: {error}", self.record.id, key)
@@ -197,6 +191,18 @@ class Inspection:
 def leftovers(place: str, listed: dict[str, int]) -> Leftovers | None:
     """What remains of a listing once all that is known has been taken off it."""
     return Leftovers(place, len(listed), sum(listed.values()), min(listed)) if listed else None
+
+
+def _nodes(record: Record) -> dict[str, Doc]:
+    groups = {group for path in record.arrays for group in layout.parent_groups(path)}
+    nodes = {
+        record.key(path, layout.NODE): doc
+        for path, doc in record.nodes.items()
+        if path in record.arrays or path in groups
+    }
+    if record.room == layout.FOLDS:
+        nodes[record.key(layout.NODE)] = group_document()
+    return nodes
 
 
 def _shard_rows(grid: Grid, shard: int) -> Rows:

@@ -65,9 +65,8 @@ class Proving:
         seen, record = self._seen, self._record
         if record.room == layout.VERSIONS and seen.soundness.state:
             yield self._check_state
-        for path in seen.nodes:
-            if record.key(path, layout.NODE) not in seen.missing:
-                yield _bind(self._check_node, path)
+        for key in seen.nodes.keys() - seen.missing:
+            yield _bind(self._check_node, key)
         for path, cut in seen.dense.items():
             for index in range(cut.chunks):
                 if record.key(path, cut.key(index)) not in seen.missing:
@@ -127,8 +126,8 @@ class Proving:
             )
         return Proof(nbytes)
 
-    def _check_node(self, path: str) -> Proof:
-        return Proof(0, self._seen.check_node(path))
+    def _check_node(self, key: str) -> Proof:
+        return Proof(0, self._seen.check_node(key))
 
     def _check_state(self) -> Proof:
         """Whether the state can be decoded, and refers to arrays of its own."""

@@ -12,7 +12,7 @@ from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.reading.access import Url
 from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
-from cnr_store.upkeep.inspection import Inspection, Soundness
+from cnr_store.upkeep.inspection import Inspection, Soundness, leftovers
 from cnr_store.upkeep.proving import Proving
 from cnr_store.upkeep.restorability import Home, Restorability
 from cnr_store.upkeep.rooms import Attempt, check_claims, check_root, ids_in
@@ -214,6 +214,11 @@ class _Verification:
                 continue
             if fold is not None:
                 found.append(fold)
+                continue
+            place = layout.version_key(version, room=layout.FOLDS)
+            left = leftovers(place, dict(self._backend.list_keys(place)))
+            if left is not None:
+                self._leftovers.append(left)
         return found
 
     def _judge(self, attempts: list[Attempt], records: list[Record], folds: list[Record]) -> None:
