@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from cnr_backends import BackendError
@@ -33,6 +36,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 log = logging.getLogger("cnr_store")
+_PATIENCE_SECONDS = 5
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -77,6 +81,48 @@ def serve(
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
     uvicorn.run(app(url, version, **(storage_options or {})), host=host, port=port, lifespan="off", ws="none")
+
+
+@contextmanager
+def serving(
+    url: Url,
+    version: Version = "latest",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
+    """Serve one version from a thread until the ``with`` block ends; yields the address, ``http://HOST:PORT``.
+
+    Parameters
+    ----------
+    port
+        0 takes a free one.
+
+    Raises
+    ------
+    OSError
+        The port is taken.
+    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    """
+    application = app(url, version, **(storage_options or {}))
+    config = uvicorn.Config(
+        application,
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=_PATIENCE_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server((host, port)) as listening:
+        # Who connects before the thread runs waits in the socket's queue.
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="cnr-serving")
+        thread.start()
+        try:
+            yield f"http://{host}:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 class _Objects:

@@ -18,7 +18,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer, VersionInfo
-from tests.test_store.serving import served
+from cnr_store.reading.server import serving
 
 ROWS, DIM, DELTAS = 30_000, 16, 4
 TABLE = "tables/users/weight"
@@ -135,19 +135,17 @@ def test_xarray_through_a_chained_url(place: Place) -> None:
 
 
 def test_tensorstore_over_http(place: Place) -> None:
-    with served(place.url, place.version, **place.options) as port:
+    with serving(place.url, place.version, storage_options=place.options) as url:
         for path, expected in place.expected.items():
-            kvstore = {"driver": "http", "base_url": f"http://127.0.0.1:{port}", "path": f"/{path}/"}
+            kvstore = {"driver": "http", "base_url": url, "path": f"/{path}/"}
             array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
             np.testing.assert_array_equal(array.read().result(), expected)
         rows = [5, ROWS - 1, 77]
-        table = tensorstore.open(
-            {"driver": "zarr3", "kvstore": f"http://127.0.0.1:{port}/{TABLE}/"}, read=True
-        ).result()
+        table = tensorstore.open({"driver": "zarr3", "kvstore": f"{url}/{TABLE}/"}, read=True).result()
         np.testing.assert_array_equal(table[rows].read().result(), place.expected[TABLE][rows])
 
 
 def test_zarr_over_http(place: Place) -> None:
-    with served(place.url, place.version, **place.options) as port:
-        group = zarr.open_group(f"http://127.0.0.1:{port}", mode="r")
+    with serving(place.url, place.version, storage_options=place.options) as url:
+        group = zarr.open_group(url, mode="r")
         np.testing.assert_array_equal(np.asarray(group[TABLE][:]), place.expected[TABLE])  # type: ignore[index]

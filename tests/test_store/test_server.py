@@ -6,6 +6,7 @@ import http.client
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer
-from cnr_store.reading.server import app
-from tests.test_store.serving import served
+from cnr_store.reading.server import app, serving
 
 
 class Model(nn.Module):
@@ -47,9 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@contextmanager
+def _served(folder: Path, version: int | str = "latest") -> Iterator[int]:
+    with serving(folder, version) as url:
+        address, _, port = url.rpartition(":")
+        assert address == "http://127.0.0.1"
+        yield int(port)
+
+
 @pytest.fixture(scope="module")
 def port(folder: Path) -> Iterator[int]:
-    with served(folder) as port:
+    with _served(folder) as port:
         yield port
 
 
@@ -202,15 +210,15 @@ def test_a_part_is_sent_only_of_the_object_that_is_known(port: int, key_url: str
 
 def test_tags_are_of_the_version(folder: Path, port: int, key_url: str) -> None:
     latest = ask(port, key_url, "HEAD").headers["etag"]
-    with served(folder) as again:
+    with _served(folder) as again:
         assert ask(again, key_url, "HEAD").headers["etag"] == latest
-    with served(folder, 1) as older:
+    with _served(folder, 1) as older:
         assert ask(older, key_url, "HEAD").headers["etag"] != latest
 
 
 def test_a_head_is_answered_without_reading(folder: Path, key_url: str, chunk: bytes, tmp_path: Path) -> None:
     _make(tmp_path, 1)
-    with served(tmp_path) as port:
+    with _served(tmp_path) as port:
         for shard in (tmp_path / "versions").glob("*/tables/*/weight/c/0/0"):
             shard.unlink()
         found = ask(port, key_url, "HEAD")
@@ -246,7 +254,7 @@ def test_web_pages_may_read(port: int, key_url: str) -> None:
 
 def test_latest_is_the_version_that_was_latest_at_the_start(tmp_path: Path, key_url: str) -> None:
     _make(tmp_path, 1)
-    with served(tmp_path) as port:
+    with _served(tmp_path) as port:
         before = ask(port, key_url).body
         _make(tmp_path, 2)
         assert ask(port, key_url).body == before
@@ -258,6 +266,13 @@ def test_latest_is_the_version_that_was_latest_at_the_start(tmp_path: Path, key_
 def test_an_empty_store_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(cnr_store.EmptyStoreError):
         app(tmp_path)
+    with pytest.raises(cnr_store.EmptyStoreError), serving(tmp_path):
+        raise AssertionError("there is nothing to serve")
+
+
+def test_a_port_that_is_taken_is_an_error_at_once(folder: Path, port: int) -> None:
+    with pytest.raises(OSError, match="in use"), serving(folder, port=port):
+        raise AssertionError("somebody else is served there")
 
 
 def test_without_the_extra_the_error_says_what_to_install() -> None:
