@@ -37,26 +37,28 @@ from cnr_store.upkeep.retention import GcReport, gc
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
+    from cnr_store.training.importing import import_file
     from cnr_store.training.pending import PendingSave
     from cnr_store.training.restore import Restored
 
 __version__ = "0.1.0"
-_NEED_TORCH = {
+_TRAINING = {
     "Checkpointer": "checkpointer",
     "PendingSave": "pending",
     "save": "checkpointer",
     "load": "checkpointer",
     "Restored": "restore",
+    "import_file": "importing",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name not in _TRAINING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     try:
-        return getattr(importlib.import_module(f"{__name__}.training.{_NEED_TORCH[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.training.{_TRAINING[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -80,6 +82,7 @@ __all__ = [
     "Block",
     "ArrayInfo",
     "export",
+    "import_file",
     "VersionInfo",
     "compact",
     "CompactReport",

@@ -21,6 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 _METADATA = "__metadata__"
+_ALIASES = "cnr_aliases"
 _TAGS = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -53,6 +54,18 @@ class TensorPlace:
     begin: int
     end: int
 
+    @property
+    def itemsize(self) -> int:
+        return _TAGS[self.element][1]
+
+
+@dataclass(frozen=True)
+class Header:
+    """Tensors by name; and which of them are, as the writer says, others' further names."""
+
+    tensors: Mapping[str, TensorPlace]
+    aliases: Mapping[str, str]
+
 
 def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, TensorPlace]:
     """Where each tensor, given as (element type, shape) by name, goes: those of wide types first, so that all are
@@ -77,16 +90,19 @@ def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str,
     return found
 
 
-def encode_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
+def encode_header(header: Header, metadata: Mapping[str, str]) -> bytes:
     """What stands before the tensors' bytes, a multiple of 8 bytes long.
+
+    The format knows no aliases: they stand in the metadata, as JSON, for `decode_header`.
 
     Raises
     ------
     OptionError
         There are more tensors than a header can name.
     """
-    doc: dict[str, Any] = {_METADATA: dict(metadata)}
-    for name, place in places.items():
+    noted = {**metadata, _ALIASES: json.dumps(dict(header.aliases))} if header.aliases else dict(metadata)
+    doc: dict[str, Any] = {_METADATA: noted}
+    for name, place in header.tensors.items():
         tag = _TAGS[place.element][0]
         doc[name] = {"dtype": tag, "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
     text = json.dumps(doc, separators=(",", ":")).encode()
@@ -98,8 +114,8 @@ def encode_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]
     return LENGTH.pack(len(text)) + text
 
 
-def decode_header(text: bytes, nbytes: int, what: str) -> dict[str, TensorPlace]:
-    """The tensors of a file whose header's JSON is `text`, before `nbytes` bytes of tensors, proven.
+def decode_header(text: bytes, nbytes: int, what: str) -> Header:
+    """The header of a file, whose JSON is `text`, before `nbytes` bytes of tensors, proven.
 
     Raises
     ------
@@ -107,11 +123,12 @@ def decode_header(text: bytes, nbytes: int, what: str) -> dict[str, TensorPlace]
         Naming the file (`what`) and the tensor.
     """
     doc = loads(text, what, MAX_HEADER_BYTES)
-    found = {}
+    found, aliases = {}, {}
     try:
         for name, entry in proof.members(doc, "the header").items():
             if name != _METADATA:
                 found[name] = _place(proof.members(entry, proof.shown(name)), proof.shown(name))
+        aliases = _aliases(doc.get(_METADATA, {}), found, what)
     except (KeyError, ValueError) as error:
         raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
     at = 0
@@ -123,7 +140,17 @@ def decode_header(text: bytes, nbytes: int, what: str) -> dict[str, TensorPlace]
         raise FormatError(
             f"{what}: its tensors take {at} bytes, there are {nbytes}; the file is cut or altered"
         )
-    return found
+    return Header(found, aliases)
+
+
+def _aliases(metadata: Any, tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
+    noted = proof.members(metadata, _METADATA).get(_ALIASES, "{}")
+    aliases = proof.members(loads(proof.text(noted, _ALIASES).encode(), what), _ALIASES)
+    for alias, name in aliases.items():
+        same = [(tensors[each].element, tensors[each].shape) for each in (alias, proof.text(name, _ALIASES))]
+        if same[0] != same[1] or name in aliases:
+            raise ValueError(f"{proof.shown(alias)} can't be another name of {proof.shown(name)}")
+    return aliases
 
 
 def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:

@@ -16,7 +16,7 @@ from cnr_store.chain import ArrayReader, region_rows
 from cnr_store.dense import dense_layout, dense_object
 from cnr_store.errors import OptionError
 from cnr_store.format.record import Record
-from cnr_store.format.safetensors import encode_header, place_tensors
+from cnr_store.format.safetensors import Header, encode_header, place_tensors
 from cnr_store.memory import empty
 from cnr_store.reading.access import READ_WORKERS, Url, model_arrays
 from cnr_store.reading.targets import Target, new_file, new_folder
@@ -77,15 +77,14 @@ def export(
 def _write_file(
     catalog: Catalog, record: Record, target: Target, overwrite: bool, options: dict[str, Any]
 ) -> None:
-    paths = {
-        alias: path
-        for name, path in model_arrays(record).items()
-        for alias in (name, *record.arrays[path].aliases)
-    }
+    paths, aliases = model_arrays(record), {}
+    for name, path in list(paths.items()):
+        for alias in record.arrays[path].aliases:
+            paths[alias], aliases[alias] = path, name
     places = place_tensors({name: _type(catalog, record, path) for name, path in paths.items()})
     # Readers of the transformers library ask for the format.
     metadata = {"format": "pt", "cnr_version": record.id, "cnr_step": str(record.step)}
-    header = encode_header(places, metadata)
+    header = encode_header(Header(places, aliases), metadata)
     with new_file(target, overwrite, options) as file, Transfer(READ_WORKERS, READ_WORKERS) as transfer:
         file.write(header)
         for name in places:

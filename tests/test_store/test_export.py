@@ -89,7 +89,12 @@ def test_safetensors_reads_what_load_brings(store, tmp_path):
         assert same(found[name], values), name
     Model().load_state_dict(found)
     with safetensors.safe_open(target, "np") as file:
-        assert file.metadata() == {"format": "pt", "cnr_version": info.id, "cnr_step": "2"}
+        metadata = file.metadata()
+    assert json.loads(metadata.pop("cnr_aliases")) == {
+        "again.weight": "users.weight",
+        "tied.weight": "top.weight",
+    }
+    assert metadata == {"format": "pt", "cnr_version": info.id, "cnr_step": "2"}
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
@@ -134,15 +139,15 @@ def test_an_older_version_can_be_exported(store, tmp_path):
     assert np.array_equal(found["users.weight"].numpy(), cnr_store.state_dict(store, first)["users.weight"])
 
 
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
-def test_what_is_there_is_kept_unless_asked(store, tmp_path, format):
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_what_is_there_is_kept_unless_asked(store, tmp_path, kind):
     target = tmp_path / "target"
-    cnr_store.export(store, target, version=1, format=format)
+    cnr_store.export(store, target, version=1, format=kind)
     before = contents(target)
     with pytest.raises(OptionError, match="overwrite=True"):
-        cnr_store.export(store, target, format=format)
+        cnr_store.export(store, target, format=kind)
     assert contents(target) == before
-    cnr_store.export(store, target, format=format, overwrite=True)
+    cnr_store.export(store, target, format=kind, overwrite=True)
     assert contents(target) != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "target"]
 
@@ -164,34 +169,34 @@ def test_a_file_is_not_replaced_by_a_folder_nor_a_folder_by_a_file(store, tmp_pa
     assert (tmp_path / "file").read_text() == "a"
 
 
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 @pytest.mark.parametrize("place", ["memory", "local"])
-def test_a_damaged_version_leaves_no_export(store, tmp_path, format, place):
+def test_a_damaged_version_leaves_no_export(store, tmp_path, kind, place):
     (shard,) = (store / "versions" / cnr_store.versions(store)[0].id / "tables/tags/weight/c").rglob("0/0")
     shard.write_bytes(shard.read_bytes()[:-1])
     target = f"memory://{uuid.uuid4().hex}/x" if place == "memory" else str(tmp_path / "target")
     with pytest.raises(CorruptionError):
-        cnr_store.export(store, target, format=format)
+        cnr_store.export(store, target, format=kind)
     if place == "local":
         assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    elif format == "safetensors":
+    elif kind == "safetensors":
         assert not fsspec.filesystem("memory").exists(target)
     else:
         assert "cnr_version" not in zarr.open_group(target, mode="r").attrs
 
 
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
-def test_an_export_goes_wherever_fsspec_leads(store, format):
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_an_export_goes_wherever_fsspec_leads(store, kind):
     target = f"memory://{uuid.uuid4().hex}/x"
-    cnr_store.export(store, target, format=format)
-    if format == "zarr":
+    cnr_store.export(store, target, format=kind)
+    if kind == "zarr":
         found = zarr.open_group(target, mode="r")["tables/users/weight"][:]
     else:
         found = safetensors.torch.load(fsspec.filesystem("memory").cat(target))["users.weight"].numpy()
     assert np.array_equal(found, cnr_store.state_dict(store)["users.weight"])
     with pytest.raises(OptionError, match="overwrite=True"):
-        cnr_store.export(store, target, format=format)
-    cnr_store.export(store, target, format=format, overwrite=True)
+        cnr_store.export(store, target, format=kind)
+    cnr_store.export(store, target, format=kind, overwrite=True)
     fsspec.filesystem("memory").rm(target, recursive=True)
 
 
@@ -206,18 +211,18 @@ def test_a_zarr_export_goes_into_a_store_object(store):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
-def test_an_export_goes_to_s3(store, tmp_path, s3_server, format):
-    target, options = s3_server.url(f"export-{uuid.uuid4().hex}/{format}"), s3_server.storage_options
-    cnr_store.export(store, target, format=format, target_options=options)
-    if format == "zarr":
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_an_export_goes_to_s3(store, tmp_path, s3_server, kind):
+    target, options = s3_server.url(f"export-{uuid.uuid4().hex}/{kind}"), s3_server.storage_options
+    cnr_store.export(store, target, format=kind, target_options=options)
+    if kind == "zarr":
         found = zarr.open_group(target, mode="r", storage_options=options)["tables/users/weight"][:]
     else:
         data = fsspec.filesystem("s3", **options, skip_instance_cache=True).cat(target)
         found = safetensors.torch.load(data)["users.weight"].numpy()
     assert np.array_equal(found, cnr_store.state_dict(store)["users.weight"])
     with pytest.raises(OptionError, match="overwrite=True"):
-        cnr_store.export(store, target, format=format, target_options=options)
+        cnr_store.export(store, target, format=kind, target_options=options)
 
 
 def test_errors_are_told_before_anything_is_written(tmp_path):

@@ -1,0 +1,87 @@
+"""The state dict in a file of `torch.save`, mapped into memory, without running anything that is in it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cnr_store.errors import FormatError, OptionError
+from cnr_store.training.importing import FileTensor, ModelFile, clean_names
+from cnr_store.training.snapshot import tensor_leaf
+from cnr_store.training.tensors import dtype_name, numpy_view
+
+_EXTRA_STATE = "_extra_state"
+
+
+def read_torch_file(path: Path, key: str | None) -> ModelFile:
+    """What a file holds, or what it holds under `key`.
+
+    Raises
+    ------
+    FormatError
+        It is damaged, needs code to be run, or holds something else than named tensors.
+    OptionError
+        There is nothing under `key`.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FormatError(
+            f"{path} can't be read as tensors alone: {reason}; save `model.state_dict()` by torch.save"
+        ) from error
+    if key is not None:
+        if not isinstance(found, Mapping) or key not in found:
+            raise OptionError(f"{path} has nothing under key={key!r}; it holds {_shown(found)}")
+        found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise FormatError(f"{path} holds {_shown(found)}, not tensors by name; save `model.state_dict()`")
+    return _model_file(found, clean_names(found, str(path)), path)
+
+
+def _model_file(found: Mapping[str, Any], names: Mapping[str, str], path: Path) -> ModelFile:
+    tensors: dict[str, FileTensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    owners: dict[object, str] = {}
+    for key, value in found.items():
+        name = names[key]
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            extra[name] = value
+            continue
+        _check(key, value, path)
+        # A tied tensor was saved once, and comes as several over the same memory.
+        same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
+        if owners.setdefault(same, name) != name:
+            aliases[name] = owners[same]
+        else:
+            plain = value.detach().resolve_conj().resolve_neg()
+            values = numpy_view(plain if plain.ndim else plain.reshape(1)).reshape(tuple(plain.shape))
+            tensors[name] = FileTensor(dtype_name(value.dtype), values)
+    return ModelFile(tensors, aliases, extra, tensor_leaf)
+
+
+def _check(key: str, value: object, path: Path) -> None:
+    if isinstance(value, Mapping):
+        raise FormatError(
+            f"{path} holds more than a state dict: give the part to import, such as key={key!r}"
+        )
+    if not isinstance(value, torch.Tensor):
+        raise FormatError(
+            f"{path}: {key!r} is a {type(value).__name__}, not a tensor; save `model.state_dict()`"
+        )
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise FormatError(
+            f"{path}: {key!r} is a tensor of layout {value.layout}, type {value.dtype} on {value.device}; convert it "
+            "to a dense tensor before it is saved"
+        )
+
+
+def _shown(found: object) -> str:
+    if isinstance(found, Mapping):
+        return ", ".join(repr(key) for key in list(found)[:10]) or "nothing"
+    return f"a {type(found).__name__}"

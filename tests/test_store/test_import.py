@@ -1,0 +1,287 @@
+"""Models saved as one file, stored as a version, and loaded by whoever loads versions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import cnr_store
+from cnr_store import Checkpointer, FormatError, ModelMismatchError, OptionError
+from tests.test_store.test_export import Model, contents, same
+
+TABLES = ["users", "items", "tags"]
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+def write(model: nn.Module, path: Path, kind: str) -> Path:
+    if kind == "torch":
+        torch.save(model.state_dict(), path)
+    else:
+        safetensors.torch.save_model(model, str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_model_loads_what_was_imported(model, tmp_path, kind):
+    if kind == "safetensors":  # which tells nothing of tied tensors, so a model without them
+        model.again, model.tied = nn.Embedding(9, 2), nn.Linear(2, 2)
+    source = write(model, tmp_path / "file", kind)
+    tables = [*TABLES, "again"] if kind == "safetensors" else TABLES
+    info = cnr_store.import_file(source, tmp_path / "store", step=5, bits=32, tables=tables)
+    assert (info.step, info.kind, info.previous) == (5, "baseline", None)
+    assert cnr_store.versions(tmp_path / "store") == [info]
+    served = Model()
+    if kind == "safetensors":
+        served.again, served.tied = nn.Embedding(9, 2), nn.Linear(2, 2)
+    assert cnr_store.load(tmp_path / "store", served).version == info
+    for name, values in model.state_dict().items():
+        assert same(served.state_dict()[name], values), name
+
+
+def test_rows_are_quantized_as_a_checkpointer_does(model, tmp_path):
+    bits = {"users": 4, "items": 2}
+    source = write(model, tmp_path / "file", "torch")
+    cnr_store.import_file(source, tmp_path / "imported", bits=bits, tables=TABLES)
+    cnr_store.save(tmp_path / "saved", model, bits=bits)
+    imported, saved = (cnr_store.state_dict(tmp_path / place) for place in ("imported", "saved"))
+    assert imported.keys() == saved.keys()
+    for name, values in saved.items():
+        assert imported[name].tobytes() == values.tobytes(), name
+
+
+def test_an_export_is_imported_with_its_tied_tensors(model, tmp_path):
+    cnr_store.save(tmp_path / "saved", model, bits=32)
+    cnr_store.export(tmp_path / "saved", tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "imported", bits=32, tables=TABLES)
+    served = Model()
+    cnr_store.load(tmp_path / "imported", served)
+    for name, values in model.state_dict().items():
+        assert same(served.state_dict()[name], values), name
+    cnr_store.export(tmp_path / "imported", tmp_path / "again")
+    again, first = (safetensors.torch.load_file(tmp_path / name) for name in ("again", "file"))
+    assert again.keys() == first.keys()
+    assert all(same(again[name], first[name]) for name in first)
+
+
+def test_training_goes_on_from_an_import_with_a_new_optimizer(tmp_path):
+    model = nn.Sequential(nn.Embedding(500, 4, sparse=True), nn.Linear(4, 1))
+    torch.save(model.state_dict(), tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=["0"], bits=32)
+    other = nn.Sequential(nn.Embedding(500, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(ModelMismatchError, match="0 optimizers"):
+        cnr_store.load(tmp_path / "store", other, optimizer)
+    cnr_store.load(tmp_path / "store", other)
+    assert other.state_dict().keys() == model.state_dict().keys()
+    with Checkpointer(tmp_path / "store", other, optimizer) as checkpointer:
+        other(torch.tensor([3])).sum().backward()
+        optimizer.step()
+        assert checkpointer.save(1).result().kind == "baseline"
+
+
+def test_only_large_matrices_are_tables_unless_named(tmp_path):
+    model = nn.Module()
+    model.large, model.small = nn.Embedding(10_000, 2), nn.Embedding(9_999, 2)
+    model.wide = nn.Linear(10_000, 3)
+    model.ids = nn.Module()
+    model.ids.register_buffer("weight", torch.zeros(10_000, 2, dtype=torch.int64))
+    torch.save(model.state_dict(), tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store")
+    assert list(cnr_store.open(tmp_path / "store")["tables"].group_keys()) == ["large"]
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=["s*"])
+    assert list(cnr_store.open(tmp_path / "store")["tables"].group_keys()) == ["small"]
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=[])
+    assert "tables" not in cnr_store.open(tmp_path / "store")
+
+
+@pytest.mark.parametrize("pattern", ["nothing", "ids", "users.weight"])
+def test_a_pattern_that_fits_no_table_is_refused(model, tmp_path, pattern):
+    model.ids = nn.Module()
+    model.ids.register_buffer("weight", torch.zeros(3, 2, dtype=torch.int64))
+    source = write(model, tmp_path / "file", "torch")
+    with pytest.raises(OptionError, match=f"{pattern!r} fits no.*'users', 'items'"):
+        cnr_store.import_file(source, tmp_path / "store", tables=[pattern])
+    assert not (tmp_path / "store").exists()
+
+
+def test_prefixes_of_wrappers_are_left_out(tmp_path):
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 1))
+    state = {f"module._orig_mod.{name}": values for name, values in model.state_dict().items()}
+    torch.save({"epoch": 3, "model": state}, tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", key="model", tables=["0"], bits=32)
+    served = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 1))
+    cnr_store.load(tmp_path / "store", served)
+    assert torch.equal(served[0].weight, model[0].weight)
+
+
+def test_extra_state_is_imported(tmp_path):
+    class Words(nn.Linear):
+        words: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"words": self.words, "few": ("a", 1)}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state["few"] == ("a", 1)
+            self.words = state["words"]
+
+    model = Words(2, 2)
+    model.words = torch.arange(5000)
+    torch.save(model.state_dict(), tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store")
+    served = Words(2, 2)
+    cnr_store.load(tmp_path / "store", served)
+    assert torch.equal(served.words, model.words)
+    (update,) = cnr_store.follow(tmp_path / "store")
+    following = Words(2, 2)
+    update.apply(following)
+    assert torch.equal(following.words, model.words)
+
+
+def test_a_store_goes_on_with_what_is_imported_into_it(model, tmp_path):
+    first = cnr_store.save(tmp_path / "store", model)
+    source = write(model, tmp_path / "file", "torch")
+    second = cnr_store.import_file(source, tmp_path / "store", tables=TABLES)
+    assert cnr_store.versions(tmp_path / "store") == [first, second]
+
+
+# What is refused
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("harm"),)
+
+
+def test_nothing_in_a_file_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": Harmful()}, tmp_path / "file")
+    with pytest.raises(FormatError, match="can't be read as tensors alone"):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store")
+    assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"model": {"weight": torch.zeros(3)}, "epoch": 1}, "give the part to import, such as key='model'"),
+        ({"epoch": 1}, "'epoch' is a int, not a tensor"),
+        ([torch.zeros(3)], "holds a list, not tensors by name"),
+        (torch.zeros(3), "holds a Tensor"),
+        ({"a": torch.zeros(3).to_sparse()}, "layout torch.sparse_coo"),
+        ({"module.a": torch.zeros(1), "module._orig_mod.a": torch.zeros(2)}, "two tensors of one name"),
+    ],
+)
+def test_what_is_no_state_dict_is_told(tmp_path, found, words):
+    torch.save(found, tmp_path / "file")
+    with pytest.raises(FormatError, match=words):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store")
+
+
+def test_a_key_that_leads_nowhere_is_told(tmp_path):
+    torch.save({"model": {}, "epoch": 1}, tmp_path / "file")
+    with pytest.raises(OptionError, match="nothing under key='net'; it holds 'model', 'epoch'"):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store", key="net")
+
+
+def test_files_of_other_kinds_are_told(tmp_path):
+    with pytest.raises(FormatError, match="can't read"):
+        cnr_store.import_file(tmp_path / "nothing", tmp_path / "store")
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
+    for name, data in [("empty", b""), ("text", b"hello, world, this is text"), ("zip", b"PK\x03\x04....")]:
+        (tmp_path / name).write_bytes(data)
+    for name in ("old", "empty", "text", "zip"):
+        with pytest.raises(FormatError):
+            cnr_store.import_file(tmp_path / name, tmp_path / "store")
+    with pytest.raises(FormatError, match="no file of torch.save"):
+        cnr_store.import_file(tmp_path / "text", tmp_path / "store", key="model")
+    with pytest.raises(OptionError, match="step"):
+        cnr_store.import_file(tmp_path / "text", tmp_path / "store", step=-1)
+    assert not (tmp_path / "store").exists()
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {"a": []},
+        {"a": {"dtype": "F32"}},
+        {"a": tensor(dtype="F31")},
+        {"a": tensor(dtype=["F32"])},
+        {"a": tensor(shape=[3])},
+        {"a": tensor(shape=[-2])},
+        {"a": tensor(shape=[1 << 40, 1 << 40])},
+        {"a": tensor(shape=2)},
+        {"a": tensor(data_offsets=[0, 8, 8])},
+        {"a": tensor(data_offsets=[8, 0])},
+        {"a": tensor(data_offsets=[-8, 0])},
+        {"a": tensor(data_offsets=[8, 16])},
+        {"a": tensor(shape=[1], data_offsets=[0, 4])},
+        {"a": tensor(), "b": tensor()},
+        {"a": tensor(), "b": tensor(data_offsets=[8, 16])},
+        {"a": tensor(), "__metadata__": []},
+        {"a": tensor(), "__metadata__": {"cnr_aliases": "[]"}},
+        {"a": tensor(), "__metadata__": {"cnr_aliases": '{"b": "a"}'}},
+        {"a": tensor(), "__metadata__": {"cnr_aliases": '{"a": "a"}'}},
+        {"a": tensor(), "__metadata__": {"cnr_aliases": '{"a": 5}'}},
+    ],
+)
+def test_a_damaged_header_is_told(tmp_path, header):
+    text = json.dumps(header).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(FormatError, match="file"):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_every_cut_of_a_file_is_told(model, tmp_path):
+    source = write(nn.Linear(2, 2), tmp_path / "file", "safetensors")
+    data = source.read_bytes()
+    for length in range(len(data)):
+        source.write_bytes(data[:length])
+        with pytest.raises(FormatError):
+            cnr_store.import_file(source, tmp_path / "store")
+    source.write_bytes(data)
+    cnr_store.import_file(source, tmp_path / "store")
+
+
+def test_safetensors_are_imported_without_torch(model, tmp_path):
+    cnr_store.save(tmp_path / "saved", model)
+    cnr_store.export(tmp_path / "saved", tmp_path / "file")
+    torch.save(model.state_dict(), tmp_path / "torch")
+    program = """
+import sys
+sys.modules["torch"] = None
+import cnr_store
+cnr_store.import_file("file", "store", tables=["users", "items", "tags"])
+try:
+    cnr_store.import_file("torch", "store")
+except ImportError as error:
+    assert "cnr-store[torch]" in str(error), error
+else:
+    raise SystemExit("imported without torch")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    expected = cnr_store.state_dict(tmp_path / "saved")
+    found = cnr_store.state_dict(tmp_path / "store")
+    assert found.keys() == expected.keys()
+    assert contents(tmp_path / "file")
+    assert np.array_equal(found["sixteenth"], expected["sixteenth"])
