@@ -28,6 +28,7 @@ from cnr_store.errors import (
 )
 from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.access import state_dict, versions, view
+from cnr_store.reading.diff import ArrayDiff, diff
 from cnr_store.reading.export import export
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 from cnr_store.simulation import SimulatedSave, Trace, simulate
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
     from cnr_store.training.importing import import_file
     from cnr_store.training.pending import PendingSave
+    from cnr_store.training.reader import TrackedReader
     from cnr_store.training.restore import Restored
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ _TRAINING = {
     "save": "checkpointer",
     "load": "checkpointer",
     "Restored": "restore",
+    "TrackedReader": "reader",
     "import_file": "importing",
 }
 
@@ -73,10 +76,13 @@ __all__ = [
     "load",
     "Restored",
     "PendingSave",
+    "TrackedReader",
     "versions",
     "open",
     "view",
     "state_dict",
+    "diff",
+    "ArrayDiff",
     "follow",
     "Update",
     "Block",

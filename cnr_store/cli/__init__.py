@@ -14,7 +14,10 @@ from rich.text import Text
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store.cli.demo import demo
+from cnr_store.cli.exchange import diff, export, serve
 from cnr_store.cli.listing import info, ls
+from cnr_store.cli.simulating import simulate
+from cnr_store.cli.upkeep import compact, gc, pin, unpin, verify
 from cnr_store.errors import CheckpointError
 
 
@@ -35,19 +38,19 @@ def _options(
 
 app = typer.Typer(
     name="cnr",
-    help="Checkpoints of recommendation models: what a store holds, and a demo.",
+    help="Checkpoints of recommendation models: what a store holds, its upkeep, and a demo.",
     callback=_options,
     no_args_is_help=True,
     add_completion=False,
     # A traceback is for an error of ours that nobody foresaw, and then Python's own says enough.
     pretty_exceptions_enable=False,
 )
-for command in (demo, ls, info):
+for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, serve, simulate):
     app.command()(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and exit: 0 fine, 1 an error or a failed check, 2 wrong usage."""
+    """Run the command line, and exit: 0 fine, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="cnr")
     except (CheckpointError, BackendError, CodecError) as error:

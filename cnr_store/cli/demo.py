@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from cnr_store.cli.options import Policy, StorageOptions, Width, storage_options, width
-from cnr_store.errors import OptionError
-
-_NEEDS = ("torch", "xarray")
+from cnr_store.cli.options import Policy, StorageOptions, Width, require, storage_options, width
 
 DemoUrl = Annotated[
     str | None,
@@ -41,9 +37,7 @@ def demo(
     The training process knows nothing of the kill. An uninterrupted run is trained for comparison. The exit status
     is 1 if any check of the outcome fails.
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    if missing:
-        raise OptionError(f"the demo needs {' and '.join(missing)}: pip install 'cnr-store[demo]'")
+    require("the demo", "demo", "torch", "xarray")
     from cnr_store.demo.run import DemoOptions, run_demo
 
     asked = DemoOptions(

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog import Catalog
-from cnr_store.cli.options import AsJson, StorageOptions, Url, storage_options
+from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
+from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.format.record import ArrayEntry, Record
 
-VersionName = Annotated[
-    str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.", show_default=False)
-]
-
-_NUMBERS = frozenset({"step", "rows", "bytes"})
 _SHOWN_IDS = 3
-_WIDEST = 10_000
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first."""
     found = list(Catalog(open_backend(url, **storage_options(options))).newest_first())[::-1]
     if as_json:
-        _print_json([_facts(record) for record in found])
+        print_json([_facts(record) for record in found])
         return
     if not found:
-        Console(stderr=True).print(f"{url} holds no committed version", markup=False, soft_wrap=True)
+        say(f"{url} holds no committed version")
         return
     columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
-    table = _table(*columns)
+    table = new_table(*columns)
     for record in found:
         facts = {name: _shown(name, value) for name, value in _facts(record).items()}
         table.add_row(*(facts[column] for column in columns))
-    _print_wide(table)
+    print_table(table)
 
 
 def info(
@@ -48,26 +40,26 @@ def info(
 ) -> None:
     """Show one version, array by array."""
     catalog = Catalog(open_backend(url, **storage_options(options)))
-    record = catalog.find(int(version) if version.isdecimal() else version)
+    record = catalog.find(version_named(version))
     facts = _facts(record) | {
         "needs": list(record.needs),
         "restores": record.restores,
         "policy": dict(record.policy),
     }
     if as_json:
-        _print_json(facts | {"arrays": {path: entry.to_json() for path, entry in record.arrays.items()}})
+        print_json(facts | {"arrays": {path: entry.to_json() for path, entry in record.arrays.items()}})
         return
-    lines = _table("name", "value")
+    lines = new_table("name", "value")
     for name, value in facts.items():
         lines.add_row(name, Text(_shown(name, value)))
-    _print_wide(lines)
-    _print_wide(_arrays_table(record.arrays))
+    print_table(lines)
+    print_table(_arrays_table(record.arrays))
 
 
 def _shown(name: str, value: Any) -> str:
     """One fact, for people."""
     if name == "time":
-        return _time_text(value)
+        return time_text(value)
     if name == "needs":
         more = f" and {len(value) - _SHOWN_IDS} more" if len(value) > _SHOWN_IDS else ""
         return ", ".join(value[:_SHOWN_IDS]) + more if value else "-"
@@ -92,34 +84,10 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
-    table = _table("array", "kind", "shape", "element", "rows", "bytes", "codec", "base")
+    table = new_table("array", "kind", "shape", "element", "rows", "bytes", "codec", "base")
     for path, entry in arrays.items():
         shape = " × ".join(f"{length:,}" for length in entry.shape)
         codec = json.dumps(entry.codec) if entry.codec else "-"
         row = [path, entry.kind, shape, entry.element, f"{entry.rows:,}", f"{entry.nbytes:,}", codec]
         table.add_row(*map(Text, row), entry.base or "-")
     return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    return table
-
-
-def _print_wide(table: Table) -> None:
-    """A table whose lines are never cut or folded, so that it can be searched and piped."""
-    console = Console()
-    console.width = max(
-        console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-    )
-    console.print(table)
-
-
-def _print_json(doc: object) -> None:
-    print(json.dumps(doc, indent=2))
-
-
-def _time_text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -43,10 +44,13 @@ StorageOptions = Annotated[
     ),
 ]
 Policy = Annotated[
-    str, typer.Option(help="full, one-shot, consecutive or intermittent.", callback=_check_policy)
+    str, typer.Option(help="full, one-shot, consecutive, intermittent or auto.", callback=_check_policy)
 ]
 Width = Annotated[
     str, typer.Option(metavar="auto|2|3|4|8|32", help="Bits of a quantized value.", callback=_check_bits)
+]
+VersionName = Annotated[
+    str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
@@ -65,6 +69,11 @@ def storage_options(text: str) -> dict[str, Any]:
     return options
 
 
+def version_named(text: str) -> str | int:
+    """A version as the library takes it: digits are a step."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
 def width(text: str) -> int | str:
     """A width of quantized values as the library takes it.
 
@@ -76,3 +85,13 @@ def width(text: str) -> int | str:
     except OptionError as error:
         raise typer.BadParameter(str(error)) from error
     return bits
+
+
+def require(what: str, extra: str, *modules: str) -> None:
+    """Refuse a command whose libraries are not installed.
+
+    Raises: OptionError, naming them and the extra that has them.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise OptionError(f"{what} needs {' and '.join(missing)}: pip install 'cnr-store[{extra}]'")

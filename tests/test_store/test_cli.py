@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+import zarr
+from safetensors.numpy import load_file
 
+import cnr_store
 from cnr_store.cli import main
+from cnr_store.policy import POLICIES
 
 WITHOUT_TORCH = """
 import sys
@@ -32,9 +41,6 @@ def cnr(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with two versions."""
-    torch = pytest.importorskip("torch")
-    import cnr_store
-
     url = str(tmp_path_factory.mktemp("stores") / "store")
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adagrad(model.parameters())
@@ -103,12 +109,126 @@ def test_an_error_of_ours_is_one_line_and_status_1(
         ("info", store, "77"),
         ("info", store, "[bold]"),
         ("demo", "--data", str(tmp_path)),
+        ("verify", str(tmp_path / "empty")),
+        ("verify", store, "77"),
+        ("compact", store, "77"),
+        ("gc", str(tmp_path)),
+        ("pin", store, "77"),
+        ("diff", store, "1", "77"),
+        ("export", store, str(tmp_path / "file")),
+        ("serve", str(tmp_path / "empty")),
+        ("simulate", "--policy", "often"),
     ):
         status, out, err = cnr(capsys, *arguments)
         assert (status, out) == (1, ""), arguments
         assert err.startswith("cnr: ")
         assert err.count("\n") == 1
         assert "Traceback" not in err
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, store: str) -> str:
+    """A copy of the store, to change."""
+    return str(shutil.copytree(store, tmp_path / "copy"))
+
+
+def test_verify_tells_a_sound_store_from_a_damaged_one(
+    capsys: pytest.CaptureFixture[str], own_store: str
+) -> None:
+    status, out, _ = cnr(capsys, "verify", own_store, "--deep")
+    assert (status, out.splitlines()[-1].split(";")[0]) == (0, "2 of 2 versions can be restored")
+    assert json.loads(cnr(capsys, "verify", own_store, "1", "--json")[1])["ok"] is True
+    shard = next(Path(own_store).glob("versions/*/tables/0/weight/c/0/0"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    status, out, _ = cnr(capsys, "verify", own_store)
+    assert status == 3
+    assert out.startswith("damaged: ")
+    assert str(shard.relative_to(own_store)) in out
+    status, out, _ = cnr(capsys, "verify", own_store, "--json")
+    doc = json.loads(out)
+    assert (status, doc["ok"]) == (3, False)
+    assert doc["problems"]
+
+
+def test_folding_changes_no_value(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
+    values = cnr_store.state_dict(own_store)["0.weight"]
+    assert cnr(capsys, "compact", own_store, "1")[1].endswith(": nothing to fold\n")
+    status, out, _ = cnr(capsys, "compact", own_store, "--json")
+    assert (status, json.loads(out)["outcome"]) == (0, "folded")
+    assert cnr(capsys, "compact", own_store)[1].endswith(": already folded\n")
+    assert (cnr_store.state_dict(own_store)["0.weight"] == values).all()
+
+
+def test_retention_removes_what_it_foretold_and_no_pinned_version(
+    capsys: pytest.CaptureFixture[str], own_store: str
+) -> None:
+    first, second = (info.id for info in cnr_store.versions(own_store))
+    cnr_store.save(own_store, torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16)), step=3)
+    rules = ("gc", own_store, "--keep-last", "1")
+    assert cnr(capsys, "pin", own_store, "1")[1] == f"{first}: pinned\n"
+    planned = json.loads(cnr(capsys, *rules, "--dry-run", "--json")[1])
+    assert (planned["removed"], len(cnr_store.versions(own_store))) == ([second], 3)
+    status, out, _ = cnr(capsys, *rules)
+    assert (status, f"removed: {second}" in out.splitlines()) == (0, True)
+    assert cnr(capsys, "unpin", own_store, "1")[0] == 0
+    assert json.loads(cnr(capsys, *rules, "--json")[1])["removed"] == [first]
+    assert [info.step for info in cnr_store.versions(own_store)] == [3]
+
+
+def test_diff_counts_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 16, sparse=True))
+    with cnr_store.Checkpointer(url, model, bits=32) as checkpointer:
+        checkpointer.save(1).result()
+        with torch.no_grad():
+            model[0].weight[[3, 5]] += 1.0  # type: ignore[index, operator]
+        checkpointer.touch("0", [3, 5])
+        checkpointer.save(2).result()
+    status, out, _ = cnr(capsys, "diff", url, "1")
+    assert (status, out.splitlines()[1].split()) == (0, ["tables/0/weight", "changed", "2", "100", "1"])
+    assert json.loads(cnr(capsys, "diff", url, "2", "1", "--json")[1])[0]["rows_changed"] == 2
+
+
+def test_export_writes_what_state_dict_returns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, store: str
+) -> None:
+    target = tmp_path / "model.safetensors"
+    status, out, _ = cnr(capsys, "export", store, str(target), "--version", "1", "--json")
+    assert (status, json.loads(out)["step"]) == (0, 1)
+    found = load_file(target)
+    assert (found["0.weight"] == cnr_store.state_dict(store, 1)["0.weight"]).all()
+    assert cnr(capsys, "export", store, str(target))[0] == 1
+    assert cnr(capsys, "export", store, str(tmp_path / "group"), "--format", "zarr")[0] == 0
+    assert "tables/0/weight" in zarr.open_group(tmp_path / "group", mode="r")
+
+
+def test_serve_answers_until_interrupted(store: str) -> None:
+    command = [sys.executable, "-m", "cnr_store.cli", "serve", store, "--port", "0", "--version", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            lines = iter(server.stderr.readline, "")
+            assert "(step 1)" in next(lines)
+            address = next(
+                found[0]
+                for line in lines
+                if (found := re.search(r"http://[0-9.:]+", line)) and ":0" not in found[0]
+            )
+            with urllib.request.urlopen(f"{address}/zarr.json", timeout=60) as answer:
+                assert json.load(answer)["attributes"]["cnr_version"]["step"] == 1
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
+
+
+def test_simulate_compares_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("simulate", "--rows", "1000", "--saves", "6", "--accesses", "500")
+    status, out, _ = cnr(capsys, *few)
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == list(POLICIES)
+    found = json.loads(cnr(capsys, *few, "--policy", "full", "--row-bytes", "10", "--json")[1])
+    assert [save["bytes"] for save in found["full"]] == [10_000] * 6
+    assert "every version is full" in cnr(capsys, *few, "--policy", "full")[1]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +243,8 @@ def test_an_error_of_ours_is_one_line_and_status_1(
         (("demo", "--bits", "few"), "bits 'few'"),
         (("demo", "--every", "0"), "--every"),
         (("demo", "--steps", "many"), "--steps"),
+        (("gc", "x", "--keep-last", "0"), "--keep-last"),
+        (("export", "x", "y", "--format", "onnx"), "onnx"),
     ],
 )
 def test_wrong_usage_is_status_2(

@@ -1,0 +1,62 @@
+"""`cnr simulate`: what policies cost, without training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cnr_store.cli.options import AsJson
+from cnr_store.cli.output import new_table, print_json, print_table
+from cnr_store.policy import POLICIES
+from cnr_store.simulation import SimulatedSave, Trace
+from cnr_store.simulation import simulate as run
+
+Rows = Annotated[int, typer.Option(min=1, help="Rows of all tables.")]
+Saves = Annotated[int, typer.Option(min=1, help="Saves to simulate.")]
+Accesses = Annotated[int, typer.Option(min=1, help="Lookups between two saves.")]
+Exponent = Annotated[float, typer.Option(help="Of Zipf's law: how popularity falls.")]
+KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept; all if left out.")]
+RowBytes = Annotated[float, typer.Option(min=0, help="Encoded bytes of a row with its optimizer state.")]
+Chosen = Annotated[str | None, typer.Option("--policy", help="Show each save of this policy.")]
+
+
+def simulate(
+    rows: Rows = 100_000,
+    saves: Saves = 20,
+    accesses: Accesses = 100_000,
+    exponent: Exponent = 1.05,
+    row_bytes: RowBytes = 68.0,
+    keep_last: KeepLast = None,
+    policy: Chosen = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare what the policies would write, keep and restore, on rows looked up by Zipf's law."""
+    trace = Trace.zipf(rows, saves, accesses, exponent)
+    names = POLICIES if policy is None else (policy,)
+    found = {name: run(trace, name, keep_last=keep_last, row_bytes=row_bytes) for name in names}
+    if as_json:
+        print_json({name: [asdict(save) for save in ran] for name, ran in found.items()})
+    elif policy is None:
+        _print_summary(found)
+    else:
+        _print_saves(found[policy])
+
+
+def _print_summary(found: dict[str, list[SimulatedSave]]) -> None:
+    table = new_table("policy", "written", "kept", "chain", "restore")
+    for name, ran in found.items():
+        last = ran[-1]
+        sizes = (last.written_bytes, last.kept_bytes, max(save.chain for save in ran))
+        table.add_row(name, *(f"{size:,}" for size in sizes), f"{max(save.restore_bytes for save in ran):,}")
+    print_table(table)
+
+
+def _print_saves(ran: list[SimulatedSave]) -> None:
+    table = new_table("save", "bytes", "written", "kept", "chain", "decision")
+    for save in ran:
+        sizes = (save.save, save.bytes, save.written_bytes, save.kept_bytes, save.chain)
+        kind = "full" if save.decision.full else f"since {save.decision.since}"
+        table.add_row(*(f"{size:,}" for size in sizes), f"{kind}: {save.decision.reason}")
+    print_table(table)

@@ -1,0 +1,131 @@
+"""What differs between two versions, array by array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_backends import Transfer, open_backend
+from cnr_store.catalog import Catalog, Version
+from cnr_store.chain import ArrayReader
+from cnr_store.dense import read_dense
+from cnr_store.format.record import Record
+from cnr_store.memory import empty
+from cnr_store.reading.access import READ_WORKERS, Url
+from cnr_store.reading.changes import Rows, all_rows, changed_rows, find_unshared
+
+Array = np.ndarray[Any, Any]
+Status = Literal["equal", "changed", "reshaped", "added", "removed"]
+
+
+@dataclass(frozen=True)
+class ArrayDiff:
+    """One array in two versions.
+
+    Attributes
+    ----------
+    path
+        Its place in a version, such as ``tables/NAME/weight``.
+    status
+        ``equal`` bit for bit; ``changed``; ``reshaped``: another shape or type; ``added`` or ``removed``: in one of
+        the versions only.
+    rows, rows_changed
+        Rows in the newer version (entries of the first axis), and those that differ in any bit; all of them unless
+        the array is in both, in one shape.
+    max_abs
+        The largest absolute difference of two values, where both are finite; None unless both are numbers.
+    """
+
+    path: str
+    status: Status
+    rows: int
+    rows_changed: int
+    max_abs: float | None = None
+
+
+def diff(url: Url, older: Version, newer: Version = "latest", **storage_options: Any) -> list[ArrayDiff]:
+    """Compare two versions bit for bit.
+
+    Of tables only the rows are read that the versions do not share.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError, CorruptionError
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    before, after = catalog.find(older), catalog.find(newer)
+    with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+        paths = sorted({*before.arrays, *after.arrays})
+        return [_compare(catalog, before, after, path, transfer) for path in paths]
+
+
+def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfer: Transfer) -> ArrayDiff:
+    old, new = before.arrays.get(path), after.arrays.get(path)
+    if old is None or new is None:
+        there = old or new
+        assert there is not None  # paths are those of either
+        rows = _length(there.shape)
+        return ArrayDiff(path, "added" if old is None else "removed", rows, rows)
+    rows = _length(new.shape)
+    if (old.shape, old.element) != (new.shape, new.element):
+        return ArrayDiff(path, "reshaped", rows, rows)
+    if new.kind == "dense":
+        return _compare_dense(catalog, before, after, path)
+    unshared = find_unshared(catalog, after, path, [before])
+    found = (
+        all_rows(catalog, after, path, transfer)
+        if unshared is None
+        else changed_rows(catalog, after, path, unshared, transfer)
+    )
+    return _compared(path, rows, _row_pairs(ArrayReader(catalog, before, path), found))
+
+
+def _compared(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> ArrayDiff:
+    changed, largest = 0, 0.0
+    for one, other in pairs:
+        differs = (_bits(one) != _bits(other)).any(axis=1)
+        changed += int(differs.sum())
+        largest = max(largest, _max_abs(one[differs], other[differs]))
+    return ArrayDiff(path, "changed" if changed else "equal", rows, changed, largest)
+
+
+def _row_pairs(before: ArrayReader, found: Iterable[Rows]) -> Iterator[tuple[Array, Array]]:
+    """The older and the newer values of rows that may differ, (n, columns) each."""
+    for ids, values in found:
+        if not len(ids):
+            continue
+        first, span = int(ids[0]), int(ids[-1] - ids[0]) + 1
+        need = np.zeros(span, np.uint8)
+        need[ids - first] = 1
+        out = empty((span, before.columns), before.dtype, f"version {before.version}, {before.path}")
+        before.read_rows(first, out, need)
+        yield out[ids - first], values
+
+
+def _compare_dense(catalog: Catalog, before: Record, after: Record, path: str) -> ArrayDiff:
+    (one, one_type), (other, other_type) = (read_dense(catalog, record, path) for record in (before, after))
+    rows = _length(other.shape)
+    if one_type != other_type:
+        return ArrayDiff(path, "reshaped", rows, rows)
+    pairs = [(one.reshape(rows, -1), other.reshape(rows, -1))] if other.size else []
+    found = _compared(path, rows, pairs)
+    # Types that numpy lacks come as the integers that hold their bits: their distance says nothing.
+    return found if other_type is None else replace(found, max_abs=None)
+
+
+def _length(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+def _bits(values: Array) -> Array:
+    return np.ascontiguousarray(values).view(np.uint8)
+
+
+def _max_abs(one: Array, other: Array) -> float:
+    kind = np.complex128 if one.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(one.astype(kind) - other.astype(kind))
+    return float(np.max(apart, where=np.isfinite(apart), initial=0.0))
