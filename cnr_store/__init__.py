@@ -33,8 +33,10 @@ from cnr_store.reading.export import export
 from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
 from cnr_store.simulation import SimulatedSave, Trace, simulate
 from cnr_store.upkeep.compact import CompactReport, compact
+from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
 from cnr_store.upkeep.pins import pin, pins, unpin
 from cnr_store.upkeep.retention import GcReport, gc
+from cnr_store.upkeep.verify import verify
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
@@ -101,6 +103,10 @@ __all__ = [
     "SimulatedSave",
     "Trace",
     "ExpectedRestores",
+    "verify",
+    "VerifyReport",
+    "Finding",
+    "Leftovers",
     "CheckpointError",
     "EmptyStoreError",
     "VersionNotFoundError",
