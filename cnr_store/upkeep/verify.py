@@ -215,11 +215,22 @@ class _Verification:
             if fold is not None:
                 found.append(fold)
                 continue
-            place = layout.version_key(version, room=layout.FOLDS)
-            left = leftovers(place, dict(self._backend.list_keys(place)))
-            if left is not None:
-                self._leftovers.append(left)
+            self._unfinished_fold(version)
         return found
+
+    def _unfinished_fold(self, version: str) -> None:
+        place = layout.version_key(version, room=layout.FOLDS)
+        listed = dict(self._backend.list_keys(place))
+        left = leftovers(place, listed)
+        if left is not None:
+            self._leftovers.append(left)
+        if any(key.endswith("/manifest") for key in listed):
+            key = layout.record_key(version, layout.FOLDS)
+            what = (
+                f"fold of version {version}: {key} is missing while all else seems to be there: it is lost, or folding "
+                "ended just before. Without it the version is read along its own chain"
+            )
+            self._suspicious.append(Finding(what, version, key))
 
     def _judge(self, attempts: list[Attempt], records: list[Record], folds: list[Record]) -> None:
         """What attempts without a record, pins and tombstones mean."""

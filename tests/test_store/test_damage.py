@@ -1,4 +1,7 @@
-"""Any damage to any object of a store is an error that names it, or changes nothing; values are never wrong."""
+"""Any damage to any object of a store is an error that names it, or changes nothing; values are never wrong.
+
+`verify` names every damaged object, and knows which versions still load.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from torch import nn
 import cnr_store
 from cnr_backends import BackendError
 from cnr_store import Checkpointer, CheckpointError, VersionInfo
+from cnr_store.upkeep.findings import VerifyReport
+from cnr_store.upkeep.verify import verify
 
 Values = dict[str, bytes]
 
@@ -35,9 +40,9 @@ class Model(nn.Module):
 
 
 class Damaged:
-    """A store of three versions, whose newest leans on both others, and what each version loads to."""
+    """A store of three versions, whose newest leans on both others or is folded, and what each version loads to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, folded: bool) -> None:
         self.folder = folder
         model = Model(0)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -49,6 +54,9 @@ class Damaged:
                 model(torch.arange(step * 5, step * 5 + 20)).sum().backward()
                 optimizer.step()
                 self.infos.append(checkpointer.save(step, reader, metadata={"step": step}).result())
+        self.folded = folded
+        if folded:
+            cnr_store.compact(folder)
         self.expected = {info.id: self.load(info.id) for info in self.infos}
 
     def load(self, version: str) -> Values:
@@ -71,6 +79,12 @@ class Damaged:
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
 
+    def to_damage(self) -> dict[str, bytes]:
+        """The same, but where there is a fold only what it changes: itself, and what its version leant on."""
+        if not self.folded:
+            return self.objects()
+        return {key: data for key, data in self.objects().items() if "folds/" in key or "/c/" in key}
+
     @contextmanager
     def holding(self, changes: Mapping[str, bytes | None]) -> Iterator[None]:
         """Replace objects, or remove them, for a while."""
@@ -88,7 +102,7 @@ class Damaged:
 
     def check(self, keys: Sequence[str], damage: str) -> bool:
         """Read all versions; every error must name one of the damaged objects. Returns whether there was one."""
-        missed = False
+        missed, lost = False, set()
         for info in self.infos:
             ways = [self.load]
             if any(info.id in key for key in keys):
@@ -98,12 +112,25 @@ class Damaged:
                     values = way(info.id)
                 except (CheckpointError, BackendError) as error:
                     missed = True
+                    lost.add(info.id)
                     if not any(_names(str(error), key, self.folder) for key in keys):
                         pytest.fail(f"{damage} {keys} is not named in: {error}")
                 else:
                     wrong = [name for name, value in values.items() if value != self.expected[info.id][name]]
                     assert not wrong, (damage, keys, info.id, wrong)
+        self._verify(keys, damage, lost)
         return missed
+
+    def _verify(self, keys: Sequence[str], damage: str, lost: set[str]) -> None:
+        """Every damaged object is named, but those which only a damaged record or manifest could tell of."""
+        report = verify(self.folder, deep=True)
+        named = _named(report)
+        blind = {name.rpartition("/")[0] for name in named if _is_record(name) or name.endswith("/manifest")}
+        unnamed = [key for key in set(keys) - named if not any(key.startswith(f"{home}/") for home in blind)]
+        assert not unnamed, (damage, keys, report)
+        assert {info.id for info in self.infos} - lost == set(report.restorable), (damage, keys, report)
+        if damage in QUICK:
+            assert not set(keys) - _named(verify(self.folder)), (damage, keys)
 
     def _state_dict(self, version: str) -> Values:
         return {name: v.tobytes() for name, v in cnr_store.state_dict(self.folder, version).items()}
@@ -117,19 +144,26 @@ class Damaged:
         }
 
 
+def _named(report: VerifyReport) -> set[str]:
+    return {finding.key for finding in (*report.problems, *report.suspicious) if finding.key is not None}
+
+
 def _names(message: str, key: str, folder: Path) -> bool:
     """Whether a message says which object it is: its key, its array in its version, or its version's record."""
-    if not key.startswith("versions/") or key.count("/") < 2:
+    room, _, rest = key.partition("/")
+    if room not in ("versions", "folds") or key.count("/") < 2:
         return str(folder) in message and key in message
-    _, version, name = key.split("/", 2)
+    version, name = rest.split("/", 1)
+    if room == "folds" and not _is_record(key):
+        name = name.partition("/")[2]  # below the folder of the attempt
     array = name.partition("/c/")[0]
     what = {"zarr.json": version, "state/main.json": "state"}.get(array, array)
     return version in message and what in message
 
 
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
-    return Damaged(tmp_path_factory.mktemp("damaged"))
+@pytest.fixture(scope="module", params=["chain", "fold"])
+def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    return Damaged(tmp_path_factory.mktemp("damaged"), request.param == "fold")
 
 
 @pytest.fixture(autouse=True)
@@ -139,14 +173,19 @@ def nothing_changed(damaged: Damaged) -> Iterator[None]:
     assert damaged.objects() == before, "an object was not put back, or reading wrote something"
 
 
-def _guards_data(key: str) -> bool:
-    """Whether our readers depend on an object, rather than on its copy in the commit record."""
+def _guards_data(damaged: Damaged, key: str) -> bool:
+    """Whether our readers depend on an object, rather than on its copy in the commit record or in a fold."""
+    if damaged.folded and damaged.infos[-1].id in key and key.startswith("versions/") and "/tables/" in key:
+        return False
     return "/c/" in key or key.endswith(("/manifest", "/main.json")) or _is_record(key)
 
 
 def _is_record(key: str) -> bool:
-    return key.startswith("versions/") and key.count("/") == 2 and key.endswith("/zarr.json")
+    return key.startswith(("versions/", "folds/")) and key.count("/") == 2 and key.endswith("/zarr.json")
 
+
+QUICK = {"lost", "emptied", "cut in half", "cut by a byte", "lengthened"}
+"""Damages that a quick check must find, wherever they are."""
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "first byte flipped": lambda data: bytes([data[0] ^ 0x10]) + data[1:],
@@ -163,22 +202,27 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_altered_object(damaged: Damaged, damage: str) -> None:
-    for key, data in damaged.objects().items():
+    for key, data in damaged.to_damage().items():
         with damaged.holding({key: DAMAGES[damage](data)}):
             missed = damaged.check([key], damage)
-        assert missed or not _guards_data(key), key
+        assert missed or not _guards_data(damaged, key), key
 
 
 def test_lost_object(damaged: Damaged) -> None:
-    for key in damaged.objects():
+    for key in damaged.to_damage():
         with damaged.holding({key: None}):
             missed = damaged.check([key], "lost")
-        assert missed or not _guards_data(key), key
+        assert missed or not _guards_data(damaged, key) or _lost_unseen(damaged, key), key
+
+
+def _lost_unseen(damaged: Damaged, key: str) -> bool:
+    """Without its record a version or a fold does not exist; only `verify` may tell that it once did."""
+    return _is_record(key) and key.startswith("folds/")
 
 
 def test_swapped_objects(damaged: Damaged) -> None:
     """Each with the next object, and with the one at the same place of the next version."""
-    objects = damaged.objects()
+    objects = damaged.to_damage()
     pairs = list(zip(objects, list(objects)[1:], strict=False))
     for older, newer in zip(damaged.infos, damaged.infos[1:], strict=False):
         others = ((key, key.replace(older.id, newer.id)) for key in objects if older.id in key)
@@ -188,7 +232,7 @@ def test_swapped_objects(damaged: Damaged) -> None:
             continue
         with damaged.holding({left: objects[right], right: objects[left]}):
             missed = damaged.check([left, right], "swapped")
-        assert missed or not (_guards_data(left) or _guards_data(right)), (left, right)
+        assert missed or not (_guards_data(damaged, left) or _guards_data(damaged, right)), (left, right)
 
 
 def test_lost_record_of_the_newest_version(damaged: Damaged) -> None:
