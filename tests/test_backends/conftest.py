@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,15 +16,18 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import S3Server
 
-# Of a request's number and method: None to pass it on, "lose" to pass it on and hang up instead of answering, or
-# the code of an error to answer with at once.
+# Of a request's method and its number among those of that method: None to pass it on; "lose" to pass it on and hang
+# up instead of answering; "hang" never to answer, "stall" not even to read it; or the code of an error to answer
+# with at once.
 Spoil: TypeAlias = Callable[[int, str], str | None]
 SpoiledOptions: TypeAlias = Callable[[Spoil], Any]
 
-_CONFLICT = (
-    b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code><Message>A conflicting operation "
-    b"occurred.</Message></Error>"
-)
+_ERRORS = {
+    "409": ("ConditionalRequestConflict", "A conflicting operation occurred."),
+    "412": ("PreconditionFailed", "At least one of the pre-conditions you specified did not hold."),
+    "500": ("InternalError", "We encountered an internal error. Please try again."),
+    "503": ("SlowDown", "Please reduce your request rate."),
+}
 
 
 @pytest.fixture
@@ -32,12 +36,14 @@ def spoiled(s3_server: S3Server) -> SpoiledOptions:
 
     @contextmanager
     def through(spoil: Spoil) -> Iterator[dict[str, Any]]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(s3_server.port, spoil))
+        over = threading.Event()
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(s3_server.port, spoil, over))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
         finally:
+            over.set()
             server.shutdown()
             thread.join()
             server.server_close()
@@ -45,17 +51,25 @@ def spoiled(s3_server: S3Server) -> SpoiledOptions:
     return through
 
 
-def _handler(port: int, spoil: Spoil) -> type[BaseHTTPRequestHandler]:
-    writes = iter(range(1_000_000))
+def _handler(port: int, spoil: Spoil, over: threading.Event) -> type[BaseHTTPRequestHandler]:
+    numbers = {method: itertools.count() for method in ("GET", "HEAD", "PUT", "DELETE")}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def forward(self) -> None:
+            fate = spoil(next(numbers[self.command]), self.command)
+            if fate == "stall":
+                over.wait()
+                return
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            fate = spoil(next(writes), self.command) if self.command == "PUT" else None
-            if fate == "409":
-                self.answer(409, [("Content-Type", "application/xml")], _CONFLICT)
+            if fate == "hang":
+                over.wait()
+                return
+            if fate in _ERRORS:
+                code, message = _ERRORS[fate]
+                text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
+                self.answer(int(fate), [("Content-Type", "application/xml")], text.encode())
                 return
             answer = self.ask(body)
             if fate == "lose":
@@ -75,19 +89,23 @@ def _handler(port: int, spoil: Spoil) -> type[BaseHTTPRequestHandler]:
             data = response.read()
             connection.close()
             skipped = ("content-length", "transfer-encoding", "connection")
+            if self.command == "HEAD":  # the length of what it would be
+                skipped = skipped[1:]
             return response.status, [h for h in response.getheaders() if h[0].lower() not in skipped], data
 
         def answer(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
             self.send_response_only(status)
             for name, value in headers:
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
+            if self.command != "HEAD":
+                self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(OSError):  # the client has given up
+                self.wfile.write(data)
 
         def log_message(self, *args: object) -> None:
             """Say nothing."""
 
-        do_GET = do_PUT = forward  # noqa: N815 - http.server's names
+        do_GET = do_HEAD = do_PUT = do_DELETE = forward  # noqa: N815 - http.server's names
 
     return Handler

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from cnr_backends import ObjectExistsError, OpenError, StorageError, open_backen
 
 if TYPE_CHECKING:
     from tests.conftest import S3Server
-    from tests.test_backends.conftest import SpoiledOptions
+    from tests.test_backends.conftest import Spoil, SpoiledOptions
 
 pytestmark = pytest.mark.server
 
@@ -35,12 +36,16 @@ def _new_url(server: S3Server) -> str:
     return server.url(uuid.uuid4().hex)
 
 
+def first_put(fate: str, times: int = 1) -> Spoil:
+    return lambda number, method: fate if method == "PUT" and number < times else None
+
+
 def test_a_lost_answer_to_a_create_that_landed_is_not_a_failure(
     s3_server: S3Server, spoiled: SpoiledOptions
 ) -> None:
     url = _new_url(s3_server)
     with (
-        spoiled(lambda number, method: "lose" if number == 0 else None) as options,
+        spoiled(first_put("lose")) as options,
         open_backend(url, **options) as backend,
     ):
         backend.create("name", b"mine")
@@ -56,7 +61,7 @@ def test_a_lost_answer_to_a_create_that_lost_is_a_failure(
     with open_backend(url, **s3_server.storage_options) as backend:
         backend.create("name", b"first")
     with (
-        spoiled(lambda number, method: "lose" if number == 0 else None) as options,
+        spoiled(first_put("lose")) as options,
         open_backend(url, **options) as backend,
     ):
         with pytest.raises(ObjectExistsError):
@@ -66,11 +71,86 @@ def test_a_lost_answer_to_a_create_that_lost_is_a_failure(
 
 def test_a_conflict_is_tried_again(s3_server: S3Server, spoiled: SpoiledOptions) -> None:
     with (
-        spoiled(lambda number, method: "409" if number < 2 else None) as options,
+        spoiled(first_put("409", times=2)) as options,
         open_backend(_new_url(s3_server), **options) as backend,
     ):
         backend.create("name", b"mine")
         assert backend.get("name") == b"mine"
+
+
+@pytest.mark.parametrize("code", ["500", "503"])
+def test_a_server_that_is_overloaded_is_asked_again(
+    s3_server: S3Server, spoiled: SpoiledOptions, code: str
+) -> None:
+    with (
+        spoiled(lambda number, method: None if number % 2 else code) as options,
+        open_backend(_new_url(s3_server), **options) as backend,
+    ):
+        backend.put("put", b"1")
+        backend.create("created", b"2")
+        assert backend.get("put") == b"1"
+        assert backend.list_names("") == ["created", "put"]
+        with pytest.raises(ObjectExistsError):
+            backend.create("created", b"3")
+
+
+def test_a_refused_create_without_an_object_is_no_success(
+    s3_server: S3Server, spoiled: SpoiledOptions
+) -> None:
+    with (
+        spoiled(first_put("412")) as options,
+        open_backend(_new_url(s3_server), **options) as backend,
+    ):
+        with pytest.raises(StorageError, match="create of 'name' failed"):
+            backend.create("name", b"mine")
+        assert backend.list_names("") == []
+        backend.create("name", b"mine")
+
+
+@pytest.mark.parametrize(("operation", "fate"), [("put", "stall"), ("create", "hang")])
+def test_a_request_that_hangs_is_given_up(
+    s3_server: S3Server,
+    spoiled: SpoiledOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    fate: str,
+) -> None:
+    monkeypatch.setattr("cnr_backends.remote.SENT_BYTES_PER_SECOND", 1 << 30)
+    data = bytes(16 << 20)  # more than lies in the buffers on the way
+    with (
+        spoiled(first_put(fate, times=3)) as options,
+        open_backend(_new_url(s3_server), **options, operation_seconds=4) as backend,
+    ):
+        with pytest.raises(StorageError, match=f"{operation} of 'name' failed.*more than 4 seconds"):
+            getattr(backend, operation)("name", data)
+        assert backend.list_names("") == []
+
+
+def test_a_read_that_hangs_is_given_up(s3_server: S3Server, spoiled: SpoiledOptions) -> None:
+    hangs = threading.Event()
+    with (
+        spoiled(lambda number, method: "hang" if hangs.is_set() else None) as options,
+        open_backend(_new_url(s3_server), **options, operation_seconds=4) as backend,
+    ):
+        backend.put("name", b"value")
+        hangs.set()
+        with pytest.raises(StorageError, match=r"get of 'name' failed.*more than 4 seconds"):
+            backend.get("name")
+        hangs.clear()
+        assert backend.get("name") == b"value"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "5", None, True])
+def test_operation_seconds_are_checked(s3_server: S3Server, seconds: Any) -> None:
+    with pytest.raises(OpenError, match="operation_seconds"):
+        open_backend(_new_url(s3_server), **s3_server.storage_options, operation_seconds=seconds)
+
+
+def test_own_time_outs_are_kept(s3_server: S3Server) -> None:
+    options = {**s3_server.storage_options, "config_kwargs": {"read_timeout": 7}}
+    with open_backend(_new_url(s3_server), **options) as backend:
+        config = backend._fs.s3._client_config
+        assert (config.read_timeout, config.connect_timeout) == (7, 10)
 
 
 def test_what_another_process_creates_is_seen_and_kept(s3_server: S3Server) -> None:

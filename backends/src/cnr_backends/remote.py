@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+from fsspec.asyn import sync
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 
 from cnr_backends.backend import Backend, Pieces
 from cnr_backends.errors import OpenError
@@ -18,6 +20,9 @@ from cnr_backends.urls import without_secrets
 # Drivers raise their own kinds of exceptions (botocore's and aiohttp's derive from Exception only), so
 # nothing narrower would catch a lost connection.
 ANY_DRIVER_ERROR = (Exception,)
+
+OPERATION_SECONDS = 300.0
+SENT_BYTES_PER_SECOND = 1 << 20
 
 _ALIVE: WeakSet[FsspecBackend] = WeakSet()
 _INHERITED: list[object] = []
@@ -32,12 +37,17 @@ class FsspecBackend(Backend):
 
     Listings are never cached and instances never shared: a forked process makes its own connection.
 
+    An operation that hangs is given up, so that no save waits for ever: drivers limit the wait for an answer, but
+    not all of them limit that for a server which stops taking what is sent to it.
+
     Parameters
     ----------
     url : str
         An fsspec URL without "::" chains.
     options : mapping
-        Storage options, passed to the filesystem.
+        Storage options, passed to the filesystem. ``operation_seconds`` is ours: how long one operation may take,
+        repetitions included, beside a second for each MiB that it sends; 300 unless said otherwise. It has an
+        effect on asynchronous filesystems, which all object stores are.
 
     Raises
     ------
@@ -47,16 +57,17 @@ class FsspecBackend(Backend):
 
     atomic_create = False
     _failures = ANY_DRIVER_ERROR
-    _defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url = without_secrets(url)
         self._address = url
-        self._options = options
+        self._options = {name: value for name, value in options.items() if name != "operation_seconds"}
+        self._operation_seconds = options.get("operation_seconds", OPERATION_SECONDS)
         self._connection: tuple[int, Any] | None = None
         self._lock = threading.Lock()
         _ALIVE.add(self)
         try:
+            self._operation_seconds = checked_seconds(self._operation_seconds)
             self._root = self._connect()[1].rstrip("/")
             self._probe()
         except ImportError as error:  # it says what to install
@@ -69,7 +80,10 @@ class FsspecBackend(Backend):
             raise OpenError(f"can't open {self.url}: {reason}", url=self.url) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._address, self._options)
+        return type(self), (
+            self._address,
+            {**self._options, "operation_seconds": self._operation_seconds},
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -86,14 +100,30 @@ class FsspecBackend(Backend):
     def _connect(self) -> tuple[Any, str]:
         with self._lock:
             options = {
-                **self._defaults,
-                **self._options,
+                **self._driver_options(),
                 "use_listings_cache": False,
                 "skip_instance_cache": True,
             }
             fs, root = url_to_fs(self._address, **options)
             self._connection = os.getpid(), fs
             return fs, root
+
+    def _driver_options(self) -> dict[str, Any]:
+        """The storage options, with what this kind of filesystem gets unless said otherwise."""
+        return self._options
+
+    def _call(self, method: str, *arguments: Any, sent_bytes: int = 0, **options: Any) -> Any:
+        """Call a method of the filesystem, for as long as an operation may take."""
+        fs = self._fs
+        if not fs.async_impl or fs.asynchronous:
+            return getattr(fs, method)(*arguments, **options)
+        seconds = self._operation_seconds + sent_bytes / SENT_BYTES_PER_SECOND
+        try:
+            return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=seconds, **options)
+        except FSTimeoutError as error:
+            raise TimeoutError(
+                f"it took more than {seconds:.0f} seconds; give more by the option operation_seconds if the way is slow"
+            ) from error
 
     def _probe(self) -> None:
         """Find out now, by one cheap listing, that the server, the bucket or the credentials are wrong."""
@@ -102,31 +132,32 @@ class FsspecBackend(Backend):
     def _put(self, key: str, pieces: Pieces) -> None:
         path = self._at(key)
         self._make_parent(path)
-        self._fs.pipe_file(path, b"".join(pieces))
+        data = b"".join(pieces)
+        self._call("pipe_file", path, data, sent_bytes=len(data))
 
     def _create(self, key: str, data: bytes) -> bool:
-        fs, path = self._fs, self._at(key)
-        if fs.exists(path):
+        path, mode = self._at(key), {"mode": "create"} if has_create_mode(self._fs) else {}
+        if self._call("exists", path):
             return False
         self._make_parent(path)
         try:
-            fs.pipe_file(path, data, **({"mode": "create"} if has_create_mode(fs) else {}))
+            self._call("pipe_file", path, data, sent_bytes=len(data), **mode)
         except FileExistsError:
             return False
         return self._holds(key, data)
 
     def _get(self, key: str) -> bytes:
-        return bytes(self._fs.cat_file(self._at(key)))
+        return bytes(self._call("cat_file", self._at(key)))
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return bytes(self._fs.cat_file(self._at(key), start=start, end=start + length))
+        return bytes(self._call("cat_file", self._at(key), start=start, end=start + length))
 
     def _get_suffix(self, key: str, length: int) -> bytes:
         size = self._size(key)
         return self._get_range(key, max(size - length, 0), min(length, size)) if size else b""
 
     def _size(self, key: str) -> int:
-        info = self._fs.info(self._at(key))
+        info = self._call("info", self._at(key))
         if info["type"] != "file":
             raise IsADirectoryError(key)
         return int(info["size"])
@@ -134,7 +165,7 @@ class FsspecBackend(Backend):
     def _list_names(self, prefix: str) -> list[str]:
         folder = self._at(prefix)
         try:
-            entries = self._fs.ls(folder, detail=True)
+            entries = self._call("ls", folder, detail=True)
         except ANY_DRIVER_ERROR as error:
             if self._is_missing(error):
                 return []
@@ -145,7 +176,7 @@ class FsspecBackend(Backend):
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         try:
-            found = self._fs.find(self._at(prefix), detail=True)
+            found = self._call("find", self._at(prefix), detail=True)
         except ANY_DRIVER_ERROR as error:
             if self._is_missing(error):
                 return
@@ -159,7 +190,7 @@ class FsspecBackend(Backend):
 
     def _delete(self, key: str) -> None:
         try:
-            self._fs.rm_file(self._at(key))
+            self._call("rm_file", self._at(key))
         except ANY_DRIVER_ERROR as error:
             if not self._is_missing(error):
                 raise
@@ -172,7 +203,7 @@ class FsspecBackend(Backend):
         return "/" + path.strip("/") if path.strip("/") else ""
 
     def _make_parent(self, path: str) -> None:
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._call("makedirs", path.rpartition("/")[0], exist_ok=True)
 
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object is what this caller wrote."""
@@ -204,6 +235,19 @@ class MemoryBackend(FsspecBackend):
     def _delete(self, key: str) -> None:
         with self._writing:
             super()._delete(key)
+
+
+def checked_seconds(seconds: Any) -> float:
+    """`seconds`, which must be a positive number.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"operation_seconds={seconds!r}: give a positive number")
+    return float(seconds)
 
 
 def has_create_mode(fs: Any) -> bool:

@@ -9,13 +9,30 @@ from cnr_backends.remote import ANY_DRIVER_ERROR, FsspecBackend, has_create_mode
 
 
 class S3Backend(FsspecBackend):
-    """Objects on S3, or a server that speaks its protocol and honours ``If-None-Match: *``."""
+    """Objects on S3, or a server that speaks its protocol and honours ``If-None-Match: *``.
+
+    A request that is not answered, or by an error of the server (500, 502, 503, 504) or a call to slow down, is
+    repeated with growing pauses, by the driver. A conditional one too: if it had landed, the repetition is refused,
+    and the object tells whose it is. 409 is repeated here.
+
+    Unless ``config_kwargs`` says otherwise, a connection must be made within 10 seconds and a request answered
+    within 60, each is tried 4 times, and there are 32 connections.
+    """
 
     atomic_create = True
-    # One request reads an object: a size asked for beforehand could be that of another version of it.
-    _defaults: ClassVar[dict[str, Any]] = {"max_concurrency": 1}
 
+    _CONFIG: ClassVar[dict[str, Any]] = {
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "max_pool_connections": 32,
+        "retries": {"mode": "standard", "total_max_attempts": 4},
+    }
     _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+
+    def _driver_options(self) -> dict[str, Any]:
+        config = {**self._CONFIG, **(self._options.get("config_kwargs") or {})}
+        # One request reads an object: a size asked for beforehand could be that of another version of it.
+        return {"max_concurrency": 1, **self._options, "config_kwargs": config}
 
     def _probe(self) -> None:
         if not self._root.strip("/"):
@@ -27,7 +44,7 @@ class S3Backend(FsspecBackend):
     def _create(self, key: str, data: bytes) -> bool:
         for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
             try:
-                self._fs.pipe_file(self._at(key), data, mode="create")
+                self._call("pipe_file", self._at(key), data, sent_bytes=len(data), mode="create")
                 return True
             except ANY_DRIVER_ERROR as error:
                 if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
@@ -46,7 +63,7 @@ class S3Backend(FsspecBackend):
 
     def _sliced(self, key: str, start: int, end: int | None) -> bytes:
         try:
-            return bytes(self._fs.cat_file(self._at(key), start=start, end=end))
+            return bytes(self._call("cat_file", self._at(key), start=start, end=end))
         except OSError as error:
             if _code(error) in ("InvalidRange", "416"):
                 return b""  # it begins beyond the end

@@ -10,9 +10,10 @@ from typing import TypeVar
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.core.sync import sync
-from zarr.storage import FsspecStore
+from zarr.storage import FsspecStore, ObjectStore
 
 from cnr_backends.backend import Backend, Pieces
+from cnr_backends.remote import OPERATION_SECONDS, SENT_BYTES_PER_SECOND
 
 Result = TypeVar("Result")
 
@@ -23,7 +24,9 @@ class ZarrBackend(Backend):
     """Objects in a Zarr store.
 
     `put` is as atomic and as durable as the store's ``set``. `create` looks first, uses ``set_if_not_exists``
-    and reads the object back; Zarr's contract does not make that atomic, so `atomic_create` is False.
+    and reads the object back; Zarr's contract does not make that atomic, so `atomic_create` is False, except of an
+    ``ObjectStore``: obstore creates atomically, or says that it can't. What takes
+    more than 300 seconds, and one for each MiB that is sent, is given up; a store may give up before that.
 
     Parameters
     ----------
@@ -31,24 +34,25 @@ class ZarrBackend(Backend):
         A read-only store can be read. It is not closed with the backend.
     """
 
-    atomic_create = False
     # Stores raise what they please (obstore's errors derive from Exception), so nothing narrower would do.
     _failures = (Exception,)
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.url = str(store)
+        self.atomic_create = isinstance(store, ObjectStore)
 
     def __reduce__(self) -> tuple[type[ZarrBackend], tuple[Store]]:
         return type(self), (self.store,)
 
     def _put(self, key: str, pieces: Pieces) -> None:
-        _run(self.store.set(key, _buffer(b"".join(pieces))))
+        data = b"".join(pieces)
+        _run(self.store.set(key, _buffer(data)), len(data))
 
     def _create(self, key: str, data: bytes) -> bool:
         if _run(self.store.exists(key)):
             return False
-        _run(self.store.set_if_not_exists(key, _buffer(data)))
+        _run(self.store.set_if_not_exists(key, _buffer(data)), len(data))
         return self._get(key) == data
 
     def _get(self, key: str) -> bytes:
@@ -104,9 +108,9 @@ class ZarrBackend(Backend):
         return await asyncio.gather(*map(size, keys))
 
 
-def _run(work: Coroutine[object, object, Result]) -> Result:
-    """Run a store's coroutine on Zarr's own event loop, where its connections live."""
-    return sync(work)
+def _run(work: Coroutine[object, object, Result], sent_bytes: int = 0) -> Result:
+    """Run a store's coroutine on Zarr's own event loop, where its connections live, for as long as it may take."""
+    return sync(work, timeout=OPERATION_SECONDS + sent_bytes / SENT_BYTES_PER_SECOND)
 
 
 async def _collected(listing: Callable[[str], AsyncIterator[str]], prefix: str) -> list[str]:
