@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +182,34 @@ class Catalog:
             )
         return record
 
+    @contextmanager
+    def reading(self, record: Record) -> Iterator[None]:
+        """Around reads of a version: tells one that was removed meanwhile from one that is damaged.
+
+        Raises
+        ------
+        VersionNotFoundError
+            In place of a `CorruptionError`, if the version is there no more.
+        """
+        try:
+            yield
+        except CorruptionError as error:
+            if not self._is_gone(record.id):
+                raise
+            raise VersionNotFoundError(
+                f"version {record.id} of {self.backend.url} was removed while it was read; read another one, and pin "
+                "what must stay"
+            ) from error
+
+    def _is_gone(self, version: str) -> bool:
+        """Whether a version is there no more, whatever is remembered of it."""
+        try:
+            return decode_record(self.backend.get(layout.record_key(version)), version) is None
+        except ObjectNotFoundError:
+            return True
+        except (CorruptionError, FormatError):
+            return False
+
     def newest_first(self) -> Iterator[Record]:
         """Committed versions, newest first, read as they are asked for."""
         self.check_format()
@@ -232,7 +261,8 @@ class Catalog:
 
     def state(self, record: Record) -> Any:
         """The state document of a version, as tagged JSON."""
-        data = self._proven(record, "state/main.json", record.state_sha256)
+        with self.reading(record):
+            data = self._proven(record, "state/main.json", record.state_sha256)
         return loads(data, f"state of version {record.id}")
 
     def _proven(self, record: Record, name: str, sha256: str) -> bytes:

@@ -36,7 +36,9 @@ class ArrayReader:
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self.links = [Link(catalog, each, path) for each in chain(catalog, record, path)]
+        self._catalog, self._record = catalog, record
+        with catalog.reading(record):
+            self.links = [Link(catalog, each, path) for each in chain(catalog, record, path)]
         newest = self.links[0].entry
         self.version, self.path = record.id, path
         self.shape, self.element = newest.shape, newest.element
@@ -65,17 +67,20 @@ class ArrayReader:
         ------
         CorruptionError
             Naming version, array, rows and object. `out` is then undefined.
+        VersionNotFoundError
+            The version was removed meanwhile.
         """
         need = np.ones(len(out), np.uint8)
         changed = np.zeros(len(out), bool)
-        for link in self.links:
-            if link.entry.kind == "whole":
-                changed = need == 0
-            link.fill(first_row, out, need)
-            if link.entry.kind != "whole" and not need.any():
-                changed[:] = True
-                break
-        self._check_found(first_row, need)
+        with self._catalog.reading(self._record):
+            for link in self.links:
+                if link.entry.kind == "whole":
+                    changed = need == 0
+                link.fill(first_row, out, need)
+                if link.entry.kind != "whole" and not need.any():
+                    changed[:] = True
+                    break
+            self._check_found(first_row, need)
         return changed
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
@@ -83,13 +88,14 @@ class ArrayReader:
 
         Raises
         ------
-        CorruptionError
+        CorruptionError, VersionNotFoundError
             As `read` does.
         """
-        for link in self.links:
-            if need.any():
-                link.fill(first_row, out, need)
-        self._check_found(first_row, need)
+        with self._catalog.reading(self._record):
+            for link in self.links:
+                if need.any():
+                    link.fill(first_row, out, need)
+            self._check_found(first_row, need)
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.

@@ -34,7 +34,8 @@ def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
         raise CorruptionError(
             f"{what}: {grid.shape} {grid.dtype} and {entry.shape} {entry.element[:40]} in one record"
         )
-    parts = catalog.manifest(record).parts(path)
+    with catalog.reading(record):
+        parts = catalog.manifest(record).parts(path)
     if parts.keys() != set(range(min(grid.chunks, len(parts) + 1))):
         raise CorruptionError(
             f"{what}: {len(parts)} objects are in the manifest, {grid.chunks} hold the array"
@@ -71,7 +72,8 @@ def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, i
     key = record.key(path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
     part = catalog.manifest(record).parts(path)[index]
-    data = read_object(catalog.backend, key, what)
+    with catalog.reading(record):
+        data = read_object(catalog.backend, key, what)
     if len(data) != part.nbytes or int.from_bytes(data[-4:], "little") != part.tail:
         raise CorruptionError(f"{what}: its {len(data)} bytes are not those committed ({part.nbytes})")
     try:
