@@ -101,8 +101,3 @@ class Attempt:
         else:
             what = f"{home} has objects and no commit record: a save that crashed or still runs, or its record is lost"
         return Finding(what, self.id, key)
-
-
-def ids_in(backend: Backend, room: str) -> set[str]:
-    """Ids of the versions that have something in a room: a fold, a pin, a tombstone."""
-    return {name for name in backend.list_names(room) if layout.VersionId.parse(name)}

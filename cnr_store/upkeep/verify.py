@@ -11,11 +11,12 @@ from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, Vers
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.reading.access import Url
+from cnr_store.upkeep.discovery import Discovery
 from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
-from cnr_store.upkeep.inspection import Inspection, Soundness, leftovers
+from cnr_store.upkeep.inspection import Inspection, Soundness
 from cnr_store.upkeep.proving import Proving
 from cnr_store.upkeep.restorability import Home, Restorability
-from cnr_store.upkeep.rooms import Attempt, check_claims, check_root, ids_in
+from cnr_store.upkeep.rooms import check_claims, check_root
 
 Progress = Callable[[int, int], None]
 _RUNS = 3
@@ -145,117 +146,40 @@ class _Verification:
         self._check_root()
         for finding in check_claims(self._backend, ids[-1]):
             self._problem(finding)
-        records, attempts = self._records(ids)
-        folds = self._folds(ids_in(self._backend, layout.FOLDS))
-        self._judge(attempts, records, folds)
-        self._inspect(folds)
-        return records
+        discovery = Discovery(self._catalog, self._transfer)
+        discovery.read(ids)
+        discovery.read_folds()
+        self._take(discovery)
+        self._inspect(discovery.found.folds)
+        return discovery.found.records
 
     def _one(self, version: Version) -> list[Record]:
         """The record asked for, if it can be read; what seems to be lost after it is said, too."""
         self._check_root()
+        discovery = Discovery(self._catalog, self._transfer)
         wanted = version.id if isinstance(version, VersionInfo) else version
         if isinstance(wanted, str) and layout.VersionId.parse(wanted):
-            records, attempts = self._records([wanted])
-        elif isinstance(wanted, str) and wanted != "latest":
-            records, attempts = [self._catalog.find(wanted)], []  # raises what is fitting
+            discovery.read([wanted])
+        elif (isinstance(wanted, str) and wanted != "latest") or not self._catalog.ids():
+            self._catalog.find(wanted)  # says what is missing
         else:
-            records, attempts = self._newest(wanted)
-        if not records and not self._problems and not any(attempt.left for attempt in attempts):
+            discovery.read_newest(wanted)
+        found = discovery.found
+        if not found.records and not found.problems and not any(each.left for each in found.attempts):
             raise VersionNotFoundError(
                 f"{self._backend.url} has no committed version {wanted}; `versions` lists those there are"
             )
-        self._judge(attempts, records, [])
-        return records
+        self._take(discovery)
+        return found.records
 
-    def _newest(self, wanted: str | int) -> tuple[list[Record], list[Attempt]]:
-        """The newest version, or the newest of a step; attempts and damaged records on the way."""
-        attempts: list[Attempt] = []
-        ids = self._catalog.ids()
-        if not ids:
-            return [self._catalog.find(wanted)], []  # raises what is fitting
-        for version in ids:
-            before = len(self._problems)
-            records, others = self._records([version])
-            attempts += others
-            if records and wanted in ("latest", records[0].step):
-                return records, attempts
-            if wanted == "latest" and len(self._problems) > before:
-                break
-        return [], attempts
-
-    def _records(self, ids: Iterable[str]) -> tuple[list[Record], list[Attempt]]:
-        """Records that are sound, and attempts without one."""
-        records: list[Record] = []
-        attempts: list[Attempt] = []
-        for found in self._transfer.map(self._record, ids):
-            if isinstance(found, Finding):
-                self._problem(found)
-            elif isinstance(found, Attempt):
-                attempts.append(found)
-            else:
-                records.append(found)
-        return records, attempts
-
-    def _record(self, version: str) -> Record | Attempt | Finding:
-        try:
-            record = self._catalog.find_record(version)
-        except (CorruptionError, FormatError) as error:
-            return Finding(str(error), version, layout.record_key(version))
-        return Attempt.of(self._backend, version) if record is None else record
-
-    def _folds(self, ids: Iterable[str]) -> list[Record]:
-        found = []
-        for version in sorted(ids):
-            try:
-                fold = self._catalog.find_fold(version)
-            except (CorruptionError, FormatError) as error:
-                self._problem(Finding(str(error), version, layout.record_key(version, layout.FOLDS)))
-                continue
-            if fold is not None:
-                found.append(fold)
-                continue
-            self._unfinished_fold(version)
-        return found
-
-    def _unfinished_fold(self, version: str) -> None:
-        place = layout.version_key(version, room=layout.FOLDS)
-        listed = dict(self._backend.list_keys(place))
-        left = leftovers(place, listed)
-        if left is not None:
-            self._leftovers.append(left)
-        if any(key.endswith("/manifest") for key in listed):
-            key = layout.record_key(version, layout.FOLDS)
-            what = (
-                f"fold of version {version}: {key} is missing while all else seems to be there: it is lost, or folding "
-                "ended just before. Without it the version is read along its own chain"
-            )
-            self._suspicious.append(Finding(what, version, key))
-
-    def _judge(self, attempts: list[Attempt], records: list[Record], folds: list[Record]) -> None:
-        """What attempts without a record, pins and tombstones mean."""
-        doomed, pinned = ids_in(self._backend, layout.TOMBSTONES), ids_in(self._backend, layout.PINS)
-        known = {record.id for record in records}
-        named = dict.fromkeys(pinned, "a pin") | {fold.id: fold.home for fold in folds}
-        for record in records:
-            named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}
-        for attempt in attempts:
-            if attempt.left is not None:
-                self._leftovers.append(attempt.left)
-            if attempt.void:
-                self._voids.append(attempt.id)
-            elif attempt.id not in doomed and attempt.left is not None:
-                by = named.get(attempt.id)
-                finding = attempt.finding(self._backend.url, by)
-                if by is None:
-                    self._suspicious.append(finding)
-                else:
-                    self._problem(finding)
-        for version in sorted(known & doomed):
-            what = f"version {version} of {self._backend.url} is marked for removal; nothing may lean on it any more"
-            self._suspicious.append(
-                Finding(what, version, layout.version_key(version, room=layout.TOMBSTONES))
-            )
+    def _take(self, discovery: Discovery) -> None:
+        discovery.judge()
+        found = discovery.found
+        for finding in found.problems:
+            self._problem(finding)
+        self._suspicious += found.suspicious
+        self._leftovers += found.leftovers
+        self._voids += [attempt.id for attempt in found.attempts if attempt.void]
 
     def _inspect(self, records: Iterable[Record]) -> None:
         """Check these, then whatever their chains lean on."""
