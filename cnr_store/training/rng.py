@@ -62,9 +62,9 @@ def check_rng_state(state: Mapping[str, Any]) -> None:
     ValueError, TypeError, KeyError, RuntimeError
         What is wrong with it.
     """
-    _check_torch(state["torch"])
-    _check_numpy(*state["numpy"])
-    _check_python(*state["python"])
+    check_torch(state["torch"])
+    check_numpy(*state["numpy"])
+    check_python(*state["python"])
     if _fits_devices(state):
         for device, one in enumerate(state["cuda"]):
             torch.Generator(f"cuda:{device}").set_state(_bytes_tensor(one))
@@ -80,14 +80,16 @@ def _bytes_tensor(state: Any) -> torch.Tensor:
     return state
 
 
-def _check_torch(state: Any) -> None:
+def check_torch(state: Any) -> None:
+    """Prove the state of a CPU generator of torch; see `check_rng_state`."""
     torch.Generator().set_state(_bytes_tensor(state))
     _, left, _, following = _TORCH_HEAD.unpack_from(state.numpy().tobytes())
     if not 1 <= left <= _WORDS or following + left > _WORDS + 1:
         raise ValueError(f"torch's generator has {left} words left from word {following} of {_WORDS}")
 
 
-def _check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any) -> None:
+def check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any) -> None:
+    """Prove the state of a generator of numpy's older kind; see `check_rng_state`."""
     if (
         name != _TWISTER
         or not isinstance(key, np.ndarray)
@@ -101,7 +103,8 @@ def _check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any)
         raise ValueError("numpy's generator keeps no number for later")
 
 
-def _check_python(version: Any, words: Any, gauss: Any) -> None:
+def check_python(version: Any, words: Any, gauss: Any) -> None:
+    """Prove the state of a generator of Python's; see `check_rng_state`."""
     if version != _PYTHON_VERSION or type(words) is not tuple or len(words) != _WORDS + 1:
         raise ValueError(f"Python's generator is not one of version {_PYTHON_VERSION}")
     if any(type(word) is not int or not 0 <= word < 1 << 32 for word in words) or words[-1] > _WORDS:
