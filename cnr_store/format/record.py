@@ -326,6 +326,17 @@ def _policy(policy: Doc) -> Doc:
         raise ValueError("policy.full or policy.sizes_bytes is of another type")
     for size in past:
         proof.natural(size, "policy.sizes_bytes")
+    deltas, offer = policy.get("deltas", []), policy.get("offer")
+    if not isinstance(deltas, list) or len(deltas) > max(len(past) - 1, 0):
+        raise ValueError("policy.deltas is no list of deltas among policy.sizes_bytes")
+    for delta in deltas:
+        if not isinstance(delta, list) or len(delta) != 2:
+            raise ValueError(f"policy.deltas has {proof.shown(delta)}")
+        proof.one_of(delta[0], "policy.deltas", ("baseline", "previous"))
+        proof.natural(delta[1], "policy.deltas")
+    if offer is not None:
+        for name in ("baseline_bytes", "previous_bytes"):
+            proof.natural(proof.members(offer, "policy.offer")[name], f"policy.offer.{name}")
     return policy
 
 
