@@ -19,7 +19,7 @@ from cnr_store.memory import empty
 from cnr_store.reading.overlay import Overlay
 
 Url = str | os.PathLike[str] | Store | Backend
-READ_WORKERS = 4
+READ_WORKERS = 8
 
 
 def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:

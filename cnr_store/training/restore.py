@@ -22,6 +22,7 @@ from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
 from cnr_store.training.proof import check_slots, check_tree
 from cnr_store.training.rng import set_rng_state
+from cnr_store.training.rowreads import RowsRead
 from cnr_store.training.snapshot import row_arrays
 from cnr_store.training.statetree import accepted, decode_tree
 from cnr_store.training.tables import (
@@ -31,7 +32,7 @@ from cnr_store.training.tables import (
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, note_change, numpy_view
+from cnr_store.training.tensors import dense_tensor, dtype_name
 
 Array = np.ndarray[Any, Any]
 
@@ -174,13 +175,16 @@ class Restore:
         CorruptionError
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
-        info, state, changed = self._info, self._state, {}
+        info, state = self._info, self._state
         assert info is not None  # `check` has passed
-        for table in self._tables:
-            changed[table.name] = self._read_rows(slot_path(table.name, "weight"), table.parameter, transfer)
-        slots = self._read_slots(state["optimizers"], transfer) if self._optimizers else []
-        for name, tensor in dense_tensors(self._model, self._tables).items():
-            self._read_tensor(name, tensor)
+        reads = {
+            table.name: self._rows_read(slot_path(table.name, "weight"), table.parameter)
+            for table in self._tables
+        }
+        slots, of_slots = self._slots(state["optimizers"]) if self._optimizers else ([], [])
+        RowsRead.run([*reads.values(), *of_slots], transfer)
+        changed = {name: read.changed() for name, read in reads.items()}
+        self._read_dense(transfer)
         with accepted(self._where, "a module's set_extra_state"):
             load_extra_state(self._model, state["extra_state"])
         names = parameter_names(self._model)
@@ -220,43 +224,15 @@ class Restore:
             )
         check_extra_state(self._model, self._state["extra_state"])
 
-    def _read_rows(self, path: str, tensor: torch.Tensor, transfer: Transfer) -> Bitmap:
-        """Fill a tensor, (rows,) or (rows, k), and return which rows some delta holds."""
-        reader = ArrayReader(self._catalog, self._record, path)
-        direct = (
-            tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and dtype_name(tensor.dtype) == reader.dtype.name
-        )
-        target = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
-        changed = np.zeros(reader.shape[0], bool)
+    def _rows_read(self, path: str, tensor: torch.Tensor) -> RowsRead:
+        return RowsRead(ArrayReader(self._catalog, self._record, path), tensor)
 
-        def read(region: tuple[int, int]) -> None:
-            first, rows = region
-            out = (
-                np.empty((rows, reader.columns), reader.dtype)
-                if target is None
-                else target[first : first + rows]
-            )
-            changed[first : first + rows] = reader.read(first, out)
-            if target is None:
-                assign_rows(tensor, first, out.reshape(rows, *tensor.shape[1:]))
-
-        try:
-            for _ in transfer.map(read, reader.regions()):
-                pass
-        finally:
-            # A read that fails half way has changed rows, too.
-            note_change(tensor)
-        return np.packbits(changed, bitorder="little")
-
-    def _read_slots(
-        self, trees: Sequence[Any], transfer: Transfer
-    ) -> list[dict[str, dict[str, torch.Tensor]]]:
-        """Optimizer state that follows rows: into the tensors there are, or new ones."""
+    def _slots(self, trees: Sequence[Any]) -> tuple[list[dict[str, dict[str, torch.Tensor]]], list[RowsRead]]:
+        """Optimizer state that follows rows, in the tensors there are, or new ones; and what will fill them."""
         there = {array.path: array.tensor for array in row_arrays(self._tables, self._optimizers)}
         by_name = {table.name: table for table in self._tables}
         found: list[dict[str, dict[str, torch.Tensor]]] = []
+        reads: list[RowsRead] = []
         for tree in trees:
             of_tree: dict[str, dict[str, torch.Tensor]] = {}
             for name, slots in tree["slots"].items():
@@ -271,15 +247,21 @@ class Restore:
                     ):
                         dtype = getattr(torch, entry.element)
                         tensor = torch.empty(entry.shape, dtype=dtype, device=by_name[name].parameter.device)
-                    self._read_rows(path, tensor, transfer)
+                    reads.append(self._rows_read(path, tensor))
                     of_tree.setdefault(name, {})[slot] = tensor
             found.append(of_tree)
-        return found
+        return found, reads
 
-    def _read_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        values, torch_dtype = read_dense(self._catalog, self._record, dense_path("model", name))
-        with torch.no_grad():
-            tensor.detach().copy_(dense_tensor(values, torch_dtype))
+    def _read_dense(self, transfer: Transfer) -> None:
+        tensors = dense_tensors(self._model, self._tables)
+
+        def read(name: str) -> tuple[Array, str | None]:
+            return read_dense(self._catalog, self._record, dense_path("model", name))
+
+        found = transfer.map(read, tensors)
+        for tensor, (values, torch_dtype) in zip(tensors.values(), found, strict=True):
+            with torch.no_grad():
+                tensor.detach().copy_(dense_tensor(values, torch_dtype))
 
 
 def _times(shape: Sequence[int]) -> str:
