@@ -73,6 +73,7 @@ def put(members: Json, key: Any, value: Json) -> None:
 NO_LIST = [ABSENT, None, {}, "x", 5, [1], [[]]]
 NO_NUMBER = [ABSENT, None, [], "x", -1, 1.5, True, HUGE]
 NO_DELTAS: list[Any] = [1, {}, [1], [["baseline"]], [["later", 1]], [["previous", -1]], [["previous", 1]] * 2]
+NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
 NO_OBJECT = [ABSENT, None, [], "x", 5]
 
 
@@ -89,7 +90,7 @@ NO_OBJECT = [ABSENT, None, [], "x", 5]
         ("arrays", [*NO_OBJECT, {"../../x": {}}, {WEIGHT: []}]),
         ("policy", [*NO_OBJECT, {"sizes_bytes": 5}, {"sizes_bytes": ["x"]}, {"full": 1}]),
         ("policy", [{"sizes_bytes": [1, 2], "deltas": wrong} for wrong in NO_DELTAS]),
-        ("policy", [{"offer": wrong} for wrong in (1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1})]),
+        ("policy", [{"offer": wrong} for wrong in NO_OFFERS]),
         ("restores", NO_NUMBER),
         ("bytes", NO_NUMBER),
         ("metadata", [ABSENT, {"$x": 1}, {"$float": [1]}, {"$array": {"kind": "numpy", "path": DENSE}}]),
