@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
@@ -22,6 +22,12 @@ class ArrayLine:
     def base(self, since: Since) -> str:
         """Version that a delta of the rows changed since the baseline, or since the previous version, leans on."""
         return self.links[-1] if since == "baseline" else self.links[0]
+
+    def until(self, version: str) -> ArrayLine:
+        """The chain when `version`, if it has a link of it, is whole."""
+        if version not in self.links:
+            return self
+        return replace(self, links=self.links[: self.links.index(version) + 1])
 
     def over(self, base: str) -> tuple[str, ...]:
         """The part of the chain that a delta over `base` needs."""
@@ -70,6 +76,14 @@ class Lineage:
             links = [link.version for link in ArrayReader(catalog, record, path).links if link.grid]
             lines[path] = ArrayLine(tuple(links), entry.shape, entry.element)
         return cls(record.id, lines, _sizes(record), record.restores + 1)
+
+    def folded(self, version: str) -> Lineage:
+        """This lineage, once one of its versions has been folded: no chain goes on beneath that one."""
+        if version == self.version:
+            lines = {path: replace(line, links=(version,)) for path, line in self.lines.items()}
+        else:
+            lines = {path: line.until(version) for path, line in self.lines.items()}
+        return replace(self, lines=lines)
 
     def without(self, doomed: Collection[str]) -> Lineage:
         """This lineage, leaning on nothing if any of what it leans on is among the doomed: all goes whole then."""

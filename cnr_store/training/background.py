@@ -7,9 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from cnr_backends import Backend
+from cnr_store.catalog import Catalog
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.training.pending import finish_before_exit
+from cnr_store.upkeep.compact import fold
 from cnr_store.upkeep.retention import Retention, Rules
 
 log = logging.getLogger("cnr_store")
@@ -68,6 +70,33 @@ class KeptVersions:
         report = self._retention.run()
         if report.stopped is not None:
             log.warning("nothing was removed from %s: %s", self._backend.url, report.stopped)
+
+
+class ShortChains:
+    """Folds a version of a job when reading it touches more than `max_chain` versions; None folds nothing."""
+
+    def __init__(self, backend: Backend, max_chain: int | None, workers: int) -> None:
+        self._backend = backend
+        self._max_chain = max_chain
+        self._workers = workers
+        self._folded: str | None = None
+
+    def apply(self, record: Record) -> None:
+        """Fold the version that was just committed, if it leans on too many."""
+        if self._max_chain is None or 1 + len(record.needs) <= self._max_chain:
+            return
+        fold(Catalog(self._backend), record, self._workers)
+        self._folded = record.id
+
+    @property
+    def untaken(self) -> bool:
+        """Whether a version was folded since `take`: a save under way may lean on what that made needless."""
+        return self._folded is not None
+
+    def take(self) -> str | None:
+        """The version that was folded since the last call, if any."""
+        folded, self._folded = self._folded, None
+        return folded
 
 
 def _attempt(work: Callable[[Record], None], record: Record) -> None:

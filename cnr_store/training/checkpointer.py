@@ -24,7 +24,7 @@ from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Decision, check_policy, decide
 from cnr_store.reading.access import Url
-from cnr_store.training.background import Background, KeptVersions
+from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
 from cnr_store.training.optimizers import as_list
@@ -73,6 +73,9 @@ class Checkpointer:
     keep_last, keep_every
         After each commit, in the background, remove the versions that neither rule asks for, as `cnr_store.gc`
         does: so many of the newest, and one of every so many steps. None and None keep all.
+    max_chain
+        After a commit, in the background, fold the version as `cnr_store.compact` does if reading it touches more than
+        so many versions. None folds nothing. A failure is only logged.
 
     Raises
     ------
@@ -95,9 +98,11 @@ class Checkpointer:
         rng: bool = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        max_chain: int | None = None,
     ) -> None:
         rules = Rules(keep_last, keep_every)
         workers = count("workers", workers, least=1)
+        max_chain = None if max_chain is None else count("max_chain", max_chain, least=1)
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._policy = check_policy(policy)
         codecs = CodecChoice(bits, codec)
@@ -113,6 +118,7 @@ class Checkpointer:
         self._catalog.check_format()
         self._writer = Writer(backend, workers)
         self._kept = KeptVersions(backend, rules)
+        self._chains = ShortChains(backend, max_chain, workers)
         self._planner = Planner(
             self._tables, table_aliases(model, self._tables), codecs, Staging(snapshot_bytes)
         )
@@ -152,6 +158,8 @@ class Checkpointer:
             step = count("step", step, least=0)
             began = time.perf_counter()
             self._settle()
+            if (folded := self._chains.take()) is not None:
+                self._planner.folded(folded)
             pending = PendingSave(step)
             taken = snapshot_dense(
                 self._model, self._tables, self._optimizers, self._objects, reader, metadata, self._rng
@@ -218,7 +226,9 @@ class Checkpointer:
 
     def _after_commit(self, record: Record) -> None:
         """Look after the store, in the background: while it runs, training and the next save go on."""
-        self._kept.apply(record)
+        if not self._chains.untaken:
+            self._kept.apply(record)
+        self._chains.apply(record)
 
     def _settle(self) -> None:
         """Wait for the save under way and take its outcome into account, on the training thread."""

@@ -65,6 +65,12 @@ class Planner:
             else:
                 self.since_whole[table.name] = self.since_whole[table.name] | flagged
 
+    def folded(self, version: str) -> None:
+        """A version that the lineage goes back to was folded, so that later ones may lean on it alone."""
+        self.lineage = self.lineage.folded(version)
+        if version == self.lineage.version:
+            self.since_whole = {name: np.zeros_like(rows) for name, rows in self.since_whole.items()}
+
     def rows(
         self,
         decision: Decision,

@@ -1,0 +1,190 @@
+"""Jobs of any history whose versions are folded, and what the folds make needless removed: nothing changes a bit."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+import cnr_store
+from cnr_backends import Backend, open_backend
+from cnr_store import chain
+from cnr_store.catalog import Catalog
+from cnr_store.format import grid, layout
+from cnr_store.format.record import Record
+from cnr_store.upkeep import folding
+from tests.test_store.expected import FORETOLD, Content, Expected
+from tests.test_store.job import Job, Setting
+from tests.test_store.small_model import OPTIMIZERS, SHAPES, Ids
+from tests.test_store.spoiling import forget
+from tests.test_store.test_model_based import EDITS, IDS, SELDOM, settings_of
+
+
+@dataclass
+class FoldedExpected(Expected):
+    """A job that goes on from a folded version leans on that one alone."""
+
+    folded: set[str] = field(default_factory=set)
+
+    def loaded(self, version: str) -> Content:
+        content = super().loaded(version)
+        if version in self.folded:
+            self._head = replace(content, changed={name: set() for name in SHAPES})
+        return content
+
+    def removed(self, version: str) -> None:
+        del self.versions[version]
+        self.folded.discard(version)
+
+
+class FoldingJob(Job):
+    """A job whose versions are folded and removed from outside."""
+
+    def __init__(self, backend: Backend, optimizer: str, setting: Setting) -> None:
+        super().__init__(backend, optimizer, setting)
+        self.expected: FoldedExpected = FoldedExpected()
+
+    def fold(self, version: str) -> None:
+        """Fold a version and look at it from every side, before and after."""
+        before, opened = cnr_store.state_dict(self.backend, version), self._opened(version)
+        report = cnr_store.compact(self.backend, version)
+        entries = Catalog(self.backend).record(version).arrays.values()
+        deltas = [entry for entry in entries if entry.kind == "delta"]
+        assert (report.outcome == "nothing to fold") == (not deltas)
+        self.expected.folded.add(version)
+        after = cnr_store.state_dict(self.backend, version)
+        assert {name: each.tobytes() for name, each in before.items()} == {
+            name: each.tobytes() for name, each in after.items()
+        }
+        assert self._opened(version) == opened
+        self.check(version)
+
+    def _opened(self, version: str) -> dict[str, bytes]:
+        group = cnr_store.open(self.backend, version)
+        found = {}
+        for name in SHAPES:
+            array = group[f"tables/{name}/weight"]
+            assert isinstance(array, zarr.Array)
+            found[name] = np.asarray(array[3:60]).tobytes()
+        return found
+
+    def remove_all_but(self, kept: set[str]) -> None:
+        """Remove the versions that the kept ones don't need, as folds are now, and start again."""
+        catalog = Catalog(self.backend)
+        needed = set(kept)
+        for version in kept:
+            record = catalog.record(version)
+            paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
+            needed |= {each.id for path in paths for each in chain.chain(catalog, record, path)}
+        for version in sorted(set(self.expected.versions) - needed, reverse=True):
+            self.backend.delete(layout.record_key(version))
+            for room in (layout.FOLDS, layout.VERSIONS):
+                for key, _ in list(self.backend.list_keys(layout.version_key(version, room=room))):
+                    self.backend.delete(key)
+            self.expected.removed(version)
+
+    def check_needs(self, catalog: Catalog, record: Record, content: Content) -> None:
+        """Folds made since make some of what a record names needless."""
+        used = {each.id for path in content.written for each in chain.chain(catalog, record, path)} - {
+            record.id
+        }
+        assert used <= set(record.needs)
+        assert not used or record.id not in self.expected.folded
+
+
+class FoldedJobs(RuleBasedStateMachine):
+    """A job that trains, saves, starts again and is folded, against a plain account of every row."""
+
+    policy: ClassVar = "consecutive"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = f"memory://{uuid.uuid4().hex}"
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.setting = data.draw(settings_of([self.policy]), label="setting")
+        optimizer = data.draw(st.sampled_from(OPTIMIZERS), label="optimizer")
+        self.job = FoldingJob(open_backend(self.url), optimizer, self.setting)
+        assert self.job.save()
+
+    @rule(ids=IDS, meanwhile=IDS, full=SELDOM)
+    def train_and_save(self, ids: Ids, meanwhile: Ids, full: bool) -> None:
+        self.job.train(ids)
+        train: Callable[[], None] = lambda: self.job.train(meanwhile)  # noqa: E731
+        assert self.job.save(full, meanwhile=train)
+
+    @rule(edit=EDITS, ids=IDS)
+    def edit_and_save(self, edit: tuple[str, list[int]], ids: Ids) -> None:
+        self.job.edit(*edit)
+        self.job.look(ids)
+        assert self.job.save()
+
+    @rule(data=st.data())
+    def reopen(self, data: st.DataObject) -> None:
+        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*FORETOLD]), label="setting"))
+
+    @rule(number=st.integers(0, 1000), back=st.booleans())
+    def fold_any(self, number: int, back: bool) -> None:
+        """Then go on, with a new checkpointer, from the latest version or from the folded one."""
+        versions = list(self.job.expected.versions)
+        version = versions[number % len(versions)]
+        self.job.fold(version)
+        self.job.reopen(self.setting)
+        if back:
+            self.job.load(version)
+
+    @rule(numbers=st.lists(st.integers(0, 1000), max_size=2))
+    def fold_and_remove(self, numbers: list[int]) -> None:
+        """Fold the latest version; keep it and a few others, with what those need."""
+        versions = list(self.job.expected.versions)
+        self.job.fold(versions[-1])
+        self.job.remove_all_but({versions[-1], *(versions[number % len(versions)] for number in numbers)})
+        self.job.reopen(self.setting)
+        self.job.check_all()
+
+    def teardown(self) -> None:
+        if hasattr(self, "job"):
+            self.job.check_all()
+            self.job.close()
+        forget(self.url)
+
+
+@pytest.fixture(params=["one chunk", "many chunks"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut small tables as large ones are: into shards of chunks, and into regions to read or to fold."""
+    if request.param == "one chunk":
+        return
+    limits = {
+        "TARGET_CHUNK_BYTES": 256,
+        "MAX_CHUNK_BYTES": 1024,
+        "TARGET_SHARD_BYTES": 1024,
+        "MAX_SHARD_BYTES": 4096,
+    }
+    for name, nbytes in limits.items():
+        monkeypatch.setattr(grid, name, nbytes)
+    monkeypatch.setattr(chain, "REGION_BYTES", 2048)
+    monkeypatch.setattr(folding, "REGION_BYTES", 2048)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("policy", FORETOLD)
+def test_folding_changes_no_bit(policy: str) -> None:
+    run_state_machine_as_test(
+        type(f"FoldedJobs of policy {policy}", (FoldedJobs,), {"policy": policy}),
+        settings=settings(
+            max_examples=3,
+            stateful_step_count=16,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
