@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ def test_the_reader_of_the_page_reads_every_version(reader, tmp_path, policy, bi
         for name, values in expected.items():
             found = reader["read_rows"](tmp_path, info.id, f"tables/{name.removesuffix('.weight')}/weight")
             assert found.dtype == values.dtype
+            np.testing.assert_array_equal(found, values)
+    if cnr_store.compact(tmp_path).outcome == "folded":
+        for older in cnr_store.versions(tmp_path)[:-1]:
+            shutil.rmtree(tmp_path / "versions" / older.id)
+        for name, values in cnr_store.state_dict(tmp_path).items():
+            found = reader["read_rows"](tmp_path, info.id, f"tables/{name.removesuffix('.weight')}/weight")
             np.testing.assert_array_equal(found, values)
 
 
