@@ -18,8 +18,9 @@ GARBAGE = -77
 def delete_version(backend: Backend, version: str) -> None:
     """What retention does: the record goes first."""
     backend.delete(f"versions/{version}/zarr.json")
-    for key, _ in list(backend.list_keys(f"versions/{version}")):
-        backend.delete(key)
+    for room in ("versions", "folds"):
+        for key, _ in list(backend.list_keys(f"{room}/{version}")):
+            backend.delete(key)
 
 
 class Follower:

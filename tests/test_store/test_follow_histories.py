@@ -1,4 +1,4 @@
-"""Followers of jobs that train, save, fail, go back, start again and lose old versions, in any order."""
+"""Followers of jobs that train, save, fail, go back, start again, fold and lose old versions, in any order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cnr_store import Update, VersionNotFoundError, chain
 from cnr_store.catalog import Catalog
 from cnr_store.format import grid
 from cnr_store.reading import changes
+from cnr_store.upkeep.compact import compact
 from tests.test_store.expected import FORETOLD
 from tests.test_store.follower import Follower, ModelFollower, delete_version
 from tests.test_store.job import Job
@@ -37,6 +38,7 @@ class Followed(RuleBasedStateMachine):
         self.follower, self.model = Follower(self.backend), ModelFollower(self.backend)
         self.late = Follower(self.backend)
         self.collected: list[Update] = []
+        self.folded: set[str] = set()
 
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
@@ -58,22 +60,37 @@ class Followed(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1000))
     def go_back(self, number: int) -> None:
-        versions = list(self.job.expected.versions)
+        versions = [version for version in self.job.expected.versions if self._may_go_on_from(version)]
         if versions:
             self.head = versions[number % len(versions)]
             self.job.load(self.head)
 
     @rule(data=st.data())
     def start_again(self, data: st.DataObject) -> None:
+        if self.job.expected.newest and not self._may_go_on_from(self.job.expected.newest):
+            return
         self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*FORETOLD]), label="setting"))
         self.head = self.job.expected.newest
+
+    def _may_go_on_from(self, version: str) -> bool:
+        """The job's account knows no folds."""
+        return self.folded.isdisjoint({version, *Catalog(self.backend).record(version).needs})
+
+    @rule(number=st.integers(0, 1000))
+    def fold(self, number: int) -> None:
+        versions = list(self.job.expected.versions)
+        if versions:
+            self.folded.add(versions[number % len(versions)])
+            compact(self.backend, versions[number % len(versions)])
 
     @rule(keep=st.integers(1, 3))
     def retain(self, keep: int) -> None:
         catalog, versions = Catalog(self.backend), list(self.job.expected.versions)
-        kept = {*versions[-keep:], *([self.head] if self.head else [])}
-        for version in reversed(versions):  # what is kept stays whole, and needs only older ones
-            kept |= set(catalog.record(version).needs) if version in kept else set()
+        kept = set(versions[-keep:])
+        if self.head:  # what the job goes on from, with all that its next version may lean on
+            kept |= {self.head, *catalog.record(self.head).needs}
+        for version in reversed(versions):  # what is kept stays whole, and leans only on older ones
+            kept |= leant_on(catalog, version) if version in kept else set()
         for version in sorted(set(versions) - kept, reverse=True):
             delete_version(self.backend, version)
             del self.job.expected.versions[version]
@@ -111,6 +128,13 @@ class Followed(RuleBasedStateMachine):
         forget(self.url)
 
 
+def leant_on(catalog: Catalog, version: str) -> set[str]:
+    """Versions that reading one touches; none beneath a fold."""
+    record = catalog.record(version)
+    paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
+    return {link.version for path in paths for link in chain.ArrayReader(catalog, record, path).links}
+
+
 @pytest.fixture(params=["one chunk", "many chunks"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut small tables as large ones are: into shards of chunks, regions to read and blocks to take."""
@@ -135,7 +159,7 @@ def test_a_follower_holds_what_each_version_holds(policy: str) -> None:
     run_state_machine_as_test(
         type(f"Followed of policy {policy}", (Followed,), {"policy": policy}),
         settings=settings(
-            max_examples=4 if policy == "full" else 10,
+            max_examples=3 if policy == "full" else 8,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
