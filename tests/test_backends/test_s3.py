@@ -19,8 +19,8 @@ import zarr
 from cnr_backends import ObjectExistsError, OpenError, StorageError, open_backend
 
 if TYPE_CHECKING:
-    from tests.conftest import S3Server
-    from tests.test_backends.conftest import Spoil, SpoiledOptions
+    from tests.s3_proxy import Spoil, SpoiledOptions
+    from tests.s3_server import S3Server
 
 pytestmark = pytest.mark.server
 

@@ -9,12 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import pytest
-
-if TYPE_CHECKING:
-    from tests.conftest import S3Server
+from tests.s3_server import S3Server
 
 # Of a request's method and its number among those of that method: None to pass it on; "lose" to pass it on and hang
 # up instead of answering; "hang" never to answer, "stall" not even to read it; or the code of an error to answer
@@ -30,25 +27,20 @@ _ERRORS = {
 }
 
 
-@pytest.fixture
-def spoiled(s3_server: S3Server) -> SpoiledOptions:
-    """Return a context manager that yields storage options leading through a spoiling proxy."""
-
-    @contextmanager
-    def through(spoil: Spoil) -> Iterator[dict[str, Any]]:
-        over = threading.Event()
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(s3_server.port, spoil, over))
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-        finally:
-            over.set()
-            server.shutdown()
-            thread.join()
-            server.server_close()
-
-    return through
+@contextmanager
+def spoiling(server: S3Server, spoil: Spoil) -> Iterator[dict[str, Any]]:
+    """Run a proxy before a server; yields the storage options that lead through it."""
+    over = threading.Event()
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server.port, spoil, over))
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield {**server.storage_options, "endpoint_url": f"http://127.0.0.1:{proxy.server_port}"}
+    finally:
+        over.set()
+        proxy.shutdown()
+        thread.join()
+        proxy.server_close()
 
 
 def _handler(port: int, spoil: Spoil, over: threading.Event) -> type[BaseHTTPRequestHandler]:
