@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from cnr_store.catalog import Catalog
 from cnr_store.chain import ArrayReader
 from cnr_store.format.record import Record
-from cnr_store.policy import Since
+from cnr_store.policy import Delta, Since, deltas_after
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Lineage:
         By array path.
     sizes_bytes
         Bytes of the last full version, then of each delta since.
+    deltas
+        Those deltas, as the policy ``auto`` sees them.
     restores
         Loads that training has been through.
     """
@@ -53,6 +55,7 @@ class Lineage:
     version: str | None = None
     lines: Mapping[str, ArrayLine] = field(default_factory=dict)
     sizes_bytes: tuple[int, ...] = ()
+    deltas: tuple[Delta, ...] = ()
     restores: int = 0
 
     def after(self, record: Record) -> Lineage:
@@ -64,7 +67,7 @@ class Lineage:
             older = self.lines[path].over(entry.base) if entry.base is not None else ()
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element)
-        return Lineage(record.id, lines, _sizes(record), self.restores)
+        return Lineage(record.id, lines, *_past(record), self.restores)
 
     @classmethod
     def of(cls, catalog: Catalog, record: Record) -> Lineage:
@@ -75,7 +78,7 @@ class Lineage:
                 continue
             links = [link.version for link in ArrayReader(catalog, record, path).links if link.grid]
             lines[path] = ArrayLine(tuple(links), entry.shape, entry.element)
-        return cls(record.id, lines, _sizes(record), record.restores + 1)
+        return cls(record.id, lines, *_past(record), record.restores + 1)
 
     def folded(self, version: str) -> Lineage:
         """This lineage, once one of its versions has been folded: no chain goes on beneath that one."""
@@ -97,7 +100,9 @@ class Lineage:
         )
 
 
-def _sizes(record: Record) -> tuple[int, ...]:
+def _past(record: Record) -> tuple[tuple[int, ...], tuple[Delta, ...]]:
     # A version that leans on nothing is full, also where no policy asked for it.
-    earlier = () if record.kind == "baseline" else tuple(record.policy.get("sizes_bytes", ()))
-    return (*earlier, record.nbytes)
+    if record.kind == "baseline":
+        return (record.nbytes,), ()
+    earlier = tuple(record.policy.get("sizes_bytes", ()))
+    return (*earlier, record.nbytes), deltas_after(record.policy, record.nbytes)

@@ -148,7 +148,8 @@ def decide(
     elif policy == "full":
         is_full, since, reason = True, _usual(policy), "every version is full"
     elif policy == "auto":
-        known = tuple(deltas) + tuple(Delta("baseline", size) for size in sizes[1 + len(deltas) :])
+        known = tuple(deltas)[: len(sizes) - 1]
+        known += tuple(Delta("baseline", size) for size in sizes[1 + len(known) :])
         is_full, since, reason = _weigh(_Epoch(sizes, known), offer, costs or Costs())
         return Decision(is_full, since, policy, sizes, reason, known, offer, costs)
     elif policy == "intermittent":

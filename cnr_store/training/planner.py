@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs import LosslessRows
+from cnr_codecs import LosslessRows, RowCodec
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
 from cnr_store.lineage import Lineage
 from cnr_store.plan import RowsWrite
-from cnr_store.policy import Decision
-from cnr_store.training.bitmap import Bitmap, rows_of
+from cnr_store.policy import Costs, Decision, Offer, PolicyName, decide
+from cnr_store.training.bitmap import Bitmap, count, rows_of
 from cnr_store.training.codecs import CodecChoice
 from cnr_store.training.pending import LeasedRows, PendingSave
 from cnr_store.training.snapshot import LiveRows, RowArray, Staging
@@ -71,6 +71,47 @@ class Planner:
         if version == self.lineage.version:
             self.since_whole = {name: np.zeros_like(rows) for name, rows in self.since_whole.items()}
 
+    def decide(
+        self,
+        policy: PolicyName,
+        costs: Costs,
+        arrays: Sequence[RowArray],
+        dirty: Bitmaps,
+        unsafe: Collection[str],
+        *,
+        full: bool = False,
+        beside_bytes: int = 0,
+    ) -> Decision:
+        """What the next version is to be.
+
+        Parameters
+        ----------
+        dirty, unsafe
+            As for `rows`.
+        beside_bytes
+            What the version holds beside its rows.
+        """
+        past = self.lineage
+        weighs = policy == "auto" and past.sizes_bytes and not full
+        offer = self._offer(arrays, dirty, unsafe, beside_bytes) if weighs else None
+        return decide(policy, past.sizes_bytes, full=full, deltas=past.deltas, offer=offer, costs=costs)
+
+    def _offer(
+        self, arrays: Sequence[RowArray], dirty: Bitmaps, unsafe: Collection[str], beside_bytes: int
+    ) -> Offer:
+        whole = {array.table.name for array in arrays if not self._continues(array)} | set(unsafe)
+        since_baseline = since_previous = float(beside_bytes)
+        for array in arrays:
+            table = array.table
+            changed, before = dirty[table.name], self.since_whole.get(table.name)
+            rows = (table.rows, table.rows)
+            if table.name not in whole and before is not None and before.shape == changed.shape:
+                rows = count(changed | before), count(changed)
+            row_bytes = self._codec(array).bytes_per_row((*array.shape, 1)[1], array.element)
+            since_baseline += row_bytes * rows[0]
+            since_previous += row_bytes * rows[1]
+        return Offer(round(since_baseline), round(since_previous))
+
     def rows(
         self,
         decision: Decision,
@@ -122,9 +163,14 @@ class Planner:
             base=line.base(decision.since) if line is not None and is_delta else None,
             ids=written,
             source=LeasedRows(source, pending) if isinstance(source, LiveRows) else source,
-            codec=self._codecs.of(table.name, table.rows * array.row_bytes) if is_weight else _LOSSLESS,
+            codec=self._codec(array),
             aliases=self._aliases[table.name] if is_weight else (),
         )
+
+    def _codec(self, array: RowArray) -> RowCodec:
+        table = array.table
+        is_weight = array.tensor is table.parameter
+        return self._codecs.of(table.name, table.rows * array.row_bytes) if is_weight else _LOSSLESS
 
     def _continues(self, array: RowArray) -> bool:
         """Whether a delta of this array's table can lean on what is stored.
