@@ -81,6 +81,50 @@ def test_windows_take_the_rows_that_are_asked_for(name, first_row, marks, margin
     assert (wide[:, margin + 5 :] == 9).all()
 
 
+@given(
+    element=st.sampled_from(["float32", "float16", "bfloat16"]),
+    codec=st.builds(UniformRows, st.sampled_from(["symmetric", "asymmetric"]), st.integers(1, 8)),
+    dim=st.sampled_from([3, 16, 40, 700]),
+    held_share=st.sampled_from([0.1, 0.9, 1.0]),
+    asked_share=st.sampled_from([0.02, 0.5, 0.99, 1.0]),
+    large_share=st.sampled_from([0, 0.1, 1]),
+    first_row=st.integers(-700, 1300),
+    count=st.integers(0, 1500),
+    seed=st.integers(0, 1 << 32),
+)
+@settings(deadline=None, max_examples=150)
+def test_rows_of_many_blocks_equal_the_reference(
+    element, codec, dim, held_share, asked_share, large_share, first_row, count, seed
+):
+    rows = 1200
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(rows, dim)).astype(np.float32)
+    values[rng.random(rows) < large_share] *= 1000  # which float16 parameters serve badly
+    if element == "float16":
+        values = values.astype(np.float16)
+    elif element == "bfloat16":
+        values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    held = np.flatnonzero(rng.random(rows) < held_share)
+    payload = parse(codec.encode_rows(values[held], held, rows, element=element))
+    whole = np.full_like(values, 9)
+    for segment in payload.segments:
+        places = np.concatenate([block for _, block in segment.row_set.blocks()])
+        if segment.scheme is Scheme.RAW:
+            whole[places] = values[places]
+            continue
+        codes = reference.unpack(segment.codes, segment.bits, dim)
+        decoded = reference.dequantize(codes, *segment.affine())
+        whole[places] = reference.round_to_bfloat16(decoded) if element == "bfloat16" else decoded
+    out = np.full((count, dim), 9, values.dtype)
+    need = (rng.random(count) < asked_share).astype(np.uint8)
+    places = np.arange(count) + first_row
+    expected = (need != 0) & np.isin(places, held)
+    assert decode_into(payload, out, need, first_row) == expected.sum()
+    assert not need[expected].any()
+    np.testing.assert_array_equal(out[expected], whole[places[expected]])
+    assert (out[~expected] == 9).all()
+
+
 @pytest.mark.parametrize("element", ["float32", "float16", "int16", "bool"])
 def test_evicted_rows_are_found_and_read_as_fill(element):
     kind = element_named(element)

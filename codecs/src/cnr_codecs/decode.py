@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,17 @@ import numpy.typing as npt
 from cnr_codecs.elements import element_named, fill_value
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
-from cnr_codecs.kernels.dequantize import decode_run
-from cnr_codecs.payload import Payload, Scheme, Segment
+from cnr_codecs.kernels.dequantize import decode_float16, decode_float32
+from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.reference import round_to_bfloat16
+from cnr_codecs.rowset import RowSetKind
 
 Need = npt.NDArray[np.uint8]
+
+# What kernels take where there is nothing; read-only as what they take else, so that one compiled kernel serves all.
+_NO_HALVES, _NO_FLOATS = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
+_NO_HALVES.flags.writeable = _NO_FLOATS.flags.writeable = False
+_NO_ROWS = np.empty(0, np.uint32)
 
 
 def present_rows(payload: Payload) -> npt.NDArray[np.int64]:
@@ -47,7 +54,7 @@ def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: 
     return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Target:
     """Where rows go: `flat` spans `out` from its first value to its last, rows `stride` values apart."""
 
@@ -68,7 +75,7 @@ def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int)
     count, dim = out.shape
     if need.dtype != np.uint8 or need.shape != (count,) or not need.flags.carray:
         raise RowsError(f"need must be writable, contiguous uint8 ({count},); got {need.dtype} {need.shape}")
-    if count == 0:
+    if out.flags.carray:
         return _Target(out, need, first_row, out.reshape(-1), dim)
     stride, rest = divmod(out.strides[0], dtype.itemsize) if count > 1 else (dim, 0)
     if rest or stride < dim or (dim > 1 and out.strides[1] != dtype.itemsize) or not out.flags.aligned:
@@ -111,52 +118,32 @@ def _copy(payload: Payload, segment: Segment, target: _Target) -> int:
     return written
 
 
-def _run(rows: npt.NDArray[np.uint32], target: _Target) -> range | None:
-    """The part of these rows that lies within `out`, if they follow one another and all of it is asked for."""
-    if not len(rows) or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
-        return None
-    place = int(rows[0]) - target.first_row
-    part = range(max(0, -place), min(len(rows), len(target.need) - place))
-    if not len(part):
-        return range(0)
-    return part if target.need[place + part.start : place + part.stop].all() else None
-
-
-def _decode_run(
-    segment: Segment, start: int, scale: Any, offset: Any, row: int, run: range, target: _Target
-) -> int:
-    """Decode the part `run` of the rows from `row` on, which are the segment's from its `start`-th."""
-    first = row - target.first_row + run.start
-    part = slice(start + run.start, start + run.stop)
-    place = slice(first, first + len(run))
-    if run:
-        flat = target.flat[first * target.stride :]
-        dim = target.out.shape[1]
-        decode_run(segment.codes[part], scale[part], offset[part], segment.bits, dim, flat, target.stride)
-        target.need[place] = 0
-    return len(run)
-
-
 def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
-    scale, offset = segment.affine()
-    place = (target.first_row, target.need)
+    halves, floats = _NO_HALVES, _NO_FLOATS
+    if segment.parameter_type is ParameterType.FLOAT16:
+        halves = segment.parameters.view(np.uint16)
+    else:
+        floats = segment.parameters.view(np.float32)
+    stored = (segment.codes, halves, floats, segment.bits, payload.dim)
     written = 0
-    for start, rows in segment.row_set.blocks():
-        stop = start + len(rows)
-        kind = (segment.bits, payload.dim)
-        run = _run(rows, target) if payload.element == "float32" else None
-        if run is not None:
-            written += _decode_run(segment, start, scale, offset, int(rows[0]), run, target)
-            continue
-        codes = (segment.codes[start:stop], rows, scale[start:stop], offset[start:stop])
+    for start, stop, rows in _parts(segment, target):
+        place = (start, stop, rows, target.first_row, target.need)
         if payload.element == "float16":
-            written += kernels.decode_float16(
-                *codes, *kind, *place, target.flat.view(np.uint16), target.stride
-            )
+            written += decode_float16(*stored, *place, target.flat.view(np.uint16), target.stride)
         else:
             narrow = payload.element == "bfloat16"
-            written += kernels.decode_float32(*codes, *kind, narrow, *place, target.flat, target.stride)
+            written += decode_float32(*stored, *place, target.flat, target.stride, narrow)
     return written
+
+
+def _parts(segment: Segment, target: _Target) -> Iterator[tuple[int, int, npt.NDArray[np.uint32]]]:
+    """(start, stop, rows) of parts of the segment: their rows of the chunk; none named where row i is row i."""
+    row_set = segment.row_set
+    if row_set.kind is RowSetKind.PREFIX:
+        yield max(0, target.first_row), min(row_set.count, target.first_row + len(target.need)), _NO_ROWS
+        return
+    for start, rows in row_set.blocks():
+        yield start, start + len(rows), rows
 
 
 def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:

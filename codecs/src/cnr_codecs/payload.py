@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,12 @@ class Segment:
             return self.widened[0] * np.float32(2), self.widened[0] * np.float32(1 - (1 << self.bits))
         return self.widened[0], self.widened[1]
 
+    def head(self) -> bytes:
+        """What lies before the codes in the payload."""
+        kind = self.row_set.kind
+        head = SEGMENT.pack(self.scheme, self.bits, self.parameter_type, kind, self.row_set.count)
+        return head + self.row_set.data.tobytes() + self.stored_parameters()
+
     def stored_parameters(self) -> bytes:
         """The parameters as they lie in the payload."""
         if self.books is None:
@@ -134,15 +141,37 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     count = 0
     for segment in segments:
         count += 1
-        kind = segment.row_set.kind
-        parts.append(
-            SEGMENT.pack(segment.scheme, segment.bits, segment.parameter_type, kind, segment.row_set.count)
-        )
-        parts.append(segment.row_set.data.tobytes())
-        parts.append(segment.stored_parameters())
+        parts.append(segment.head())
         parts.append(segment.codes.reshape(-1).data)
-    header = HEADER.pack(MAGIC, VERSION, element.code, count, rows, dim, checked_seal(seal))
-    return b"".join([header, *parts])
+    return b"".join([header(rows, dim, element, count, seal), *parts])
+
+
+def header(rows: int, dim: int, element: Element, segments: int, seal: int) -> bytes:
+    """The header of a payload with so many segments.
+
+    Raises:
+        RowsError: the seal is no unsigned 64-bit integer.
+    """
+    return HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, checked_seal(seal))
+
+
+class Draft:
+    """The bytes of a payload of one segment, whose `codes`, uint8 (count, bytes a row), are written in place."""
+
+    def __init__(self, head_bytes: int, count: int, width: int) -> None:
+        """For a header, a segment's head, row set and parameters of `head_bytes` in all."""
+        # A BytesIO gives away the bytes that were written into it, without a copy.
+        self._stream = BytesIO()
+        self._stream.seek(head_bytes + count * width - 1)
+        self._stream.write(b"\0")
+        self._view = self._stream.getbuffer()
+        self.codes = np.frombuffer(self._view, np.uint8, offset=head_bytes).reshape(count, width)
+
+    def finish(self, head: bytes) -> bytes:
+        """The payload, which starts with these bytes. It is a copy only if others still hold `codes`."""
+        self._view[: len(head)] = head
+        del self.codes, self._view
+        return self._stream.getvalue()
 
 
 def checked_seal(seal: int) -> int:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError
+from cnr_codecs.kernels.proof import sound_floats, sound_halves
 from cnr_codecs.payload import (
     BOOK_COUNT,
     HEADER,
@@ -88,11 +89,12 @@ class _Reader:
         self.buffer = buffer
         self.position = position
 
-    def take(self, size: int, what: str) -> npt.NDArray[np.uint8]:
+    def take(self, size: int, where: str, what: str) -> npt.NDArray[np.uint8]:
         end = self.position + size
         if end > len(self.buffer):
             raise PayloadError(
-                f"{what} need {size} bytes at byte {self.position} of {len(self.buffer)}: truncated"
+                f"{where}: its {what} would need {size} bytes at byte {self.position} of {len(self.buffer)}: "
+                "truncated"
             )
         view = self.buffer[self.position : end]
         self.position = end
@@ -101,25 +103,29 @@ class _Reader:
 
 def _as_bytes(data: Any) -> npt.NDArray[np.uint8]:
     try:
-        buffer = np.frombuffer(memoryview(data).cast("B"), np.uint8) if memoryview(data).nbytes else _NO_BYTES
+        view = memoryview(data)
+        buffer = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else _NO_BYTES
     except TypeError as error:
         raise PayloadError(
             f"payload: expected contiguous bytes, got {type(data).__name__}: {error}"
         ) from error
-    buffer = buffer.view()
     # Kernels are compiled once, for read-only codes.
     buffer.flags.writeable = False
     return buffer
 
 
 _NO_BYTES = np.empty(0, np.uint8)
+# Looking a number up is cheaper than asking an enumeration for it.
+_SCHEMES = {int(each): each for each in Scheme}
+_PARAMETER_TYPES = {int(each): each for each in ParameterType}
+_ROW_SET_KINDS = {int(each): each for each in RowSetKind}
 
 
 def _prove_header(buffer: npt.NDArray[np.uint8]) -> tuple[int, Element, int, int, int, int]:
     """(seal, element, segments, rows, dim, decoded bytes)."""
     if len(buffer) < HEADER.size:
         raise PayloadError(f"payload: {len(buffer)} bytes are fewer than a header's {HEADER.size}")
-    magic, version, code, segments, rows, dim, seal = HEADER.unpack(buffer[: HEADER.size].tobytes())
+    magic, version, code, segments, rows, dim, seal = HEADER.unpack_from(buffer.data)
     if magic != MAGIC:
         raise PayloadError(f"payload: starts with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
@@ -136,19 +142,20 @@ def _prove_header(buffer: npt.NDArray[np.uint8]) -> tuple[int, Element, int, int
 
 def _prove_segment(reader: _Reader, index: int, element: Element, rows: int, dim: int) -> Segment:
     where = f"payload: segment {index}"
-    head = reader.take(SEGMENT.size, f"{where}: its head would")
-    scheme_code, bits, parameter_code, kind_code, count = SEGMENT.unpack(head.tobytes())
+    scheme_code, bits, parameter_code, kind_code, count = SEGMENT.unpack_from(
+        reader.take(SEGMENT.size, where, "head").data
+    )
     scheme, parameter_type = _prove_scheme(scheme_code, bits, parameter_code, element, where)
-    if kind_code not in RowSetKind.__members__.values():
+    kind = _ROW_SET_KINDS.get(kind_code)
+    if kind is None:
         raise PayloadError(f"{where}: row-set kind {kind_code} is unknown")
     if not 1 <= count <= rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {rows}")
-    kind = RowSetKind(kind_code)
-    row_data = reader.take(encoded_bytes(kind, count, rows), f"{where}: its row set would")
+    row_data = reader.take(encoded_bytes(kind, count, rows), where, "row set")
     row_set = prove_row_set(kind, count, rows, row_data, where)
     parameters, books = _take_parameters(reader, scheme, bits, parameter_type, count, where)
     width = row_bytes(scheme, bits, dim)
-    codes = reader.take(width * count, f"{where}: its codes would").reshape(count, width)
+    codes = reader.take(width * count, where, "codes").reshape(count, width)
     segment = Segment(scheme, bits, parameter_type, row_set, parameters, codes, books)
     _prove_values(segment, element, where)
     return segment
@@ -163,17 +170,17 @@ def _take_parameters(
     elif scheme is Scheme.CODEBOOK:
         shape = count, 1 << bits
     else:
-        (held,) = BOOK_COUNT.unpack(reader.take(BOOK_COUNT.size, f"{where}: its codebooks would").tobytes())
+        (held,) = BOOK_COUNT.unpack_from(reader.take(BOOK_COUNT.size, where, "codebooks").data)
         if not 1 <= held <= count:
             raise PayloadError(f"{where}: {held} codebooks for {count} rows, expected 1 to {count}")
         shape = held, 1 << bits
     dtype = PARAMETER_DTYPES.get(parameter_type, np.dtype("<f4"))
-    stored = reader.take(shape[0] * shape[1] * dtype.itemsize, f"{where}: its parameters would")
+    stored = reader.take(shape[0] * shape[1] * dtype.itemsize, where, "parameters")
     parameters = np.frombuffer(stored.tobytes(), dtype).reshape(shape)
     if scheme is not Scheme.SHARED:
         return parameters, None
     kind = book_dtype(shape[0])
-    numbers = reader.take(count * kind.itemsize, f"{where}: its codebook numbers would")
+    numbers = reader.take(count * kind.itemsize, where, "codebook numbers")
     books = np.frombuffer(numbers.tobytes(), kind).astype(np.uint32)
     if int(books.max()) >= shape[0]:
         raise PayloadError(f"{where}: a row uses codebook {int(books.max())} of {shape[0]}")
@@ -183,16 +190,16 @@ def _take_parameters(
 def _prove_scheme(
     scheme: int, bits: int, parameter: int, element: Element, where: str
 ) -> tuple[Scheme, ParameterType]:
-    if scheme not in Scheme.__members__.values():
+    known, kind = _SCHEMES.get(scheme), _PARAMETER_TYPES.get(parameter)
+    if known is None:
         raise PayloadError(f"{where}: scheme {scheme} is unknown")
-    if parameter not in ParameterType.__members__.values():
+    if kind is None:
         raise PayloadError(f"{where}: parameter type {parameter} is unknown")
-    known, kind = Scheme(scheme), ParameterType(parameter)
-    quantized = known not in (Scheme.ABSENT, Scheme.RAW)
+    quantized = known is not Scheme.ABSENT and known is not Scheme.RAW
     if quantized != (kind is not ParameterType.NONE):
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {known.name}")
-    expected = {Scheme.ABSENT: range(1), Scheme.RAW: [8 * element.stored.itemsize]}.get(known, range(1, 9))
-    if bits not in expected:
+    plain_bits = 8 * element.stored.itemsize if known is Scheme.RAW else 0
+    if not (1 <= bits <= 8 if quantized else bits == plain_bits):
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {known.name} of {element.name} values")
     if quantized and not element.quantizable:
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {known.name}")
@@ -203,7 +210,7 @@ def _prove_values(segment: Segment, element: Element, where: str) -> None:
     """Parameters from which every decoder computes the same bits; bools that are 0 or 1."""
     if segment.scheme is Scheme.RAW and element.name == "bool" and int(segment.codes.max()) > 1:
         raise PayloadError(f"{where}: a bool is stored as {int(segment.codes.max())}")
-    if segment.parameter_type is ParameterType.NONE:
+    if segment.parameter_type is ParameterType.NONE or _sound(segment):
         return
     if not np.isfinite(segment.widened).all():
         raise PayloadError(f"{where}: a parameter is not finite")
@@ -216,11 +223,25 @@ def _prove_values(segment: Segment, element: Element, where: str) -> None:
         raise PayloadError(f"{where}: a scale is negative")
     if (scales.view(np.uint32) & SCALE_SPARE_BITS).any():
         raise PayloadError(f"{where}: a scale has more than 16 significant bits")
-    span = float(scales.max()) * ((1 << segment.bits) - 1) * (2 if segment.scheme is Scheme.SYMMETRIC else 1)
-    if span > float(np.finfo(np.float32).max):
+    if float(scales.max()) > _largest_scale(segment):
         raise PayloadError(
             f"{where}: a scale of {float(scales.max())} overflows float32 with {segment.bits} bits"
         )
+
+
+def _sound(segment: Segment) -> bool:
+    """Whether one pass finds nothing wrong with a segment's parameters."""
+    if segment.scheme not in PARAMETERS_PER_ROW:
+        return False
+    if segment.parameter_type is ParameterType.FLOAT16:
+        return sound_halves(segment.parameters.view(np.uint16))
+    return sound_floats(segment.parameters.view(np.uint32), _largest_scale(segment))
+
+
+def _largest_scale(segment: Segment) -> float:
+    """The largest with which what the codes span is a float32."""
+    steps = ((1 << segment.bits) - 1) * (2 if segment.scheme is Scheme.SYMMETRIC else 1)
+    return float(np.finfo(np.float32).max) / steps
 
 
 def _prove_disjoint(segments: tuple[Segment, ...], rows: int) -> None:

@@ -51,21 +51,39 @@ def check_rows(
     Raises:
         RowsError: shape, dtype or offsets are not as `RowCodec.encode_rows` says.
     """
+    kind, values = check_values(values, rows, element)
+    check_offsets(offsets, len(values), rows)
+    return kind, values, np.arange(len(values)) if offsets is None else offsets
+
+
+def check_values(values: Rows, rows: int, element: str) -> tuple[Element, Rows]:
+    """(element type, values C-contiguous).
+
+    Raises:
+        RowsError: shape or dtype is not as `RowCodec.encode_rows` says.
+    """
     kind = element_named(element)
     if values.ndim != 2 or values.dtype != kind.array:
         raise RowsError(
             f"{element} rows are (n, dim) {kind.array}; got shape {values.shape}, dtype {values.dtype}"
         )
-    count, dim = values.shape
+    dim = values.shape[1]
     if not (1 <= rows <= MAX_U32 and 1 <= dim <= MAX_U32):
         raise RowsError(f"a chunk has 1 to {MAX_U32} rows and columns, got {rows} x {dim}")
     values = np.ascontiguousarray(values, kind.array)
     if kind.name == "bfloat16" and values.view(np.uint32).astype(np.uint16).any():
         raise RowsError("bfloat16 rows hold values that bfloat16 can't represent; round them first")
+    return kind, values
+
+
+def check_offsets(offsets: Offsets | None, count: int, rows: int) -> None:
+    """Raises:
+    RowsError: the offsets of `count` rows are not as `RowCodec.encode_rows` says.
+    """
     if offsets is None:
         if count > rows:
             raise RowsError(f"{count} rows don't fit into a chunk of {rows}")
-        return kind, values, np.arange(count)
+        return
     if offsets.shape != (count,) or offsets.dtype.kind not in "iu":
         raise RowsError(
             f"offsets must be ({count},) integers; got shape {offsets.shape}, dtype {offsets.dtype}"
@@ -74,7 +92,6 @@ def check_rows(
         int(offsets[0]) >= 0 and int(offsets[-1]) < rows and (offsets[1:] > offsets[:-1]).all()
     ):
         raise RowsError(f"offsets must increase strictly from 0 or more to below the chunk's {rows} rows")
-    return kind, values, offsets
 
 
 def raw_segment(

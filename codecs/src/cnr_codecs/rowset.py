@@ -54,6 +54,11 @@ class RowSet:
     data: npt.NDArray[Any]
 
     @classmethod
+    def first(cls, count: int, rows: int) -> RowSet:
+        """The first `count` of `rows` rows."""
+        return cls(RowSetKind.PREFIX, count, rows, np.empty(0, np.uint8))
+
+    @classmethod
     def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
         """The smallest row set for strictly increasing offsets below `rows`; among equals the lowest kind."""
         count = len(offsets)

@@ -16,16 +16,19 @@ from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
 from cnr_codecs.payload import (
+    HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
+    SEGMENT,
+    Draft,
     ParameterType,
     Scheme,
     Segment,
     build,
+    header,
     row_bytes,
 )
-from cnr_codecs.reference import keys_to_floats
-from cnr_codecs.rows import Offsets, Rows, check_rows, raw_segment
+from cnr_codecs.rows import LosslessRows, Offsets, Rows, check_offsets, check_values, raw_segment
 from cnr_codecs.rowset import RowSet
 from cnr_codecs.windows import NORMAL_STEPS
 
@@ -105,9 +108,25 @@ class UniformRows:
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
         """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
-        kind, values, offsets = check_rows(values, offsets, rows, _quantizable(element).name)
-        segments = self._segments(values, offsets, rows, kind) if len(values) else []
-        return build(rows, values.shape[1], kind, segments, seal)
+        kind, values = check_values(values, rows, _quantizable(element).name)
+        check_offsets(offsets, len(values), rows)
+        count, dim = values.shape
+        parameter_types = self._worthwhile(kind, dim)
+        if not count or not parameter_types:
+            return LosslessRows().encode_rows(values, offsets, rows, element=element, seal=seal)
+        row_set = RowSet.first(count, rows) if offsets is None else RowSet.of(offsets, rows)
+        # Nearly always all rows have float16 parameters. Then codes are written where they belong at once.
+        scheme, bits = SCHEMES[self.scheme], self.bits
+        before = HEADER.size + SEGMENT.size + row_set.data.nbytes + count * PARAMETERS_PER_ROW[scheme] * 2
+        draft = Draft(before, count, row_bytes(scheme, bits, dim))
+        encoded = self._encode(values, kind, draft.codes)
+        if encoded.float16_rows == count:
+            segment = self._segment(encoded, row_set, ParameterType.FLOAT16)
+            head = header(rows, dim, kind, 1, seal) + segment.head()
+            del encoded, segment
+            return draft.finish(head)
+        places = np.arange(count) if offsets is None else offsets
+        return build(rows, dim, kind, self._segments(encoded, values, places, rows, kind), seal)
 
     def _options(self) -> dict[str, Any]:
         searched = {"bins": self.bins, "ratio": self.ratio}
@@ -119,31 +138,27 @@ class UniformRows:
         parameters = PARAMETERS_PER_ROW[scheme] * PARAMETER_DTYPES[parameter_type].itemsize
         return parameters + row_bytes(scheme, self.bits, dim)
 
-    def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        count, dim = values.shape
+    def _worthwhile(self, element: Element, dim: int) -> list[ParameterType]:
+        """With which parameters rows get smaller. Those too narrow to gain by quantization stay exact."""
         raw_bytes = dim * element.stored.itemsize
-        # Rows too narrow to gain by quantization stay exact.
-        kinds = [kind for kind in PARAMETER_DTYPES if self._row_bytes(dim, kind) < raw_bytes]
-        if not kinds:
-            return [raw_segment(values, offsets, rows, np.arange(count), element)]
-        # Rows may hold anything; those that are not finite, or whose parameters would not be, come out raw.
-        with np.errstate(all="ignore"):
-            encoded = self._encode(values, element)
+        return [kind for kind in PARAMETER_DTYPES if self._row_bytes(dim, kind) < raw_bytes]
+
+    def _segments(
+        self, encoded: _Encoded, values: Rows, offsets: Offsets, rows: int, element: Element
+    ) -> list[Segment]:
         segments: list[Segment] = []
-        raw = np.ones(count, np.bool_)
-        for kind in kinds:
+        raw = np.ones(len(values), np.bool_)
+        for kind in self._worthwhile(element, values.shape[1]):
             chosen = encoded.kind == kind
-            held = np.count_nonzero(chosen)
-            if held == count:
-                return [self._segment(encoded, offsets, rows, kind)]
-            if held:
-                segments.append(self._segment(encoded.take(chosen), offsets[chosen], rows, kind))
+            if chosen.any():
+                row_set = RowSet.of(offsets[chosen], rows)
+                segments.append(self._segment(encoded.take(chosen), row_set, kind))
                 raw &= ~chosen
         if raw.any():
             segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
         return segments
 
-    def _segment(self, encoded: _Encoded, offsets: Offsets, rows: int, kind: ParameterType) -> Segment:
+    def _segment(self, encoded: _Encoded, row_set: RowSet, kind: ParameterType) -> Segment:
         scheme = SCHEMES[self.scheme]
         dtype = PARAMETER_DTYPES[kind]
         if scheme is Scheme.SYMMETRIC:
@@ -152,40 +167,44 @@ class UniformRows:
             stored = encoded.halves.view(np.float16).astype(dtype, copy=False)
         else:
             stored = np.stack([encoded.scale, encoded.offset]).astype(dtype, copy=False)
-        return Segment(scheme, self.bits, kind, RowSet.of(offsets, rows), stored, encoded.codes)
+        return Segment(scheme, self.bits, kind, row_set, stored, encoded.codes)
 
-    def _encode(self, values: Rows, element: Element) -> _Encoded:
+    def _encode(self, values: Rows, element: Element, codes: npt.NDArray[np.uint8]) -> _Encoded:
         # Kernels are compiled once, for read-only rows; the flag is the view's, not the caller's.
         wide = np.ascontiguousarray(values, np.float32).view()
         wide.flags.writeable = False
-        encoded = _Encoded.empty(len(wide), row_bytes(SCHEMES[self.scheme], self.bits, wide.shape[1]))
+        encoded = _Encoded.of(codes)
+        arrays = encoded.arrays()
         if self.bins is not None and self.ratio is not None:
             low, high = _walked(wide, self.bits, self.bins, self.ratio)
-            kernels.encode_windows(wide, low, high, self.bits, element.overflow, encoded.arrays())
+            held = kernels.encode_windows(wide, low, high, self.bits, element.overflow, arrays)
         elif self.scheme == "adaptive" and self.bits in NORMAL_STEPS:
             step = NORMAL_STEPS[self.bits]
-            kernels.encode_searched(wide, self.bits, step, element.overflow, encoded.arrays())
+            held = kernels.encode_searched(wide, self.bits, step, element.overflow, arrays)
         else:
             symmetric = self.scheme == "symmetric"
-            kernels.encode_ranges(wide, self.bits, symmetric, element.overflow, encoded.arrays())
+            held = kernels.encode_ranges(wide, self.bits, symmetric, element.overflow, arrays)
+        encoded.float16_rows = held
         return encoded
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Encoded:
-    """Rows as the kernels leave them: see `kernels.uniform`."""
+    """Rows as the kernels leave them: see `kernels.uniform`. So many of them have float16 parameters."""
 
     scale: Float32s
     offset: Float32s
     halves: npt.NDArray[np.uint16]
     kind: npt.NDArray[np.uint8]
     codes: npt.NDArray[np.uint8]
+    float16_rows: int = 0
 
     @classmethod
-    def empty(cls, count: int, width: int) -> _Encoded:
-        scale, offset = np.empty((2, count), np.float32)
-        halves, kind = np.empty((2, count), np.uint16), np.empty(count, np.uint8)
-        return cls(scale, offset, halves, kind, np.empty((count, width), np.uint8))
+    def of(cls, codes: npt.NDArray[np.uint8]) -> _Encoded:
+        """For the rows whose codes, (n, bytes a row), will be written to `codes`."""
+        count = len(codes)
+        scale, offset = np.empty(count, np.float32), np.empty(count, np.float32)
+        return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         return self.scale, self.offset, self.halves, self.kind, self.codes
@@ -203,21 +222,26 @@ class _Encoded:
 def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64s, Float64s]:
     """The ranges that the paper's walk leaves."""
     least, most = row_extremes(wide)
-    low, high = least.astype(np.float64), most.astype(np.float64)
-    steps = min(int(bins * ratio), bins - 1)
-    if steps == 0:
-        return low, high
-    left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
-    walk.greedy_walk(wide, least, search_factor(least, most, bins), bins, steps, (1 << bits) - 1, left, right)
-    width = (high - low) / bins
-    return np.where(left > 0, low + left * width, low), np.where(right > 0, high - right * width, high)
+    # Rows may hold anything; what is not finite comes out raw.
+    with np.errstate(all="ignore"):
+        low, high = least.astype(np.float64), most.astype(np.float64)
+        steps = min(int(bins * ratio), bins - 1)
+        if steps == 0:
+            return low, high
+        left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
+        factor = search_factor(least, most, bins)
+        walk.greedy_walk(wide, least, factor, bins, steps, (1 << bits) - 1, left, right)
+        width = (high - low) / bins
+        return np.where(left > 0, low + left * width, low), np.where(right > 0, high - right * width, high)
 
 
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
     """Least and greatest value of each row of (n, dim); one is not finite where the row has such a value."""
-    low, high = (np.empty(len(values), np.int32) for _ in range(2))
-    kernels.row_keys(values.view(np.int32), low, high)
-    return keys_to_floats(low), keys_to_floats(high)
+    low, high = (np.empty(len(values), np.float32) for _ in range(2))
+    bits = np.ascontiguousarray(values).reshape(-1).view(np.int32)
+    count, dim = values.shape
+    kernels.row_extremes(bits, 0, count, dim, low.view(np.int32), high.view(np.int32))
+    return low, high
 
 
 def search_factor(low: Float32s, high: Float32s, bins: int) -> Float32s:

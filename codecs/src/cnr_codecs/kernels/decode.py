@@ -1,4 +1,4 @@
-"""Rows out of segments, into the rows of an array that ask for them.
+"""Rows out of segments that are not quantized uniformly, into the rows of an array that ask for them.
 
 `rows` are the chunk's rows of a block (uint32, increasing), matching the rows of `codes` and the parameters. A
 row goes to row `rows[i] - first_row` of the output if that lies within `need` (uint8) and is marked there; the
@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cnr_codecs.kernels.dequantize import BLOCK
 from cnr_codecs.kernels.pack import unpack_rows
+
+# Rows whose codes are unpacked before any of them is decoded: some kilobytes, which stay in the cache.
+_BLOCK = 32
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -47,65 +49,6 @@ def _unpack_chosen(codes: Any, chosen: Any, bits: int, dim: int, packed: Any, un
     unpack_rows(packed[: chosen.size], dim, bits, unpacked)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def decode_float32(
-    codes: Any,
-    rows: Any,
-    scale: Any,
-    offset: Any,
-    bits: int,
-    dim: int,
-    to_bfloat16: bool,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-) -> int:
-    """Rows into `flat` (float32), rounded to bfloat16 if asked; the number of rows written."""
-    chosen, places = _choose(rows, first_row, need)
-    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
-    unpacked = np.empty(BLOCK * dim, np.uint8)
-    for first in range(0, chosen.size, BLOCK):
-        block = chosen[first : first + BLOCK]
-        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
-        targets = places[first : first + BLOCK]
-        _spread(unpacked, block, targets, scale, offset, dim, flat, stride)
-        if to_bfloat16:
-            for k in range(block.size):
-                _round_bfloat16(flat[targets[k] * stride : targets[k] * stride + dim].view(np.uint32))
-    return len(chosen)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def decode_float16(
-    codes: Any,
-    rows: Any,
-    scale: Any,
-    offset: Any,
-    bits: int,
-    dim: int,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-) -> int:
-    """Rows into `flat` (uint16: the bits of float16); the number of rows written."""
-    chosen, places = _choose(rows, first_row, need)
-    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
-    unpacked = np.empty(BLOCK * dim, np.uint8)
-    wide = np.empty(BLOCK * dim, np.float32)
-    in_order = np.arange(BLOCK)
-    for first in range(0, chosen.size, BLOCK):
-        block = chosen[first : first + BLOCK]
-        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
-        _spread(unpacked, block, in_order, scale, offset, dim, wide, dim)
-        for k in range(block.size):
-            line = wide[k * dim : (k + 1) * dim]
-            start = places[first + k] * stride
-            _round_float16(line, line.view(np.uint32), flat[start : start + dim])
-    return len(chosen)
-
-
 @njit(nogil=True, cache=True)
 def look_up(
     codes: Any,
@@ -123,10 +66,10 @@ def look_up(
     their codebook (`books`: uint32); the number of rows written.
     """
     chosen, places = _choose(rows, first_row, need)
-    packed = np.empty((BLOCK, codes.shape[1]), np.uint8)
-    unpacked = np.empty(BLOCK * dim, np.uint8)
-    for first in range(0, chosen.size, BLOCK):
-        block = chosen[first : first + BLOCK]
+    packed = np.empty((_BLOCK, codes.shape[1]), np.uint8)
+    unpacked = np.empty(_BLOCK * dim, np.uint8)
+    for first in range(0, chosen.size, _BLOCK):
+        block = chosen[first : first + _BLOCK]
         _unpack_chosen(codes, block, bits, dim, packed, unpacked)
         for k in range(block.size):
             start = places[first + k] * stride
@@ -159,42 +102,3 @@ def widen_bfloat16(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, 
         for j in range(dim):
             line[j] = (np.uint32(row[2 * j]) << 16) | (np.uint32(row[2 * j + 1]) << 24)
     return len(chosen)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _spread(
-    codes: Any, chosen: Any, places: Any, scale: Any, offset: Any, dim: int, flat: Any, stride: int
-) -> None:
-    """scale * code + offset: of codes of dim a row, whose parameters are those of `chosen`."""
-    for k in range(chosen.size):
-        line = flat[places[k] * stride : places[k] * stride + dim]
-        row = codes[k * dim : (k + 1) * dim]
-        step = scale[chosen[k]]
-        start = offset[chosen[k]]
-        for j in range(dim):
-            line[j] = step * np.float32(np.int32(row[j])) + start
-
-
-@njit(nogil=True, cache=True)
-def _round_bfloat16(bits: Any) -> None:
-    """Round to the nearest bfloat16, ties to even. Codes decode to no NaN."""
-    for j in range(bits.size):
-        odd = (bits[j] >> np.uint32(16)) & np.uint32(1)
-        bits[j] = (bits[j] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-
-
-@njit(nogil=True, cache=True)
-def _round_float16(line: Any, bits: Any, out: Any) -> None:
-    """Round to the nearest float16, ties to even; `bits` is `line` as uint32. Codes decode to no NaN."""
-    for j in range(line.size):
-        sign = (bits[j] >> np.uint32(16)) & np.uint32(0x8000)
-        magnitude = bits[j] & np.uint32(0x7FFFFFFF)
-        if magnitude >= np.uint32(0x47800000):
-            half = np.uint32(0x7C00)
-        elif magnitude < np.uint32(0x38800000):
-            # Below the normal range a float16 counts in units of 2**-24.
-            half = np.uint32(np.rint(abs(line[j]) * np.float32(16777216)))
-        else:
-            odd = (magnitude >> np.uint32(13)) & np.uint32(1)
-            half = (magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
-        out[j] = np.uint16(sign | half)

@@ -34,23 +34,38 @@ _SPARE_SCALE = np.int64((1 << 37) - 1)
 @njit(nogil=True, cache=True, error_model="numpy")
 def asymmetric_parameters(work: Any, levels: float, overflow: float) -> None:
     """Scale and offset of the ranges LOW to HIGH, and their KIND."""
+    held = 0
     for k in range(LANES):
         low, high = work[LOW + k], work[HIGH + k]
-        constant = low == high
         finite = abs(high - low) < np.inf
         offset16 = _floor_float16(low)
         scale16 = _ceil_float16((high - offset16) / levels)
         narrow = scale16 * levels <= (high - low) * _MOST_WIDENED
         # A row of one value has scale 0; it fits if its value does.
-        scale16 = 0.0 if constant else scale16
-        kept16 = (constant & (offset16 == low)) | (narrow & (low != high))
+        scale16 = 0.0 if low == high else scale16
+        kept16 = ((low == high) & (offset16 == low)) | (narrow & (low != high))
         fits16 = finite & kept16 & _holds(scale16, offset16, levels, overflow)
-        offset32 = _floor_float32(low)
-        scale32 = _ceil_16_bits((high - offset32) / levels)
-        fits32 = finite & (constant | (scale32 >= _TINY)) & _holds(scale32, offset32, levels, overflow)
-        work[SCALE + k] = scale16 if fits16 else scale32
-        work[OFFSET + k] = offset16 if fits16 else offset32
-        work[KIND + k] = FLOAT16 if fits16 else (FLOAT32 if fits32 else 0.0)
+        work[SCALE + k] = scale16
+        work[OFFSET + k] = offset16
+        work[KIND + k] = FLOAT16 if fits16 else 0.0
+        held += fits16
+    if held < LANES:
+        _widen_parameters(work, levels, overflow)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _widen_parameters(work: Any, levels: float, overflow: float) -> None:
+    """The same of the ranges that float16 parameters don't serve, with float32 ones."""
+    for k in range(LANES):
+        low, high = work[LOW + k], work[HIGH + k]
+        finite = abs(high - low) < np.inf
+        offset = _floor_float32(low)
+        scale = _ceil_16_bits((high - offset) / levels)
+        fits = finite & ((low == high) | (scale >= _TINY)) & _holds(scale, offset, levels, overflow)
+        served = work[KIND + k] == FLOAT16
+        work[SCALE + k] = work[SCALE + k] if served else scale
+        work[OFFSET + k] = work[OFFSET + k] if served else offset
+        work[KIND + k] = FLOAT16 if served else (FLOAT32 if fits else 0.0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -3,7 +3,7 @@
 The callers' arrays hold n rows: `values` float32 (n, dim), finite or not; `out` is a tuple of scales and
 offsets, float32 (n,), the same as float16, uint16 (2, n), for rows whose kind says so, their kinds, uint8
 (n,), and packed codes, uint8 (n, bytes a row). Rows of kind 0 are to be stored raw, and what is left for them
-means nothing.
+means nothing. Returned is how many rows have float16 parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cnr_codecs.kernels.parameters import (
     FIT_OFFSET,
     FIT_SCALE,
     FITTED,
+    FLOAT16,
     HIGH,
     KIND,
     LANES,
@@ -29,6 +30,7 @@ from cnr_codecs.kernels.parameters import (
     fitted_parameters,
     symmetric_parameters,
 )
+from cnr_codecs.kernels.prefetch import prefetch
 from cnr_codecs.kernels.search import BEST_STEP, CENTRE, EXPLAINED, search, work_size
 
 # Adding it to a float32 of 0 to 2**22 rounds half even, and leaves the integer in the lowest bits.
@@ -36,93 +38,107 @@ _ROUNDING = np.float32(3 << 22)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def row_keys(bits: Any, low: Any, high: Any) -> None:
-    """Least and greatest of each row of `bits` (int32 (n, dim): float32 values' bits), as keys.
+def row_extremes(bits: Any, first: int, count: int, dim: int, least: Any, most: Any) -> None:
+    """Least and greatest value of `count` rows of `dim` values, from row `first` of `bits` on (int32: float32 values'
+    bits), as such bits too.
 
-    A key orders like the float it stands for, so plain integer comparisons, which vectorize, find the
-    extremes: -0 is below +0, NaN lies beyond the infinities.
+    -0 is below +0, and NaN lies beyond the infinities. Integers order positive floats as they are, negative ones the
+    other way round; so three plain comparisons, which vectorize, find both ends.
     """
-    for i in range(bits.shape[0]):
-        row = bits[i]
-        least = np.int32(0x7FFFFFFF)
-        most = np.int32(-0x80000000)
-        for j in range(row.size):
-            key = row[j] ^ ((row[j] >> np.int32(31)) & np.int32(0x7FFFFFFF))
-            least = min(least, key)
-            most = max(most, key)
-        low[i] = least
-        high[i] = most
+    start, width = np.uintp(first * dim), np.uintp(dim)
+    for k in range(np.uintp(count)):
+        low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+        largest = np.uint32(0)
+        for j in range(width):
+            value = bits[start + k * width + j]
+            low = min(low, value)
+            high = max(high, value)
+            largest = max(largest, np.uint32(value))
+        least[k] = np.int32(largest) if low < 0 else low
+        most[k] = high if high >= 0 else low
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out: Any) -> None:
+def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out: Any) -> int:
     """Quantize rows over their own ranges."""
+    count, dim = values.shape
     levels = np.float64((1 << bits) - 1)
-    work = np.zeros(LINES)
-    low, high = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
-    codes = np.empty(LANES * values.shape[1], np.uint8)
-    for first in range(0, len(values), LANES):
-        rows = slice(first, min(first + LANES, len(values)))
-        _ranges(values[rows], low, high, work)
+    work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    codes = np.empty(LANES * dim, np.uint8)
+    # Views are made once: for narrow rows, making them for each block would take as long as the block.
+    flat, least, most = values.reshape(-1), low.view(np.int32), high.view(np.int32)
+    keys = flat.view(np.int32)
+    halves = 0
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
+        row_extremes(keys, first, last - first, dim, least, most)
+        _ranges(low, high, work)
         if symmetric:
             symmetric_parameters(work, levels, overflow)
         else:
             asymmetric_parameters(work, levels, overflow)
-        _finish(values[rows], bits, work, codes, rows, out)
+        halves += _finish(flat, first, last, dim, bits, work, codes, out)
+    _float16_bits(out[0], out[2][0])
+    _float16_bits(out[1], out[2][1])
+    return halves
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float, out: Any) -> None:
+def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float, out: Any) -> int:
     """Quantize rows over given ranges, `low` to `high` (float64 (n,)); values beyond are clamped."""
-    work = np.zeros(LINES)
-    codes = np.empty(LANES * values.shape[1], np.uint8)
-    for first in range(0, len(values), LANES):
-        rows = slice(first, min(first + LANES, len(values)))
-        for k in range(rows.stop - first):
+    count, dim = values.shape
+    work, codes, flat = np.zeros(LINES), np.empty(LANES * dim, np.uint8), values.reshape(-1)
+    halves = 0
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
+        for k in range(last - first):
             work[LOW + k] = low[first + k]
             work[HIGH + k] = high[first + k]
         asymmetric_parameters(work, np.float64((1 << bits) - 1), overflow)
-        _finish(values[rows], bits, work, codes, rows, out)
+        halves += _finish(flat, first, last, dim, bits, work, codes, out)
+    _float16_bits(out[0], out[2][0])
+    _float16_bits(out[1], out[2][1])
+    return halves
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> None:
+def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> int:
     """Quantize rows with the scale and offset that a search finds for each."""
+    count, dim = values.shape
     levels = (1 << bits) - 1
-    work = np.zeros(LINES)
-    low, high = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
-    codes = np.empty(LANES * values.shape[1], np.uint8)
-    search_work = np.zeros(work_size(values.shape[1]), np.float32)
-    least, factor = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
-    for first in range(0, len(values), LANES):
-        rows = slice(first, min(first + LANES, len(values)))
-        _ranges(values[rows], low, high, work)
-        _factors(work, np.float32(levels), least, factor)
-        search(values[rows], least, factor, levels, normal_step, search_work)
+    work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    codes, flat = np.empty(LANES * dim, np.uint8), values.reshape(-1)
+    search_work = np.zeros(work_size(dim), np.float32)
+    factor = np.zeros(LANES, np.float32)
+    halves = 0
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
+        row_extremes(flat.view(np.int32), first, last - first, dim, low.view(np.int32), high.view(np.int32))
+        _ranges(low, high, work)
+        _factors(low, high, np.float32(levels), factor)
+        search(values[first:last], low, factor, levels, normal_step, search_work)
         _lines(search_work, factor, levels * 0.5, work)
         asymmetric_parameters(work, np.float64(levels), overflow)
         fitted_parameters(work, np.float64(levels), overflow)
-        _finish(values[rows], bits, work, codes, rows, out)
+        halves += _finish(flat, first, last, dim, bits, work, codes, out)
+    _float16_bits(out[0], out[2][0])
+    _float16_bits(out[1], out[2][1])
+    return halves
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _ranges(values: Any, low: Any, high: Any, work: Any) -> None:
+def _ranges(low: Any, high: Any, work: Any) -> None:
     """LOW and HIGH of the rows."""
-    row_keys(values.view(np.int32), low, high)
     for k in range(LANES):
-        key = low[k]
-        work[LOW + k] = np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
-    for k in range(LANES):
-        key = high[k]
-        work[HIGH + k] = np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        work[LOW + k] = low[k]
+        work[HIGH + k] = high[k]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _factors(work: Any, levels: Any, least: Any, factor: Any) -> None:
+def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
     """What maps a row's range to its levels; 0, so that nothing is found, where that is no float32."""
     for k in range(LANES):
-        least[k] = np.float32(work[LOW + k])
-        span = np.float32(work[HIGH + k]) - least[k]
+        span = high[k] - low[k]
         gain = levels / span
         factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
 
@@ -140,40 +156,48 @@ def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _finish(values: Any, bits: int, work: Any, codes: Any, rows: Any, out: Any) -> None:
-    """Codes by SCALE and OFFSET, packed, and the parameters themselves, into `rows` of `out`."""
-    scales, offsets, kind, packed = out[0][rows], out[1][rows], out[3][rows], out[4][rows]
-    count, dim = values.shape
-    for k in range(count):
-        scales[k] = np.float32(work[SCALE + k])
-    for k in range(count):
-        offsets[k] = np.float32(work[OFFSET + k])
-    for k in range(count):
-        kind[k] = np.uint8(np.int32(work[KIND + k]))
-    _float16_bits(scales, out[2][0][rows])
-    _float16_bits(offsets, out[2][1][rows])
+def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
+    """Codes of the rows `first` to `last` by SCALE and OFFSET, packed, and the parameters themselves, into `out`; how
+    many of these rows have float16 parameters.
+    """
+    scales, offsets, _, kind, packed = out
+    start, halves = np.uintp(first), 0
+    for k in range(np.uintp(last - first)):
+        scales[start + k] = np.float32(work[SCALE + k])
+        offsets[start + k] = np.float32(work[OFFSET + k])
+    for k in range(np.uintp(last - first)):
+        kind[start + k] = np.uint8(np.int32(work[KIND + k]))
+        halves += work[KIND + k] == FLOAT16
     top = np.float32((1 << bits) - 1)
     if bits == 8:
-        _quantize(values, scales, offsets, top, packed.reshape(-1))
+        _quantize(values, first, last, dim, scales, offsets, top, packed.reshape(-1), first * dim)
     else:
-        _quantize(values, scales, offsets, top, codes)
-        pack_rows(codes, dim, bits, packed)
+        _quantize(values, first, last, dim, scales, offsets, top, codes, 0)
+        pack_rows(codes, dim, bits, packed[first:last])
+    return halves
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(values: Any, scales: Any, offsets: Any, top: Any, codes: Any) -> None:
-    """code = round half even of clamp((x - offset) * (1 / scale), 0, top), in float32; scale 0 counts as 1."""
-    count, dim = values.shape
-    for k in range(count):
-        row = values[k]
-        line = codes[k * dim : (k + 1) * dim]
-        offset = offsets[k]
-        gain = np.float32(1) / (scales[k] if scales[k] > 0 else np.float32(1))
-        for j in range(dim):
-            t = (row[j] - offset) * gain
+def _quantize(
+    values: Any, first: int, last: int, dim: int, scales: Any, offsets: Any, top: Any, codes: Any, to: int
+) -> None:
+    """code = round half even of clamp((x - offset) * (1 / scale), 0, top), in float32; scale 0 counts as 1.
+
+    Unsigned indices count from no end, which lets the inner loop be one of vectors.
+    """
+    start, target, width = np.uintp(first), np.uintp(to), np.uintp(dim)
+    for k in range(np.uintp(last - first)):
+        offset, scale = offsets[start + k], scales[start + k]
+        gain = np.float32(1) / (scale if scale > 0 else np.float32(1))
+        for line in range(np.uintp(0), width, np.uintp(16)):
+            prefetch(values, (start + k + np.uintp(LANES)) * width + line)
+        for j in range(width):
+            t = (values[(start + k) * width + j] - offset) * gain
             t = t if t > np.float32(0) else np.float32(0)
             t = t if t < top else top
-            line[j] = np.uint8(np.float32(t + _ROUNDING).view(np.uint32) & np.uint32(0xFF))
+            codes[target + k * width + j] = np.uint8(
+                np.float32(t + _ROUNDING).view(np.uint32) & np.uint32(0xFF)
+            )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -14,6 +14,7 @@ from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.payload import Payload
+from cnr_codecs.plain import decode_plain
 from cnr_codecs.proof import DEFAULT_MAX_DECODED_BYTES, parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
@@ -55,10 +56,12 @@ class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
         data = ensure_ndarray(buf).reshape(-1).view(np.uint8)
         limit = max(DEFAULT_MAX_DECODED_BYTES, _MOST_EXPANSION * data.nbytes)
         if out is None:
-            return decode_dense(parse(data, max_decoded_bytes=limit))
+            chunk = decode_plain(data, limit)
+            return decode_dense(parse(data, max_decoded_bytes=limit)) if chunk is None else chunk
         target = ensure_ndarray(out)
-        payload = parse(data, max_decoded_bytes=max(limit, target.nbytes))
-        _fill(target, payload)
+        limit = max(limit, target.nbytes)
+        if not target.flags.carray or decode_plain(data, limit, target.reshape(-1)) is None:
+            _fill(target, parse(data, max_decoded_bytes=limit))
         return out
 
     def get_config(self) -> dict[str, Any]:

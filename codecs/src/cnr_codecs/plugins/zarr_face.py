@@ -16,6 +16,7 @@ from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
 from cnr_codecs.kmeans import KMeansRows
+from cnr_codecs.plain import decode_plain
 from cnr_codecs.proof import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
@@ -93,7 +94,11 @@ class _ZarrRows(ArrayBytesCodec):
     def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
         dtype = array_dtype(self._element(chunk_spec.dtype))
         rows, dim = (*chunk_spec.shape, 1)[:2]
-        payload = parse(chunk_data.as_numpy_array(), max_decoded_bytes=rows * dim * dtype.itemsize)
+        data, most_bytes = chunk_data.as_numpy_array(), rows * dim * dtype.itemsize
+        plain = decode_plain(data, most_bytes)
+        if plain is not None and plain.shape == (rows, dim) and plain.dtype == dtype:
+            return chunk_spec.prototype.nd_buffer.from_numpy_array(plain.reshape(chunk_spec.shape))
+        payload = parse(data, max_decoded_bytes=most_bytes)
         if (payload.rows, payload.dim) != (rows, dim) or element_named(payload.element).array != dtype:
             raise PayloadError(
                 f"payload: holds {payload.rows} x {payload.dim} {payload.element} values, the chunk is "

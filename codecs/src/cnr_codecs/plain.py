@@ -1,0 +1,58 @@
+"""The payload that nearly every chunk is, proved and decoded at once.
+
+It is one segment of all rows, in order, of float32 values quantized asymmetrically with float16 parameters. What is
+known of it is what `cnr_codecs.proof` and `cnr_codecs.decode` would find out, which take every payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.elements import BY_NAME
+from cnr_codecs.kernels.dequantize import decode_all
+from cnr_codecs.payload import HEADER, MAGIC, SEGMENT, VERSION, ParameterType, Scheme, row_bytes
+from cnr_codecs.rowset import RowSetKind
+
+_HEAD = struct.Struct(HEADER.format + SEGMENT.format.removeprefix("<"))
+_FLOAT32 = BY_NAME["float32"]
+_START = (MAGIC, VERSION, _FLOAT32.code, 1)
+
+
+def decode_plain(
+    data: npt.NDArray[np.uint8], most_bytes: int, out: npt.NDArray[Any] | None = None
+) -> npt.NDArray[np.float32] | None:
+    """The chunk (rows, dim) of a plain payload; None if it is any other, sound or not, or doesn't fit.
+
+    Args:
+        data: the payload's bytes, contiguous.
+        most_bytes: the most bytes that the chunk may take when decoded.
+        out: where the chunk goes, if not into new memory: flat, and taken if it is float32, of the chunk's size,
+            aligned and writable.
+    """
+    if len(data) < _HEAD.size:
+        return None
+    *start, rows, dim, _, scheme, bits, parameters, row_set, count = _HEAD.unpack_from(data.data)
+    width = row_bytes(Scheme.ASYMMETRIC, bits, dim)
+    if not (
+        tuple(start) == _START
+        and (scheme, parameters, row_set) == (Scheme.ASYMMETRIC, ParameterType.FLOAT16, RowSetKind.PREFIX)
+        and 1 <= bits <= 8
+        and count == rows
+        and 0 < rows * dim * _FLOAT32.array.itemsize <= most_bytes
+        and len(data) == _HEAD.size + rows * (4 + width)
+    ):
+        return None
+    if out is None:
+        out = np.empty(rows * dim, _FLOAT32.array)
+    elif out.dtype != _FLOAT32.array or out.shape != (rows * dim,) or not out.flags.carray:
+        return None
+    first = _HEAD.size + 4 * rows
+    # A copy: it is aligned, and can't change between its proof and its use.
+    halves = np.frombuffer(data[_HEAD.size : first].tobytes(), np.uint16).reshape(2, rows)
+    packed = data[first:].reshape(rows, width)
+    packed.flags.writeable = False
+    return out.reshape(rows, dim) if decode_all(packed, halves, bits, dim, out) else None
