@@ -36,6 +36,7 @@ from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.kept import KeptPayloads
 from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
@@ -65,8 +66,10 @@ class Link:
         self.entry: ArrayEntry = record.arrays[path]
         self.parts = catalog.manifest(record).parts(path)
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._reading: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
         self.grid: Grid | None = None
+        self.kept: KeptPayloads | None = None
         self._unpacker = Unpacker()
         if path in record.nodes:
             shape, self.grid = parse_rows_document(record.nodes[path], f"{record.home}, {path}")
@@ -120,8 +123,8 @@ class Link:
         # Chunks of one row block share the need: all columns of a row are written together.
         found = [need.copy() for _ in range(grid.column_chunks)]
         for shard, chunks in wanted.items():
-            for (_, row_chunk, column_chunk), data in self._chunks(shard, chunks):
-                self._decode(data, row_chunk, column_chunk, first_row, out, found[column_chunk])
+            for (_, row_chunk, column_chunk), payload in self._payloads(shard, chunks):
+                self._decode(payload, row_chunk, column_chunk, first_row, out, found[column_chunk])
         if any(not np.array_equal(found[0], other) for other in found[1:]):
             raise CorruptionError(
                 f"{self._where(first_row, len(out))}: columns of one row were not all written"
@@ -176,12 +179,11 @@ class Link:
         return wanted
 
     def _decode(
-        self, data: memoryview, row_chunk: int, column_chunk: int, first_row: int, out: Array, need: Array
+        self, payload: Payload, row_chunk: int, column_chunk: int, first_row: int, out: Array, need: Array
     ) -> None:
         grid = self.grid
         assert grid is not None  # chunks come from it
         row, column = row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns
-        payload = self._payload(data, row, column)
         try:
             begin, end = max(row - first_row, 0), min(row + grid.chunk_rows - first_row, len(out))
             width, skipped = min(grid.chunk_columns, grid.columns - column), first_row + begin - row
@@ -196,6 +198,26 @@ class Link:
                 target[rows] = padded[rows, :width]
         except CodecError as error:
             raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
+
+    def _payloads(
+        self, shard: int, chunks: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[tuple[int, int, int], Payload]]:
+        """Proved payloads of the chunks that a shard holds."""
+        grid, kept, key = self.grid, self.kept, self.key(shard)
+        assert grid is not None  # chunks come from it
+        missing = chunks
+        if kept is not None:
+            known = [(chunk, kept.get((key, chunk[0]))) for chunk in chunks]
+            yield from ((chunk, payload) for chunk, payload in known if payload is not None)
+            missing = [chunk for chunk, payload in known if payload is None]
+        for chunk, data in self._chunks(shard, missing) if missing else ():
+            _, row_chunk, column_chunk = chunk
+            # What is kept must not hold on to all that came with one request.
+            own = data if kept is None or len(missing) == 1 else memoryview(bytes(data))
+            payload = self._payload(own, row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns)
+            if kept is not None:
+                kept.put((key, chunk[0]), payload)
+            yield chunk, payload
 
     def _payload(self, data: memoryview, row: int, column: int) -> Payload:
         """The payload of the chunk that begins there, proved to be that one's."""
@@ -255,16 +277,28 @@ class Link:
             raise CorruptionError(f"{self._where_shard(shard)}: {key} is lost") from error
 
     def _index(self, shard: int) -> ShardIndex:
+        index = self._known_index(shard)
+        if index is not None:
+            return index
         with self._lock:
-            if shard in self._indexes:
-                self._indexes.move_to_end(shard)
-                return self._indexes[shard]
-        index = self._read_index(shard, self.parts[shard])
-        with self._lock:
-            self._indexes[shard] = index
-            if len(self._indexes) > _INDEXES_KEPT:
-                self._indexes.popitem(last=False)
+            reading = self._reading.setdefault(shard, threading.Lock())
+        with reading:  # others who want the same index wait for it
+            index = self._known_index(shard)
+            if index is None:
+                index = self._read_index(shard, self.parts[shard])
+                with self._lock:
+                    self._indexes[shard] = index
+                    self._reading.pop(shard, None)
+                    if len(self._indexes) > _INDEXES_KEPT:
+                        self._indexes.popitem(last=False)
         return index
+
+    def _known_index(self, shard: int) -> ShardIndex | None:
+        with self._lock:
+            index = self._indexes.get(shard)
+            if index is not None:
+                self._indexes.move_to_end(shard)
+            return index
 
     def _read_index(self, shard: int, part: Part) -> ShardIndex:
         assert self.grid is not None  # there are parts, so there is metadata

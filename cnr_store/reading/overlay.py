@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_backends import Backend
 from cnr_store.catalog import Catalog
@@ -26,16 +28,22 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
+from cnr_store.kept import KeptPayloads
 from cnr_store.memory import empty
 from cnr_store.reading.computed import ComputedStore, Made
+from cnr_store.reading.runs import Runs
 
 CHUNK_BYTES = 4 << 20
+KEPT_BYTES = 32 << 20
+"""Of payloads of deltas, encoded: each spans many chunks that readers see."""
+
 _PATH_NAMES = 3
 """Every array lies at GROUP/NAME/NAME; any of these names may be c itself."""
 
 
 class Overlay(ComputedStore):
-    """Read-only Zarr store over one version. Thread-safe; memory is bounded by the chunks being read.
+    """Read-only Zarr store over one version. Thread-safe; memory is bounded by the chunks being read, and
+    `KEPT_BYTES` for what comes around again.
 
     Parameters
     ----------
@@ -58,6 +66,8 @@ class Overlay(ComputedStore):
         self._catalog, self._record = catalog, record
         self._chunk_rows = dict(chunk_rows or {})
         self._arrays: dict[str, _Chunks] = {}
+        self._runs = Runs()
+        self._kept = KeptPayloads(KEPT_BYTES)
         self._groups: dict[str, dict[str, None]] = {"": {}}
         self._documents = {path: document_bytes(doc) for path, doc in self._make_documents().items()}
 
@@ -120,6 +130,14 @@ class Overlay(ComputedStore):
             return self._documents[key.rpartition("/")[0]][start:stop]
         return place[0].read(place[1], start, stop)
 
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        place = self._chunk(key) if byte_range is None else None
+        if place is None or not isinstance(place[0], _RowChunks):
+            return await super().get(key, prototype, byte_range)
+        return prototype.buffer.from_bytes(await self._runs.read(*place))
+
     def names(self, folder: str) -> Iterable[str]:
         if folder in self._groups:
             return [NODE, *self._groups[folder]]
@@ -163,6 +181,8 @@ class Overlay(ComputedStore):
 
     def _rows_node(self, path: str) -> Doc:
         reader = ArrayReader(self._catalog, self._record, path)
+        for link in reader.links[:-1]:  # those that are cut coarser than readers see
+            link.kept = self._kept
         chunk_rows = self._chunk_rows.setdefault(path, _chunk_rows(reader))
         self._arrays[path] = _RowChunks(reader, chunk_rows)
         return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
