@@ -15,6 +15,7 @@ from cnr_codecs import (
     CodecError,
     Packer,
     Segment,
+    array_dtype,
     build_payload,
     merge_segments,
     row_codec,
@@ -29,6 +30,12 @@ from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.link import Link
+
+MAX_REGION_BYTES = 2 * REGION_BYTES
+"""Decoded. Regions grow to this, so that payloads of sparse links, which span many rows, are read fewer times."""
+
+MAX_REGION_ROWS = 1 << 20
+"""Where rows are narrow, their numbers take more memory than they do."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +142,22 @@ class FoldedArray:
         """Rows composed at once: chunks of the fold, so many that few payloads of the links are read twice."""
         row_bytes = self.reader.columns * self.reader.dtype.itemsize
         widest = max(link.grid.chunk_rows for link in self.reader.links if link.grid)
+        most = min(self.grid.shard_rows, MAX_REGION_ROWS, MAX_REGION_BYTES // row_bytes)
         rows = self.grid.chunk_rows
-        while rows < self.grid.shard_rows and (rows < widest or rows * row_bytes < REGION_BYTES):
+        while 2 * rows <= most and (rows < widest or rows * row_bytes < REGION_BYTES):
             rows *= 2
         return rows
 
 
 def _bytes_per_row(link: Link, columns: int) -> float:
-    """What its codec says, or, of a codec that is not known here, what its rows took."""
+    """What its codec says, or, of a codec that is not known here, what its rows took, if that makes sense."""
     entry = link.entry
     config = {name: value for name, value in (entry.codec or {}).items() if name != "then"}
     try:
         return row_codec(config).bytes_per_row(columns, entry.element)
     except CodecError:
-        return max(1.0, entry.nbytes / max(entry.rows, 1))
+        raw_bytes = columns * array_dtype(entry.element).itemsize
+        return min(max(1.0, entry.nbytes / max(entry.rows, 1)), 2.0 * raw_bytes)
 
 
 def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -> Doc:
