@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.optim import Adagrad
 import cnr_store
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
-from cnr_store import Checkpointer, CheckpointError
+from cnr_store import Checkpointer, CheckpointError, CorruptionError
 from cnr_store.format.state import dumps
 
 ROWS, DIM = 3000, 16
@@ -94,6 +96,11 @@ class Forgery:
     def sign(self) -> None:
         self.cnr["state"] = self._put("state/main.json", self._bytes(self.state))
         self.cnr["manifest"] = self._put("manifest", zlib.compress(self._bytes(self.manifest)))
+        for path in (WEIGHT, SLOT, DENSE):
+            doc = self.record.get("consolidated_metadata")
+            doc = doc.get("metadata") if isinstance(doc, dict) else None
+            if isinstance(doc, dict) and isinstance(doc.get(path), dict):
+                self._put(f"{path}/zarr.json", self._bytes(doc[path]))
         blank = "0" * 64
         self.cnr["digest"] = blank
         data = self._bytes(self.record)
@@ -131,11 +138,42 @@ def _open(url: Path) -> Json:
     return {path: array[...].tobytes() for path, array in tables.arrays()}
 
 
+def _verify(url: Path) -> Json:
+    """What can be restored; damage is reported, and raised here."""
+    report = cnr_store.verify(url, deep=True)
+    for problem in report.problems:
+        raise CorruptionError(problem.what)
+    return report.restorable
+
+
+def _compact(url: Path) -> Json:
+    """What is read once the newest version is folded."""
+    with _copied(url) as folder:
+        cnr_store.compact(folder)
+        return READERS["state_dict"](folder)
+
+
+def _gc(url: Path) -> Json:
+    """What is left once old versions are removed."""
+    with _copied(url) as folder:
+        cnr_store.gc(folder, keep_last=1)
+        return READERS["state_dict"](folder)
+
+
+@contextmanager
+def _copied(url: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=url.parent) as folder:
+        yield Path(shutil.copytree(url, Path(folder) / "store", symlinks=True))
+
+
 READERS: dict[str, Callable[[Path], Json]] = {
     "versions": lambda url: [info.id for info in cnr_store.versions(url)],
     "open": _open,
     "state_dict": lambda url: {name: value.tobytes() for name, value in cnr_store.state_dict(url).items()},
     "load": _load,
+    "verify": _verify,
+    "compact": _compact,
+    "gc": _gc,
 }
 
 
