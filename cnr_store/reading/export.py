@@ -142,7 +142,7 @@ def _write_group(
     paths = model_arrays(record)
     names = {alias: path for name, path in paths.items() for alias in (name, *record.arrays[path].aliases)}
     with (
-        new_folder(target, overwrite) as place,
+        new_folder(target, overwrite, options) as place,
         Transfer(READ_WORKERS, READ_WORKERS) as transfer,
     ):
         group = _new_group(place, overwrite, options)
@@ -159,6 +159,8 @@ def _new_group(place: str | Store, overwrite: bool, options: dict[str, Any]) -> 
         return zarr.create_group(place, overwrite=overwrite, zarr_format=3, storage_options=options or None)
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
+    except (ValueError, TypeError, ImportError) as error:  # what zarr says of places that it can't open
+        raise OptionError(f"can't write to {place}: {error}") from error
 
 
 def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Transfer) -> None:

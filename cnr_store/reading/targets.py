@@ -20,9 +20,17 @@ Target = str | os.PathLike[str] | Store
 
 
 def local_path(target: Target) -> Path | None:
-    """The path that a target means on this machine, or None if it lies elsewhere."""
+    """The path that a target means on this machine, or None if it lies elsewhere.
+
+    Raises
+    ------
+    OptionError
+        It means nothing.
+    """
     if isinstance(target, Store):
         return None
+    if not target or not isinstance(target, str | os.PathLike):
+        raise OptionError(f"can't write to {target!r}: give a path or a URL")
     text = os.fspath(target)
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
@@ -42,7 +50,7 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
     """
     if isinstance(target, Store):
         raise OptionError("a Zarr store can't hold a file: give a path or a URL")
-    path = local_path(target)
+    path = _place(target, options)
     with _told(target):
         if path is None:
             with _remote_file(os.fspath(target), overwrite, options) as file:
@@ -65,12 +73,17 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
 
 
 @contextmanager
-def new_folder(target: Target, overwrite: bool) -> Iterator[str | Store]:
+def new_folder(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[str | Store]:
     """Where to write what is to be the folder `target`: beside it, until the block has ended without an error.
 
     Of what is not on this machine the place itself.
+
+    Raises
+    ------
+    OptionError, StorageError
+        As from `new_file`.
     """
-    path = local_path(target)
+    path = _place(target, options)
     with _told(target):
         if path is None:
             yield target if isinstance(target, Store) else os.fspath(target)
@@ -105,6 +118,15 @@ def _remote_file(url: str, overwrite: bool, options: Mapping[str, Any]) -> Itera
         yield file
 
 
+def _place(target: Target, options: Mapping[str, Any]) -> Path | None:
+    path = local_path(target)
+    if options and (path is not None or isinstance(target, Store)):
+        raise OptionError(
+            f"{target} takes no target_options, but there are {sorted(options)}; leave them out"
+        )
+    return path
+
+
 def _refuse(target: str | Path, there: bool) -> None:
     if there:
         raise OptionError(
@@ -136,5 +158,8 @@ def _told(target: Target) -> Iterator[None]:
         yield
     except (BackendError, CheckpointError):
         raise
-    except OSError as error:
-        raise StorageError(f"can't write {target}: {error}", url=str(target)) from error
+    except Exception as error:  # filesystems raise whatever the libraries beneath them do
+        raise StorageError(
+            f"can't write {target}: {type(error).__name__}: {error}; check the place and its permissions",
+            url=str(target),
+        ) from error

@@ -122,6 +122,10 @@ def import_file(
     """
     if type(step) is not int or step < 0:
         raise OptionError(f"step={step!r}: give an integer of at least 0")
+    if type(workers) is not int or workers < 1:
+        raise OptionError(f"workers={workers!r}: give an integer of at least 1")
+    if not isinstance(source, str | os.PathLike):
+        raise OptionError(f"can't import {source!r}: give the path of a file")
     codecs = CodecChoice(bits, codec)
     found = _open(Path(source), key)
     chosen = _choose_tables(found.tensors, tables)

@@ -236,14 +236,20 @@ def test_errors_are_told_before_anything_is_written(tmp_path):
         cnr_store.export(tmp_path / "store", tmp_path / "target")
     with pytest.raises(OptionError, match="'safetensors' or 'zarr'"):
         cnr_store.export(tmp_path / "store", tmp_path / "target", format="csv")
-    with pytest.raises(OptionError, match="nowhere"):
-        cnr_store.export(tmp_path / "other", "nowhere://a/b")
+    for kind in ("safetensors", "zarr"):
+        for target in ("nowhere://a/b", "", 5):
+            with pytest.raises(OptionError, match="can't write to"):
+                cnr_store.export(tmp_path / "other", target, format=kind)
+        with pytest.raises(OptionError, match="takes no target_options"):
+            cnr_store.export(tmp_path / "other", tmp_path / "x", format=kind, target_options={"key": "a"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
     cnr_store.export(tmp_path / "store", tmp_path / "target", format="zarr")
     assert zarr.open_group(tmp_path / "target")["dense/model/wide"].dtype == np.complex128
 
 
 def test_a_target_that_cannot_be_written_is_told(store, tmp_path):
+    with pytest.raises(StorageError, match="can't write"):
+        cnr_store.export(store, "http://127.0.0.1:9/file")
     (tmp_path / "file").write_text("a")
     with pytest.raises(StorageError, match="can't write"):
         cnr_store.export(store, tmp_path / "file" / "below")

@@ -207,8 +207,12 @@ def test_files_of_other_kinds_are_told(tmp_path):
     for name in ("old", "empty", "text", "zip"):
         with pytest.raises(FormatError):
             cnr_store.import_file(tmp_path / name, tmp_path / "store")
-    with pytest.raises(FormatError, match="no file of torch.save"):
+    with pytest.raises(FormatError, match=r"no file of torch\.save"):
         cnr_store.import_file(tmp_path / "text", tmp_path / "store", key="model")
+    with pytest.raises(OptionError, match="can't import 5"):
+        cnr_store.import_file(5, tmp_path / "store")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="workers=0"):
+        cnr_store.import_file(tmp_path / "text", tmp_path / "store", workers=0)
     with pytest.raises(OptionError, match="step"):
         cnr_store.import_file(tmp_path / "text", tmp_path / "store", step=-1)
     assert not (tmp_path / "store").exists()
