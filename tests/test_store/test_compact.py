@@ -379,6 +379,44 @@ def redigested(data: bytes) -> bytes:
     return data.replace(found[1], hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
+FORGERIES: dict[str, dict[str, Any]] = {
+    "of another shape": {"shape": (80, 4)},
+    "of another type": {"element": "float16"},
+    "no whole array": {"kind": "delta", "base": "000000-00000000.00000001"},
+    "fewer rows than metadata know": {"rows": 91},
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_fold_that_is_not_the_versions_is_an_error(url: str, name: str) -> None:
+    history(url, 8, saves=2)
+    backend, version = open_backend(url), compact(url).version
+    fold = Catalog(backend).find_fold(version)
+    assert fold is not None
+    path = layout.weight_path("wide")
+    entry = type(fold.arrays[path])(**{**vars(fold.arrays[path]), **FORGERIES[name]})
+    forged = type(fold)(**{**vars(fold), "arrays": {**fold.arrays, path: entry}})
+    backend.put(fold.key(), encode_record(forged))
+    with pytest.raises(CorruptionError, match=f"fold of version {version}"):
+        cnr_store.state_dict(url, version)
+
+
+@pytest.mark.parametrize("name", ["without metadata", "without objects"])
+def test_a_fold_without_its_rows_is_an_error(url: str, name: str) -> None:
+    history(url, 8, saves=2)
+    backend, version = open_backend(url), compact(url).version
+    fold = Catalog(backend).find_fold(version)
+    assert fold is not None
+    path = layout.weight_path("wide")
+    if name == "without metadata":
+        nodes = {key: node for key, node in fold.nodes.items() if key != path}
+        backend.put(fold.key(), encode_record(type(fold)(**{**vars(fold), "nodes": nodes})))
+    else:
+        backend.delete(fold.key(path, "c/0/0"))
+    with pytest.raises(CorruptionError, match=f"{version}, {path}"):
+        cnr_store.state_dict(url, version)
+
+
 def test_what_cannot_be_folded(url: str, tmp_path: Path) -> None:
     with pytest.raises(EmptyStoreError):
         compact(url)

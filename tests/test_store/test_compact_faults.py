@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cnr_backends.testing.faulty import Decide, Fault
 from cnr_store import Checkpointer, CheckpointError, compact
 from cnr_store.catalog import Catalog
 from cnr_store.format import layout
+from tests.s3_server import S3Server
 from tests.test_store import folding_process
 from tests.test_store.spoiling import forget
 
@@ -111,7 +113,8 @@ def finish(backend: Backend, expected: Arrays) -> None:
         if layout.VersionId.parse(key.split("/")[1]) and not key.startswith(f"versions/{report.version}/"):
             backend.delete(key)
     assert reads(backend, expected)
-    forget(backend.url)
+    if backend.url.startswith("memory:"):
+        forget(backend.url)
 
 
 def struck(at: int, kind: Fault, then: Fault = None) -> Decide:
@@ -159,6 +162,30 @@ def test_storage_is_down_from_an_operation_on(kind: Fault, stored: tuple[Objects
                 compact(FaultyBackend(inner, down, reads=True), workers=1)
         finish(inner, expected)
     forget(root)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_faults_on_s3(kind: Fault, s3_server: S3Server, stored: tuple[Objects, Arrays]) -> None:
+    """A sample: the first put, one in the middle, the manifest, the record, and the look at the version behind it."""
+    objects, expected = stored
+    folder = uuid.uuid4().hex
+
+    def copied(name: str) -> Backend:
+        backend = open_backend(s3_server.url(f"{folder}/{name}"), **s3_server.storage_options)
+        for key, data in objects.items():
+            backend.put(key, data)
+        return backend
+
+    counting = FaultyBackend(copied("counted"), lambda *_: None, reads=True)
+    assert compact(counting, workers=1).outcome == "folded"
+    names = [operation for operation, _ in counting.log]
+    create, first = names.index("create"), names.index("put")
+    for number in (first, (first + create) // 2, create - 1, create, create + 1):
+        inner = copied(str(number))
+        with suppress(CheckpointError, BackendError):
+            compact(FaultyBackend(inner, struck(number, kind), reads=True), workers=1)
+        finish(inner, expected)
 
 
 def test_a_record_that_arrives_late_finds_its_objects(stored: tuple[Objects, Arrays]) -> None:
