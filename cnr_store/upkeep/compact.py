@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer, open_backend
+from cnr_backends import Backend, BackendError, Transfer, open_backend
 from cnr_store.catalog import Catalog, Version
 from cnr_store.errors import CheckpointError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
@@ -216,14 +216,14 @@ class _Attempt:
         self.may_have_landed = True
         try:
             self.backend.create(fold.key(), data)
-        except ObjectExistsError:
-            self.may_have_landed = False
-            if not self._is_ours():
+        except BackendError:
+            owner = self._owner()
+            if owner is None:
+                raise
+            if owner != fold.nonce:  # so this one can't appear any more
+                self.may_have_landed = False
                 self.remove()
                 return None
-        except BackendError:
-            if not self._is_ours():
-                raise
         # The version may have been removed since, and with it whatever of the fold was listed then.
         if _gone(self.backend, self.version):
             self._unfold()
@@ -231,12 +231,12 @@ class _Attempt:
         _remove_others(self.backend, fold)
         return replace(fold, record_bytes=len(data))
 
-    def _is_ours(self) -> bool:
-        """Whether the record that is there is this attempt's."""
+    def _owner(self) -> str | None:
+        """Nonce of the attempt whose record is there; None if there is none, or the storage does not tell."""
         with suppress(BackendError):
             found = decode_record(self.backend.get(self.draft.key()), self.version.id, layout.FOLDS)
-            return found is not None and found.nonce == self.draft.nonce
-        return False
+            return None if found is None else found.nonce
+        return None
 
     def _unfold(self) -> None:
         self.backend.delete(self.draft.key())

@@ -18,6 +18,7 @@ from torch import nn
 import cnr_store
 from cnr_backends import Backend, open_backend
 from cnr_backends.testing import FaultyBackend
+from cnr_backends.testing.faulty import Fault
 from cnr_codecs import parse, present_rows
 from cnr_store import (
     Checkpointer,
@@ -267,15 +268,18 @@ def test_saves_after_a_fold_lean_on_the_folded_version(url: str) -> None:
         assert sum(entry.rows for entry in written.values()) < 400
 
 
-def test_two_attempts_at_one_fold_never_mix(url: str) -> None:
-    """The second one runs as a whole between the first one's last object and its record."""
+@pytest.mark.parametrize("then", [None, "before", "after"])
+def test_two_attempts_at_one_fold_never_mix(url: str, then: Fault) -> None:
+    """The second one runs as a whole between the first one's last object and its record, which may fail, too."""
     expected = history(url, 2)[-1]
     inner = open_backend(url)
     reports = []
 
-    def second(operation: str, key: str, index: int) -> None:
-        if operation == "create":
-            reports.append(compact(inner))
+    def second(operation: str, key: str, index: int) -> Fault:
+        if operation != "create":
+            return None
+        reports.append(compact(inner))
+        return then
 
     first = compact(FaultyBackend(inner, second))
     assert [report.outcome for report in reports] == ["folded"]
