@@ -22,6 +22,7 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
+	$(BIN)/python benchmarks/reading.py $(ARGS)
 	$(BIN)/python benchmarks/following.py $(ARGS)
 
 lint: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 from cnr_codecs import Payload
 
@@ -23,7 +24,13 @@ class KeptPayloads:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._payloads: OrderedDict[Place, Payload] = OrderedDict()
+        self._fetching: WeakValueDictionary[Place, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
+
+    def fetching(self, place: Place) -> threading.Lock:
+        """To be held while a payload is fetched, so that others who want it wait and then find it here."""
+        with self._lock:
+            return self._fetching.setdefault(place, threading.Lock())
 
     def get(self, place: Place) -> Payload | None:
         with self._lock:

@@ -203,17 +203,29 @@ class Link:
         self, shard: int, chunks: list[tuple[int, int, int]]
     ) -> Iterator[tuple[tuple[int, int, int], Payload]]:
         """Proved payloads of the chunks that a shard holds."""
-        grid, kept, key = self.grid, self.kept, self.key(shard)
-        assert grid is not None  # chunks come from it
+        kept, key = self.kept, self.key(shard)
         missing = chunks
         if kept is not None:
             known = [(chunk, kept.get((key, chunk[0]))) for chunk in chunks]
             yield from ((chunk, payload) for chunk, payload in known if payload is not None)
             missing = [chunk for chunk, payload in known if payload is None]
-        for chunk, data in self._chunks(shard, missing) if missing else ():
+        if kept is not None and len(missing) == 1:
+            with kept.fetching((key, missing[0][0])):
+                payload = kept.get((key, missing[0][0]))
+                found = [(missing[0], payload)] if payload is not None else [*self._fetched(shard, missing)]
+            yield from found
+        elif missing:
+            yield from self._fetched(shard, missing)
+
+    def _fetched(
+        self, shard: int, chunks: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[tuple[int, int, int], Payload]]:
+        grid, kept, key = self.grid, self.kept, self.key(shard)
+        assert grid is not None  # chunks come from it
+        for chunk, data in self._chunks(shard, chunks):
             _, row_chunk, column_chunk = chunk
             # What is kept must not hold on to all that came with one request.
-            own = data if kept is None or len(missing) == 1 else memoryview(bytes(data))
+            own = data if kept is None or len(chunks) == 1 else memoryview(bytes(data))
             payload = self._payload(own, row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns)
             if kept is not None:
                 kept.put((key, chunk[0]), payload)

@@ -90,6 +90,17 @@ def test_deltas_that_were_read_are_not_fetched_for_the_rows_beside(
     assert Counter(operation for operation, _ in backend.log) == {"get_range": 1}
 
 
+def test_rows_far_apart_share_the_chunk_of_a_delta_that_spans_them() -> None:
+    table, backend = Huge.of(100_000), CountingBackend(open_backend(MemoryStore()))
+    table.write(backend, DELTAS)
+    array = _open(backend)
+    backend.reset()
+    found = np.asarray(array.get_orthogonal_selection((table.sample, slice(None))))
+    np.testing.assert_allclose(found, table.values(table.sample, DELTAS), atol=0.1)
+    fetched = Counter(key for operation, key in backend.log if operation == "get_range")
+    assert sorted(fetched.values())[:DELTAS] == [1] * DELTAS
+
+
 def test_neighbours_that_are_asked_for_together_are_fetched_together() -> None:
     backend = CountingBackend(open_backend(MemoryStore()))
     table = Huge(40_000, 64, np.arange(0, 40_000, 100))
