@@ -206,6 +206,37 @@ def test_version_that_is_being_removed(store: Path) -> None:
     assert "marked for removal" in str(report.suspicious[0])
 
 
+def test_damaged_fold(store: Path) -> None:
+    """Reading takes no longer way round by itself; the report says that there is one."""
+    older, newer = ids(store)
+    cnr_store.compact(store)
+    assert verify(store, newer, deep=True).restorable == (newer,)
+    record = layout.record_key(newer, layout.FOLDS)
+    (shard,) = (store / "folds" / newer).glob(f"*/{WEIGHT}/c/0/0")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    report = verify(store)
+    assert report.restorable == (older,)
+    assert keys(report) == {str(shard.relative_to(store)), record}
+    assert "remove" in str(report.problems[-1])
+    assert not _loads(store, newer)
+    (store / record).unlink()
+    report = verify(store, deep=True)
+    assert report.ok
+    assert report.restorable == (older, newer)
+    assert [finding.key for finding in report.suspicious] == [record]
+    assert _loads(store, newer)
+
+
+def test_a_fold_stands_for_what_lies_beneath_it(store: Path) -> None:
+    older, newer = ids(store)
+    cnr_store.compact(store)
+    (store / "versions" / older / WEIGHT / "c/0/0").unlink()
+    assert verify(store, newer, deep=True).ok
+    report = verify(store, deep=True)
+    assert report.restorable == (newer,)
+    assert _loads(store, newer)
+
+
 @pytest.mark.parametrize("change", [None, b"{", b'{"token": 5}', b'{"generation": 1, "token": "00000000"}'])
 def test_claims_must_be_readable(store: Path, change: bytes | None) -> None:
     (claim,) = files(store / "writers")
