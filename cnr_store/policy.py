@@ -91,6 +91,8 @@ class Decision:
         For the commit record and for people.
     deltas, offer, costs
         What ``auto`` saw beside the sizes: those deltas, the sizes it could choose from, and its weights.
+    bits
+        The width that ``bits="auto"`` stands for in this version, and why; None where nothing is left to it.
     """
 
     full: bool
@@ -101,6 +103,7 @@ class Decision:
     deltas: tuple[Delta, ...] = ()
     offer: Offer | None = None
     costs: Costs | None = None
+    bits: tuple[int, str] | None = None
 
 
 def check_policy(name: str) -> PolicyName:

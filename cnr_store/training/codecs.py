@@ -17,7 +17,16 @@ from cnr_codecs import (
     parse,
     row_codec,
 )
-from cnr_store.bits import LOSSLESS, LOSSLESS_BELOW_BYTES, Bits, check_bits, choose_bits, match_pattern
+from cnr_store.bits import (
+    LOSSLESS,
+    LOSSLESS_BELOW_BYTES,
+    Bits,
+    ExpectedRestores,
+    auto_bits,
+    check_bits,
+    choose_bits,
+    match_pattern,
+)
 from cnr_store.errors import OptionError
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
@@ -33,15 +42,21 @@ class CodecChoice:
     codec
         None (uniform: adaptive by `bits`), a name or configuration or object that `cnr_codecs.row_codec` takes, or
         a mapping from name patterns to these, beside which `bits` serves the tables that no pattern fits.
+    expected
+        What ``"auto"`` goes by.
 
     Raises
     ------
     OptionError
-        Widths out of range, an unknown codec, or both a single codec and bits.
+        Widths out of range, an unknown codec, both a single codec and bits, or restores expected for neither.
     """
 
-    def __init__(self, bits: Bits = "auto", codec: CodecOption = None) -> None:
+    def __init__(
+        self, bits: Bits = "auto", codec: CodecOption = None, expected: ExpectedRestores | None = None
+    ) -> None:
         self._bits = check_bits(bits)
+        self._expected = expected
+        self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
         try:
@@ -55,6 +70,12 @@ class CodecChoice:
             raise OptionError(
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
+        if expected is not None and not self._leaves_open():
+            raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
+
+    def _leaves_open(self) -> bool:
+        """Whether a table may get the width that ``"auto"`` stands for."""
+        return self._single is None and (self._bits == "auto" or isinstance(self._bits, Mapping))
 
     def check_tables(self, tables: Sequence[str]) -> None:
         """Refuse patterns that fit no table: they were meant for one.
@@ -70,6 +91,16 @@ class CodecChoice:
                 raise OptionError(
                     f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
+
+    def after_restores(self, restores: int) -> tuple[int, str] | None:
+        """Settle the width that ``"auto"`` stands for once a run has been restored so often.
+
+        Returns it with the reason, for the commit record; None where neither was left to it.
+        """
+        if not self._leaves_open():
+            return None
+        self._auto, why = auto_bits(self._expected, restores)
+        return self._auto, why
 
     def warm(self, sizes: Mapping[str, tuple[int, int, str]]) -> None:
         """Compile what saving and loading these tables will run.
@@ -89,5 +120,5 @@ class CodecChoice:
             return named
         if self._single is not None:
             return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
-        width = choose_bits(self._bits, table, table_bytes)
+        width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +93,11 @@ class Planner:
             What the version holds beside its rows.
         """
         past = self.lineage
+        bits = self._codecs.after_restores(past.restores)
         weighs = policy == "auto" and past.sizes_bytes and not full
         offer = self._offer(arrays, dirty, unsafe, beside_bytes) if weighs else None
-        return decide(policy, past.sizes_bytes, full=full, deltas=past.deltas, offer=offer, costs=costs)
+        decision = decide(policy, past.sizes_bytes, full=full, deltas=past.deltas, offer=offer, costs=costs)
+        return replace(decision, bits=bits)
 
     def _offer(
         self, arrays: Sequence[RowArray], dirty: Bitmaps, unsafe: Collection[str], beside_bytes: int
