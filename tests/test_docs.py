@@ -183,7 +183,15 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/index.md", "docs/guide.md", "docs/reading.md", "docs/following.md", "docs/codecs.md"],
+    [
+        "README.md",
+        "docs/index.md",
+        "docs/guide.md",
+        "docs/reader.md",
+        "docs/reading.md",
+        "docs/following.md",
+        "docs/codecs.md",
+    ],
 )
 def test_the_programs_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
