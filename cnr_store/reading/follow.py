@@ -217,7 +217,7 @@ class Update:
         """Tells a version that was deleted meanwhile from a damaged one."""
         try:
             yield
-        except CorruptionError as error:
+        except (CorruptionError, VersionNotFoundError) as error:
             self._catalog.refresh()
             if self._catalog.find_record(self.version.id) is not None:
                 raise
