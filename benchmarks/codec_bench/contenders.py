@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numcodecs  # type: ignore[import-untyped]  # numcodecs ships no types
 import numpy as np
 import torch
 from sklearn.cluster import KMeans  # type: ignore[import-untyped]  # scikit-learn ships no types
 from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]  # as above
 
-import cnr_codecs
 from benchmarks.codec_bench.rows import Rows
 from cnr_codecs import KMeansRows, RowCodec, UniformRows
 
@@ -31,18 +31,11 @@ class Contender:
 
 
 def ours(name: str, codec: RowCodec, bits: int) -> Contender:
-    """One of our codecs; decoding includes the proof of the payload and the memory for the rows."""
-
-    def encode(rows: Rows) -> bytes:
-        return codec.encode_rows(rows, None, len(rows), element="float32")
-
-    def decode(data: bytes) -> Rows:
-        payload = cnr_codecs.parse(data, max_decoded_bytes=1 << 40)
-        out = np.empty((payload.rows, payload.dim), np.float32)
-        cnr_codecs.decode_into(payload, out, np.ones(payload.rows, np.uint8))
-        return out
-
-    return Contender(name, bits, encode, decode)
+    """One of our codecs, as numcodecs gives it. Decoding includes the proof of the payload and, as for the peers, the
+    memory for the rows.
+    """
+    face = numcodecs.get_codec(codec.get_config())
+    return Contender(name, bits, face.encode, face.decode)
 
 
 def _torch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,22 @@ def run(sizes: Sizes, out: Path, timed: bool) -> None:
 def _timed(sizes: Sizes, tables: dict[str, Rows], out: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     lines = []
+    print("Every call makes the memory that it fills, ours and the peers'.")
     print(table.HEAD)
     with pinned(1):
         for line in table.measure(sizes, tables):
             print(table.show(line), flush=True)
             lines.append(line)
-        zarr_share = scaling.through_zarr(sizes)
+        zarr_shares = scaling.through_zarr(sizes)
     threads = scaling.two_threads(sizes)
     if threads is None:
         print("Two threads are left out: there is one core.")
-    found = [*targets.against_peers(lines), *targets.of_scaling(zarr_share, threads)]
+    found = [*targets.against_peers(lines), *targets.of_scaling(zarr_shares, threads)]
     print(*found, sep="\n")
     plots.draw_pace(lines, out / "codecs-pace.png")
     return {
         "lines": [line.to_json() for line in lines],
-        "through_zarr": zarr_share,
+        "through_zarr": {name: asdict(share) for name, share in zarr_shares.items()},
         "two_threads": threads,
         "targets": [target.to_json() for target in found],
     }

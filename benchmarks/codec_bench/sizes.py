@@ -14,12 +14,12 @@ class Sizes:
     """
 
     in_cache_bytes: int = 512 << 10
-    out_of_cache_bytes: int = 64 << 20
+    out_of_cache_bytes: int = 48 << 20
     rounds: int = 5
     slow_rows: int = 100
     error_rows: int = 4_000
     zarr_bytes: int = 128 << 20
-    zarr_chunk_bytes: int = 4 << 20
+    zarr_chunk_bytes: tuple[int, ...] = (4 << 20, 8 << 20, 16 << 20)
     training_epochs: int = 3
 
 
@@ -31,5 +31,6 @@ QUICK = Sizes(
     slow_rows=16,
     error_rows=500,
     zarr_bytes=16 << 20,
+    zarr_chunk_bytes=(4 << 20,),
     training_epochs=1,
 )
