@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,16 +79,16 @@ def state_dict(
     """
     catalog = Catalog(open_backend(url, **storage_options))
     record = catalog.find(version)
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    arrays = model_arrays(record)
+    dense = {name: path for name, path in arrays.items() if record.arrays[path].kind == "dense"}
+    readers = [ArrayReader(catalog, record, path) for name, path in arrays.items() if name not in dense]
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-        for name, path in model_arrays(record).items():
-            if record.arrays[path].kind == "dense":
-                values, _ = read_dense(catalog, record, path)
-            else:
-                values = read_rows(ArrayReader(catalog, record, path), transfer)
-            for alias in (name, *record.arrays[path].aliases):
-                found[alias] = values
-    return found
+        tables = iter(read_tables(readers, transfer))
+        tensors = transfer.map(lambda path: read_dense(catalog, record, path)[0], dense.values())
+        found = {name: next(tensors if name in dense else tables) for name in arrays}
+    return {
+        alias: found[name] for name, path in arrays.items() for alias in (name, *record.arrays[path].aliases)
+    }
 
 
 def model_arrays(record: Record) -> dict[str, str]:
@@ -103,12 +104,17 @@ def model_arrays(record: Record) -> dict[str, str]:
     return found
 
 
-def read_rows(reader: ArrayReader, transfer: Transfer) -> np.ndarray[Any, Any]:
-    """All rows of an array, in its shape and dtype, read concurrently."""
-    shape = (reader.shape[0], reader.columns)
-    out = empty(shape, reader.dtype, f"version {reader.version}, {reader.path}")
-    for _ in transfer.map(
-        lambda region: reader.read(region[0], out[region[0] : sum(region)]), reader.regions()
-    ):
+def read_tables(readers: Sequence[ArrayReader], transfer: Transfer) -> list[np.ndarray[Any, Any]]:
+    """All rows of each array, in its shape and dtype; large ones in pieces, small ones beside each other."""
+    found = [
+        empty((reader.shape[0], reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        for reader in readers
+    ]
+    pieces = (
+        (reader, first, out[first : first + rows])
+        for reader, out in zip(readers, found, strict=True)
+        for first, rows in reader.regions()
+    )
+    for _ in transfer.map(lambda piece: piece[0].read(piece[1], piece[2]), pieces):
         pass
-    return out.reshape(reader.shape)
+    return [out.reshape(reader.shape) for reader, out in zip(readers, found, strict=True)]

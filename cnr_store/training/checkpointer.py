@@ -23,7 +23,7 @@ from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Decision, check_policy, decide
-from cnr_store.reading.access import Url
+from cnr_store.reading.access import READ_WORKERS, Url
 from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
@@ -65,7 +65,7 @@ class Checkpointer:
     storage_options
         For the filesystem, as in fsspec.
     workers
-        Threads that encode and write.
+        Threads that encode. Puts and reads wait in threads of their own.
     snapshot_bytes
         Host memory for the rows of a snapshot. Rows beyond it are encoded before `save` returns.
     rng
@@ -112,7 +112,6 @@ class Checkpointer:
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
         codecs.check_tables([table.name for table in self._tables])
-        self._workers = workers
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
         self._catalog.check_format()
@@ -280,7 +279,7 @@ class Checkpointer:
         restore.check(self._objects)
         lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
         self._planner.forget()  # until all is read, only whole tables are safe
-        with Transfer(self._workers, 2 * self._workers) as transfer:
+        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
             restored, since_whole = restore.run(self._objects, self._rng, transfer)
         self._planner.lineage, self._planner.since_whole = lineage, since_whole
         self._tracker.clear()
