@@ -180,7 +180,7 @@ class Retention:
                 deletion.doom(victims)
                 look = self._survey.look(transfer, void=True)
                 stopped = self._stopped(look)
-                kept = choose(look, self._rules)
+                kept = choose(look, self._rules, staying=look.versions.keys() - victims)
                 spared = [version for version in victims if stopped or version in kept]
                 deletion.spare(spared)
                 if stopped:
@@ -237,13 +237,14 @@ class Retention:
         return GcReport(kept, tuple(victims), leftovers, sum(nbytes.values()), dry_run=True)
 
 
-def choose(look: Look, rules: Rules) -> dict[str, str]:
-    """The versions to keep, oldest first, each with the reason."""
+def choose(look: Look, rules: Rules, staying: Iterable[str] = ()) -> dict[str, str]:
+    """The versions to keep, oldest first, each with the reason; those `staying` are there, whatever the rules say."""
     kept: dict[str, str] = {}
     _keep(look, kept, [(version, "the newest") for version in list(look.versions)[-1:]])
     _keep(look, kept, [(version, "pinned") for version in sorted(look.pinned)])
     _keep(look, kept, rules.asked_for(look))
     _keep(look, kept, _leant_on(look))
+    _keep(look, kept, [(version, "came meanwhile") for version in sorted(staying)])
     return dict(sorted(kept.items()))
 
 

@@ -358,6 +358,27 @@ def test_a_run_that_starts_between_the_looks_keeps_its_base_or_leans_on_nothing(
     runs[0].close()
 
 
+def test_what_came_between_the_looks_stays_whole_although_no_rule_asks_for_it(backend):
+    made = save_many(backend, [1, 2], policy="full")
+    runs: list[str] = []
+
+    def start(operation: str, key: str, _: int) -> Fault:
+        if key.startswith("tombstones/") and not runs:
+            over_first = Trainer(backend, seed=2)
+            over_first.checkpointer.load(made[0])
+            runs.append(over_first.save(10))
+            over_first.close()
+            runs.extend(save_many(backend, [20], policy="full", seed=3))
+        return None
+
+    report = cnr_store.gc(FaultyBackend(backend, start), keep_last=1)
+    assert (report.removed, report.kept[runs[0]]) == ((), "came meanwhile")
+    assert check_exact(backend, contents(backend)) == [*made, *runs]
+    before = contents(backend)
+    cnr_store.gc(backend, keep_last=1)
+    assert check_exact(backend, before) == runs[1:]
+
+
 def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend):
     """Its commit has landed, whole; retention must not take that one for what the next version leans on."""
     storm: list[str] = ["fine"]
