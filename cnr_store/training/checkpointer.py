@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from cnr_backends import Transfer, open_backend
 from cnr_store import claims
-from cnr_store.bits import Bits
+from cnr_store.bits import Bits, ExpectedRestores
 from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
-from cnr_store.policy import Decision, check_policy, decide
+from cnr_store.policy import Costs, Decision, check_policy
 from cnr_store.reading.access import READ_WORKERS, Url
 from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
@@ -55,11 +55,15 @@ class Checkpointer:
         With None, tables are tracked as if rows move only when they are looked up, and every row looked up in
         one interval is saved in the next one too, since its update may come late.
     policy
-        ``full``, ``one-shot``, ``consecutive`` or ``intermittent``.
+        ``full``, ``one-shot``, ``consecutive``, ``intermittent``, or ``auto``, which chooses at each save by cost.
     bits
         Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
         Another codec for the rows: name, configuration, object, or a mapping from name patterns to these.
+    expected_restores
+        Failures per node and hour, nodes and hours that the run is planned for: what ``bits="auto"`` goes by.
+    restores_per_save
+        Restores to be expected between two saves: what ``policy="auto"`` weighs reading by.
     state
         Further objects with `state_dict` and `load_state_dict`, by name: schedulers, scalers, metrics.
     storage_options
@@ -91,6 +95,8 @@ class Checkpointer:
         policy: str = "intermittent",
         bits: Bits = "auto",
         codec: CodecOption = None,
+        expected_restores: ExpectedRestores | Mapping[str, Any] | None = None,
+        restores_per_save: float = 0.1,
         state: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         workers: int = 2,
@@ -105,7 +111,8 @@ class Checkpointer:
         max_chain = None if max_chain is None else count("max_chain", max_chain, least=1)
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._policy = check_policy(policy)
-        codecs = CodecChoice(bits, codec)
+        self._costs = Costs(keep_last, restores_per_save)
+        codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores))
         self._objects = stateful(state or {})
         self._rng = rng
         self._model = module(model)
@@ -163,11 +170,11 @@ class Checkpointer:
             taken = snapshot_dense(
                 self._model, self._tables, self._optimizers, self._objects, reader, metadata, self._rng
             )
-            self._start(pending, taken, decide(self._policy, self._planner.lineage.sizes_bytes, full=full))
+            self._start(pending, taken, full)
             pending.stall_seconds = time.perf_counter() - began
             return pending
 
-    def _start(self, pending: PendingSave, taken: DenseSnapshot, decision: Decision) -> None:
+    def _start(self, pending: PendingSave, taken: DenseSnapshot, full: bool) -> None:
         """Take the changed rows, hand all to the background, and wait while it reads the model.
 
         An interrupt at any point leaves either a save under way or none, never a row forgotten.
@@ -178,6 +185,10 @@ class Checkpointer:
         dirty = self._tracker.swap()
         self._pending = (pending, dirty)
         try:
+            beside_bytes = sum(write.values.nbytes for write in taken.dense)
+            decision = self._planner.decide(
+                self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
+            )
             rows = self._planner.rows(decision, arrays, dirty, unsafe, pending)
             plan = self._plan(pending.step, taken, decision, rows)
             finish_before_exit(pending.future)

@@ -13,9 +13,9 @@ from torch.optim import SGD
 
 import cnr_store
 from cnr_backends import open_backend
-from cnr_store import Checkpointer, Trace, simulate
+from cnr_store import Checkpointer, ExpectedRestores, OptionError, Trace, simulate
 from cnr_store.catalog import Catalog
-from tests.test_store.expected import FORETOLD
+from cnr_store.policy import POLICIES
 
 ROWS, DIM, SAVES = 3000, 64, 12
 ROW_BYTES = 4 * DIM
@@ -63,7 +63,7 @@ def run(store: Path, options: dict[str, Any], restart_every: int = SAVES) -> lis
 
 
 @pytest.mark.parametrize("restart_every", [SAVES, 5])
-@pytest.mark.parametrize("policy", FORETOLD)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_training_decides_as_simulated(tmp_path: Path, policy: str, restart_every: int) -> None:
     found = run(tmp_path, {"policy": policy}, restart_every)
     bytes_written = [info.bytes for info in cnr_store.versions(tmp_path)]
@@ -74,3 +74,42 @@ def test_training_decides_as_simulated(tmp_path: Path, policy: str, restart_ever
         (save.decision.full, save.decision.since) for save in simulated
     ]
     np.testing.assert_allclose(bytes_written, [save.bytes for save in simulated], rtol=0.02)
+
+
+def test_auto_mixes_deltas_and_writes_less_than_intermittent(tmp_path: Path) -> None:
+    written = {}
+    for policy in ("auto", "intermittent"):
+        found = run(tmp_path / policy, {"policy": policy})
+        kinds = {one["since"] for one in found if not one["full"]}
+        assert kinds == ({"baseline", "previous"} if policy == "auto" else {"baseline"})
+        written[policy] = sum(info.bytes for info in cnr_store.versions(tmp_path / policy))
+    assert written["auto"] < 0.9 * written["intermittent"]
+
+
+def test_auto_writes_no_chains_where_restores_abound(tmp_path: Path) -> None:
+    found = run(tmp_path, {"policy": "auto", "restores_per_save": 1000.0})
+    assert {one["since"] for one in found} == {"baseline"}
+
+
+def test_bits_follow_the_restores(tmp_path: Path) -> None:
+    expected = ExpectedRestores(failures_per_node_hour=0.01, nodes=10, hours=15)
+    widths = []
+    for restart in range(4):
+        model, optimizer = make()
+        with Checkpointer(tmp_path, model, optimizer, expected_restores=expected) as checkpointer:
+            if restart:
+                checkpointer.load()
+            info = checkpointer.save(restart, full=True).result()
+        codec = Catalog(open_backend(tmp_path)).record(info.id).arrays["tables/weight/weight"].codec
+        widths.append((codec or {})["bits"])
+    assert widths == [3, 3, 3, 8]
+    settled = [one["bits"] for one in policies_of(tmp_path)]
+    assert [bits for bits, _ in settled] == widths
+    assert settled[-1][1] == "3 restores are more than the 1.5 expected"
+
+
+def test_widths_that_are_given_leave_nothing_to_expectations(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="bits='auto' alone"):
+        Checkpointer(tmp_path, make()[0], bits=4, expected_restores=ExpectedRestores(0.01, 1, 1))
+    cnr_store.save(tmp_path, make()[0], bits=4)
+    assert policies_of(tmp_path)[0]["bits"] is None
