@@ -190,6 +190,7 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
         "docs/reader.md",
         "docs/reading.md",
         "docs/following.md",
+        "docs/upkeep.md",
         "docs/codecs.md",
     ],
 )
