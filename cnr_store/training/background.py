@@ -32,6 +32,7 @@ class Background:
         """Run `work` of a commit's record. Its failure is logged: no save fails because of it."""
         if self._latest is not None:
             self._latest.cancel()
+            self._latest = None
         try:
             self._latest = self._executor.submit(_attempt, work, record)
         except RuntimeError as error:  # the pool's word for a process that ends

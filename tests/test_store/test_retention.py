@@ -358,6 +358,28 @@ def test_a_run_that_starts_between_the_looks_keeps_its_base_or_leans_on_nothing(
     runs[0].close()
 
 
+def test_what_a_run_started_from_stays_until_its_first_commit(backend):
+    made = save_many(backend, [1, 2, 3], full=[1, 3])
+    down = threading.Event()
+
+    def fault(operation: str, key: str, _: int) -> Fault:
+        return "before" if down.is_set() and key.endswith("/manifest") else None
+
+    trainer = Trainer(FaultyBackend(backend, fault), seed=2)
+    trainer.checkpointer.load(made[1])
+    down.set()
+    trainer.train()
+    with pytest.raises(cnr_store.SaveError):
+        trainer.checkpointer.save(10).result(60)
+    down.clear()
+    report = cnr_store.gc(backend, keep_last=1)
+    assert list(report.kept) == made
+    assert "goes on from it" in report.kept[made[1]]
+    fourth = trainer.save(11, full=True)
+    trainer.close()
+    assert list(cnr_store.gc(backend, keep_last=1).kept) == [fourth]
+
+
 def test_what_came_between_the_looks_stays_whole_although_no_rule_asks_for_it(backend):
     made = save_many(backend, [1, 2], policy="full")
     runs: list[str] = []
