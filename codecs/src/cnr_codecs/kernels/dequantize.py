@@ -67,8 +67,14 @@ def decode_float32(
             continue
         written += count
         _affine(halves, floats, first, last, bits, scale, offset)
+        together = places[count - 1] - places[0] == count - 1
+        if not together and not to_bfloat16 and 2 * count > last - first:
+            # Most of the block: to unpack all of it costs less than to bring the rows together.
+            block = packed[first:last]
+            _scatter(block, bits, dim, scale, offset, codes, chosen[:count], flat, places, stride)
+            continue
         block = _gather(packed[first:last], chosen[:count], gathered, scale, offset)
-        if places[count - 1] - places[0] == count - 1 and not to_bfloat16:
+        if together and not to_bfloat16:
             _decode(block, bits, dim, scale, offset, codes, flat[places[0] * stride :], stride)
             continue
         _decode(block, bits, dim, scale, offset, codes, wide, dim)
@@ -182,6 +188,34 @@ def _dequantize(codes: Any, scale: Any, offset: Any, count: int, dim: int, flat:
         step, start = scale[k], offset[k]
         for j in range(width):
             flat[k * apart + j] = step * np.float32(np.int32(codes[k * width + j])) + start
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _scatter(
+    packed: Any,
+    bits: int,
+    dim: int,
+    scale: Any,
+    offset: Any,
+    codes: Any,
+    chosen: Any,
+    flat: Any,
+    places: Any,
+    stride: int,
+) -> None:
+    """The chosen rows of `packed` into the rows `places` of `flat`."""
+    if bits == 8:
+        plain = packed.reshape(-1)
+    else:
+        unpack_rows(packed, dim, bits, codes)
+        plain = codes
+    width, apart = np.uintp(dim), np.uintp(stride)
+    for k in range(np.uintp(chosen.size)):
+        row = np.uintp(chosen[k])
+        step, start = scale[row], offset[row]
+        source, to = row * width, np.uintp(places[k]) * apart
+        for j in range(width):
+            flat[to + j] = step * np.float32(np.int32(plain[source + j])) + start
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
