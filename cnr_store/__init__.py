@@ -23,6 +23,7 @@ from cnr_store.errors import (
     SaveError,
     StateError,
     SupersededError,
+    TrackingError,
     UnsupportedModelError,
     VersionNotFoundError,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "CorruptionError",
     "SaveError",
     "BaseLostError",
+    "TrackingError",
     "BusyError",
     "SupersededError",
     "ClosedError",

@@ -10,7 +10,8 @@
     │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
-    │   │   └── BaseLostError                     what it leans on is gone; the next one is whole
+    │   │   ├── BaseLostError                     what it leans on is gone; the next one is whole
+    │   │   └── TrackingError                     rows changed unseen; their table is whole in the next one
     │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
     │   ├── BusyError             (RuntimeError)  called again from within itself
     │   └── ClosedError           (ValueError)    the checkpointer was closed
@@ -57,6 +58,10 @@ class SaveError(CheckpointError, OSError):
 
 class BaseLostError(SaveError):
     """The store, or a version that the save leans on, was removed. The next save is whole."""
+
+
+class TrackingError(SaveError):
+    """Rows of a table changed although nothing told of them. Nothing was written; the table is next saved whole."""
 
 
 class BusyError(CheckpointError, RuntimeError):

@@ -24,6 +24,7 @@ from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Costs, Decision, check_policy
 from cnr_store.reading.access import READ_WORKERS, Url
+from cnr_store.training.audit import Audit
 from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
@@ -74,6 +75,9 @@ class Checkpointer:
         Host memory for the rows of a snapshot. Rows beyond it are encoded before `save` returns.
     rng
         Whether the global random number generators are saved and restored.
+    audit
+        Whether each save compares samples of the rows believed unchanged with how they were; or the bytes that all
+        samples may take: True stands for 4 MiB.
     keep_last, keep_every
         After each commit, in the background, remove the versions that neither rule asks for, as `cnr_store.gc`
         does: so many of the newest, and one of every so many steps. None and None keep all.
@@ -102,6 +106,7 @@ class Checkpointer:
         workers: int = 2,
         snapshot_bytes: int = 2 << 30,
         rng: bool = True,
+        audit: bool | int = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
         max_chain: int | None = None,
@@ -115,6 +120,7 @@ class Checkpointer:
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores))
         self._objects = stateful(state or {})
         self._rng = rng
+        self._audit = Audit.of(audit)
         self._model = module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
@@ -158,6 +164,8 @@ class Checkpointer:
         ------
         ClosedError, StateError, UnsupportedModelError
             Nothing was written and nothing is forgotten.
+        TrackingError
+            Rows have changed that nothing told of. Nothing was written; their table's next version is whole.
         """
         with self._turn.take("save"):
             self._check_open()
@@ -189,6 +197,9 @@ class Checkpointer:
             decision = self._planner.decide(
                 self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
             )
+            if not decision.full:  # or all is written, whatever is believed of it
+                self._audit.check(arrays, dirty, self._tracker.distrust)
+            self._audit.renew(arrays, dirty)
             rows = self._planner.rows(decision, arrays, dirty, unsafe, pending)
             plan = self._plan(pending.step, taken, decision, rows)
             finish_before_exit(pending.future)
@@ -290,10 +301,12 @@ class Checkpointer:
         restore.check(self._objects)
         lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
         self._planner.forget()  # until all is read, only whole tables are safe
+        self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
             restored, since_whole = restore.run(self._objects, self._rng, transfer)
         self._planner.lineage, self._planner.since_whole = lineage, since_whole
         self._tracker.clear()
+        self._audit.renew(row_arrays(self._tables, self._optimizers))
         self._writer.restart(record.id)
         return restored
 

@@ -26,14 +26,15 @@ def mark_on_device(bits: torch.Tensor, ids: torch.Tensor) -> None:
 
 def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
     """Set the bits of the rows of `gradient`, ``(rows, dim)``, whose bits are not all zero."""
-    changed = (_as_integers(gradient) != 0).any(dim=1)
+    changed = (as_integers(gradient) != 0).any(dim=1)
     padded = changed.new_zeros((bits.numel() - 1) * 8)
     padded[: changed.numel()] = changed
     weights = torch.tensor([1 << position for position in range(8)], dtype=torch.uint8, device=bits.device)
     bits[:-1] |= (padded.view(-1, 8).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
 
 
-def _as_integers(values: torch.Tensor) -> torch.Tensor:
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of a strided tensor as integers of its shape, in the same memory."""
     return values.detach().view(_INTEGERS[values.element_size()])
 
 
@@ -67,7 +68,7 @@ class RowBits:
         elif self._host is None:
             mark_nonzero_on_device(self._bits, gradient.to(self.device))
         else:
-            bitmap.mark_nonzero(self._host, _as_integers(gradient).cpu().numpy())
+            bitmap.mark_nonzero(self._host, as_integers(gradient).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory; it may be the memory that the next marks write to."""

@@ -184,6 +184,16 @@ class Tracker:
             watch.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         watch.account_all()
 
+    def distrust(self, name: str, reason: str) -> None:
+        """Declare that the rows of a table that changed in this interval are not known.
+
+        Raises
+        ------
+        ModelMismatchError
+            No such table.
+        """
+        self._named(name).make_whole(reason)
+
     def whole_reasons(self) -> dict[str, str]:
         """Tables that must be saved whole if the interval ends now, with the reason; ask before `swap`.
 
