@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,12 +53,20 @@ def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtyp
     for setting in ("momentum", "weight_decay"):
         if group.get(setting, 0) != 0:
             return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
+    # What is added to a row without a gradient must be -0.0 or, beside other values than -0.0, 0.0.
+    if group.get("maximize") or group["lr"] < 0:
+        return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
     if not math.isfinite(group["lr"]):
         return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
     # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
-    if kind is Adagrad and torch.tensor(group["eps"], dtype=dtype) == 0:
+    if kind is Adagrad and _vanishes(group["eps"], dtype):
         return f"{where}: eps={group['eps']} is 0 in {dtype}, so rows without a gradient become NaN"
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _vanishes(eps: float, dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(eps, dtype=dtype) == 0)
 
 
 def counted_changes(optimizer: Optimizer, position: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_rows_without_a_gradient_stay_where_they_surely_should(name: str) -> Non
         (lambda p: SGD(p, lr=0.1, momentum=0.9), r"SGD, parameter group 0: momentum=0\.9"),
         (lambda p: SGD(p, lr=0.1, weight_decay=0.5), r"weight_decay=0\.5"),
         (lambda p: SGD(p, lr=float("inf")), "lr=inf"),
+        (lambda p: SGD(p, lr=0.1, maximize=True), r"maximize or lr=0\.1 turns -0\.0"),
         (lambda p: Adagrad(p), None),
         (lambda p: Adagrad(p, weight_decay=0.1), r"Adagrad, parameter group 0: weight_decay=0\.1"),
         (lambda p: Adagrad(p, eps=0), "eps=0"),
@@ -125,6 +127,69 @@ def test_only_known_optimizers_are_trusted(optimizer: Make, why: str | None) -> 
     else:
         with pytest.raises(AssertionError, match=why):
             raise AssertionError(reason)
+
+
+IMPLEMENTATIONS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+SETTINGS: dict[str, Make] = {
+    "sgd": lambda params: SGD(params, lr=0.1),
+    "sgd of no rate": lambda params: SGD(params, lr=0.0),
+    "sgd of a tensor's rate": lambda params: SGD(params, lr=torch.tensor(0.1)),
+    "sgd with dampening": lambda params: SGD(params, lr=0.1, dampening=0.5),
+    "sgd of a negative rate": lambda params: SGD(params, lr=0.1),
+    "sgd that maximizes": lambda params: SGD(params, lr=0.1, maximize=True),
+    "adagrad": lambda params: Adagrad(params, lr=0.1, eps=1e-3),
+    "adagrad with decay of its rate": lambda params: Adagrad(params, lr=0.1, lr_decay=0.01, eps=1e-3),
+    "adagrad that began with sums": lambda params: Adagrad(
+        params, lr=0.1, initial_accumulator_value=0.1, eps=1e-3
+    ),
+    "adagrad that maximizes": lambda params: Adagrad(params, lr=0.1, maximize=True, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_bit_of_a_row_without_a_gradient_moves(
+    name: str, implementation: dict[str, bool], dtype: torch.dtype
+) -> None:
+    weight = nn.Parameter(torch.randn(101, 16, generator=torch.Generator().manual_seed(1)).to(dtype))
+    with torch.no_grad():
+        weight[::3], weight[1::3] = -0.0, 0.0
+        weight[2], weight[5], weight[8] = math.inf, -math.inf, 1e-40
+    optimizer = SETTINGS[name]([weight])
+    optimizer.param_groups[0].update(implementation)
+    if "negative" in name:
+        optimizer.param_groups[0]["lr"] = -0.1
+    words = torch.int32 if dtype is torch.float32 else torch.int16
+    kept = [weight.detach(), *row_slots(optimizer, weight).values()]
+    before = [tensor.clone() for tensor in kept]
+    for _ in range(3):
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[4] = 1
+        optimizer.step()
+    moved = {
+        row
+        for old, new in zip(before, kept, strict=True)
+        for row in (old.view(words) != new.view(words)).any(dim=1).nonzero().flatten().tolist()
+    }
+    may_move = "negative" in name or "maximizes" in name
+    assert may_move or moved <= {4}
+    assert (moves_untouched(optimizer, weight) is not None) == may_move
+
+
+def test_a_maximizing_step_takes_the_sign_of_zeros_without_a_gradient() -> None:
+    weight = nn.Parameter(torch.full((3, 2), -0.0))
+    weight.grad = torch.zeros_like(weight)
+    SGD([weight], lr=0.1, maximize=True).step()
+    assert not weight.signbit().any()
+
+
+def test_steps_to_differentiate_through_are_refused_by_torch_itself() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = SGD([weight], lr=0.1, differentiable=True)
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        optimizer.step()
 
 
 def test_a_subclass_is_not_trusted() -> None:
