@@ -21,6 +21,7 @@ from cnr_store.errors import (
     OptionError,
     ReadOnlyError,
     SaveError,
+    SkippedError,
     StateError,
     SupersededError,
     TrackingError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
     from cnr_store.training.importing import import_file
     from cnr_store.training.pending import PendingSave
+    from cnr_store.training.preemption import Preemption
     from cnr_store.training.reader import TrackedReader
     from cnr_store.training.restore import Restored
 
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 _TRAINING = {
     "Checkpointer": "checkpointer",
     "PendingSave": "pending",
+    "Preemption": "preemption",
     "save": "checkpointer",
     "load": "checkpointer",
     "Restored": "restore",
@@ -79,6 +82,7 @@ __all__ = [
     "load",
     "Restored",
     "PendingSave",
+    "Preemption",
     "TrackedReader",
     "versions",
     "open",
@@ -115,6 +119,7 @@ __all__ = [
     "CorruptionError",
     "SaveError",
     "BaseLostError",
+    "SkippedError",
     "TrackingError",
     "BusyError",
     "SupersededError",

@@ -10,6 +10,7 @@
     │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
+    │   │   ├── SkippedError                      another save was under way; the next one has its rows
     │   │   ├── BaseLostError                     what it leans on is gone; the next one is whole
     │   │   └── TrackingError                     rows changed unseen; their table is whole in the next one
     │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
@@ -54,6 +55,10 @@ class CorruptionError(CheckpointError, OSError):
 
 class SaveError(CheckpointError, OSError):
     """A save failed. The newest committed version is untouched and no changed row is forgotten."""
+
+
+class SkippedError(SaveError):
+    """A save was left out because another was under way, as ``overlap="skip"`` asks. Its rows are in the next one."""
 
 
 class BaseLostError(SaveError):

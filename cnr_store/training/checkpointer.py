@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -29,9 +31,10 @@ from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
 from cnr_store.training.optimizers import as_list
-from cnr_store.training.options import count, module, stateful
+from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
 from cnr_store.training.planner import Bitmaps, Planner
+from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.restore import Restore, Restored
 from cnr_store.training.snapshot import DenseSnapshot, Staging, row_arrays, snapshot_dense, table_aliases
 from cnr_store.training.tables import find_tables
@@ -75,6 +78,11 @@ class Checkpointer:
         Host memory for the rows of a snapshot. Rows beyond it are encoded before `save` returns.
     rng
         Whether the global random number generators are saved and restored.
+    overlap
+        What a save does while another is still being written: ``wait`` for that, or ``skip`` itself.
+    on_done
+        Called with each `PendingSave` on the thread that writes, once it has been committed or has failed. The next
+        save waits for it, so let it be short; what it raises is only logged.
     audit
         Whether each save compares samples of the rows believed unchanged with how they were; or the bytes that all
         samples may take: True stands for 4 MiB.
@@ -106,6 +114,8 @@ class Checkpointer:
         workers: int = 2,
         snapshot_bytes: int = 2 << 30,
         rng: bool = True,
+        overlap: Overlap = "wait",
+        on_done: Callable[[PendingSave], object] | None = None,
         audit: bool | int = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -115,6 +125,8 @@ class Checkpointer:
         workers = count("workers", workers, least=1)
         max_chain = None if max_chain is None else count("max_chain", max_chain, least=1)
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
+        self._overlap = check_overlap(overlap)
+        self._on_done = callback("on_done", on_done)
         self._policy = check_policy(policy)
         self._costs = Costs(keep_last, restores_per_save)
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores))
@@ -144,10 +156,17 @@ class Checkpointer:
         sizes = {table.name: (table.parameter.nbytes, table.dim, table.element) for table in self._tables}
         self._executor.submit(codecs.warm, sizes)
 
-    def save(self, step: int, reader: Any = None, metadata: Any = None, full: bool = False) -> PendingSave:
+    def save(
+        self,
+        step: int,
+        reader: Any = None,
+        metadata: Any = None,
+        full: bool = False,
+        overlap: Overlap | None = None,
+    ) -> PendingSave:
         """Take the state of this moment and write it behind training's back.
 
-        A save that is still being written is waited for first: two never overlap.
+        Two saves are never written at once: see `overlap`. A skipped one forgets nothing.
 
         Parameters
         ----------
@@ -159,19 +178,27 @@ class Checkpointer:
             Small values for people; listed by `versions`.
         full
             Write everything whole, whatever the policy says.
+        overlap
+            Instead of the checkpointer's, for this save.
 
         Raises
         ------
         ClosedError, StateError, UnsupportedModelError
             Nothing was written and nothing is forgotten.
+        SaveError, SupersededError
+            The save before this one failed, and nobody has asked for its result. This one was not begun; the next
+            one has the rows of both.
         TrackingError
             Rows have changed that nothing told of. Nothing was written; their table's next version is whole.
         """
         with self._turn.take("save"):
             self._check_open()
             step = count("step", step, least=0)
+            overlap = self._overlap if overlap is None else check_overlap(overlap)
             began = time.perf_counter()
-            self._settle()
+            if overlap == "skip" and self._pending is not None and not self._pending[0].done():
+                return PendingSave.skip(step, self._pending[0].step)
+            self._settle(tell_before=step)
             if (folded := self._chains.take()) is not None:
                 self._planner.folded(folded)
             pending = PendingSave(step)
@@ -190,9 +217,10 @@ class Checkpointer:
         arrays = row_arrays(self._tables, self._optimizers)
         unsafe = self._tracker.whole_reasons()
         rows_done = threading.Event()
-        dirty = self._tracker.swap()
-        self._pending = (pending, dirty)
+        dirty: Bitmaps = {}
         try:
+            self._pending = (pending, dirty)
+            self._tracker.swap(dirty)
             beside_bytes = sum(write.values.nbytes for write in taken.dense)
             decision = self._planner.decide(
                 self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
@@ -208,10 +236,11 @@ class Checkpointer:
                 rows_done.wait()
         except BaseException as error:
             if pending.future.cancel():  # it has not begun, and never will
-                self._pending = None
                 self._tracker.restore(dirty)
+                self._pending = None
             else:
                 pending.abandoned.set()
+                pending.asked = True  # the caller has this error
                 rows_done.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
@@ -244,6 +273,17 @@ class Checkpointer:
             pending.future.set_result(record)
         finally:
             rows_done.set()
+            self._call_back(pending)
+            pending.told.set()
+
+    def _call_back(self, pending: PendingSave) -> None:
+        if self._on_done is None or pending.future.cancelled():
+            return
+        try:
+            with self._turn.call_back():
+                self._on_done(pending)
+        except BaseException:  # the pool would drop it in silence; the save is what it is
+            log.exception("on_done of the save of step %d failed", pending.step)
 
     def _after_commit(self, record: Record) -> None:
         """Look after the store, in the background: while it runs, training and the next save go on."""
@@ -251,20 +291,36 @@ class Checkpointer:
             self._kept.apply(record)
         self._chains.apply(record)
 
-    def _settle(self) -> None:
-        """Wait for the save under way and take its outcome into account, on the training thread."""
+    def _settle(self, tell_before: int | None = None) -> None:
+        """Wait for the save under way and take its outcome into account, on the training thread.
+
+        If it failed and nobody has asked for its result, it is raised to the save of step `tell_before`. What was
+        interrupted half way is done again by the next call.
+        """
         if self._pending is None:
             return
         pending, dirty = self._pending
-        error = pending.future.exception()
-        self._pending = None
-        if error is None:
-            self._planner.committed(self._planner.lineage.after(pending.future.result()), dirty)
+        if pending.future.cancelled():  # interrupted twice: once as it began, and once in giving it up
+            self._tracker.restore(dirty)
+            self._pending = None
             return
-        self._tracker.restore(dirty)
+        error = pending.future.exception()
+        pending.told.wait()  # whoever is called back may ask for the failure
+        if error is None:
+            self._planner.committed(pending.future.result(), dirty)
+        else:
+            self._tracker.restore(dirty)
         if isinstance(error, BaseLostError):
             self._planner.forget()
             self._writer.renew(None)
+        self._pending = None
+        if error is not None and tell_before is not None and not pending.asked:
+            pending.asked = True
+            error.add_note(
+                f"This is about the save of step {pending.step}, whose result nobody asked for. That of step "
+                f"{tell_before} was not begun: call save again."
+            )
+            raise error
 
     def load(self, version: Version = "latest", fallback: bool = False) -> Restored:
         """Bring a version back into the model and its optimizers, in place, and go on from there.
@@ -304,10 +360,11 @@ class Checkpointer:
         self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
             restored, since_whole = restore.run(self._objects, self._rng, transfer)
-        self._planner.lineage, self._planner.since_whole = lineage, since_whole
+        self._writer.restart(record.id)
         self._tracker.clear()
         self._audit.renew(row_arrays(self._tables, self._optimizers))
-        self._writer.restart(record.id)
+        # Last, so that whatever interrupts this leaves a checkpointer that leans on nothing.
+        self._planner.go_on_from(lineage, since_whole)
         return restored
 
     def touch(self, table: str, ids: Any) -> None:
@@ -337,6 +394,20 @@ class Checkpointer:
                 self._background.close()
             if pending is not None and not pending[0].asked:
                 pending[0].result()
+
+    def preemption(self, signals: Iterable[int] = (signal.SIGTERM,)) -> AbstractContextManager[Preemption]:
+        """Notice that this process is to end, in time for a last save.
+
+        In the block, the signals only make the object that it gives true. Ask between two steps, then save, and
+        leave the loop. Handlers that were there before don't run meanwhile, and are put back afterwards.
+
+        Raises
+        ------
+        OptionError
+            Signals that can't be handled, or this is not the main thread.
+        """
+        self._check_open()
+        return watch_signals(signals)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from torch import nn
 
 from cnr_store.errors import OptionError, UnsupportedModelError
+
+Overlap = Literal["wait", "skip"]
+Called = TypeVar("Called", bound=Callable[..., object])
+
+
+def check_overlap(overlap: object) -> Overlap:
+    """What a save does while another is being written."""
+    if overlap not in get_args(Overlap):
+        raise OptionError(f"overlap={overlap!r}: give {' or '.join(map(repr, get_args(Overlap)))}")
+    return overlap  # type: ignore[return-value]  # just proven
+
+
+def callback(name: str, function: Called | None) -> Called | None:
+    """Something to call, or None."""
+    if function is not None and not callable(function):
+        raise OptionError(f"{name}={function!r}: give a function")
+    return function
 
 
 def count(name: str, value: object, least: int) -> int:

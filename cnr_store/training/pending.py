@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cnr_store.catalog import VersionInfo
-from cnr_store.errors import BusyError, ClosedError, SaveError
+from cnr_store.errors import BusyError, ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
 from cnr_store.training.snapshot import LiveRows
 
@@ -28,17 +28,34 @@ class PendingSave:
         The step it saves.
     stall_seconds
         How long `save` held the training thread.
+    skipped
+        Whether nothing is written, because another save was under way; then `result` raises `SkippedError`.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.stall_seconds = 0.0
+        self.skipped = False
         self.asked = False
         self.future: Future[Record] = Future()
         self.abandoned = threading.Event()
+        self.told = threading.Event()
+
+    @classmethod
+    def skip(cls, step: int, under_way: int) -> PendingSave:
+        """What a save is that is left out, because that of step `under_way` is still being written."""
+        pending = cls(step)
+        pending.skipped = pending.asked = True
+        pending.future.set_exception(
+            SkippedError(
+                f"the save of step {step} was skipped, as that of step {under_way} was still being written; the "
+                "rows are part of the next one (save(..., overlap='wait') waits instead)"
+            )
+        )
+        return pending
 
     def done(self) -> bool:
-        """Whether it has been committed or has failed."""
+        """Whether it has been committed, has failed or was skipped."""
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> VersionInfo:
@@ -55,6 +72,18 @@ class PendingSave:
             return VersionInfo.of(self.future.result(timeout))
         finally:
             self.asked = self.future.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise, or None if the version was committed. Waits at most `timeout` seconds.
+
+        Raises
+        ------
+        TimeoutError
+            It is still being written.
+        """
+        error = self.future.exception(timeout)
+        self.asked = True
+        return error
 
 
 class LeasedRows:
@@ -78,6 +107,16 @@ class Turn:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._calling_back: int | None = None
+
+    @contextmanager
+    def call_back(self) -> Iterator[None]:
+        """Refuse this thread a turn meanwhile: whoever has it may be waiting for this thread."""
+        self._calling_back = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._calling_back = None
 
     @contextmanager
     def take(self, what: str) -> Iterator[None]:
@@ -86,7 +125,7 @@ class Turn:
         Raises
         ------
         BusyError
-            This thread has it already: a signal handler or hook calls back.
+            This thread has it already: a signal handler or hook calls back. Or it is inside `call_back`.
         ClosedError
             This is a fork of the process that made the checkpointer.
         """
@@ -94,6 +133,10 @@ class Turn:
         if os.getpid() != self._process:
             raise ClosedError(
                 f"{what}: this checkpointer belongs to process {self._process}; make one after the fork"
+            )
+        if self._calling_back == me:
+            raise BusyError(
+                f"{what}: called by on_done, which others wait for; call it on the training thread"
             )
         if self._owner == me:
             raise BusyError(

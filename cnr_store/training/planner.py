@@ -12,6 +12,7 @@ from cnr_codecs import LosslessRows, RowCodec
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
+from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import RowsWrite
 from cnr_store.policy import Costs, Decision, Offer, PolicyName, decide
@@ -44,33 +45,49 @@ class Planner:
         codecs: CodecChoice,
         staging: Staging,
     ) -> None:
-        self.lineage = Lineage()
-        self.since_whole: Bitmaps = {}
+        # One attribute, so that an interrupt never leaves a lineage beside the rows of another.
+        self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
         self._tables = tables
         self._aliases = aliases
         self._codecs = codecs
         self._staging = staging
 
+    @property
+    def lineage(self) -> Lineage:
+        return self._past[0]
+
+    @property
+    def since_whole(self) -> Bitmaps:
+        return self._past[1]
+
     def forget(self) -> None:
         """Lean on nothing: the next version is whole."""
-        self.lineage, self.since_whole = Lineage(), {}
+        self.go_on_from(Lineage(), {})
 
-    def committed(self, lineage: Lineage, dirty: Bitmaps) -> None:
-        """A version with these dirty rows was committed; `lineage` ends with it."""
-        self.lineage = lineage
+    def go_on_from(self, lineage: Lineage, since_whole: Bitmaps) -> None:
+        """Continue a version that was loaded."""
+        self._past = lineage, since_whole
+
+    def committed(self, record: Record, dirty: Bitmaps) -> None:
+        """A version with these dirty rows was committed; told twice, it is taken into account once."""
+        if record.id == self.lineage.version:
+            return
+        lineage, since_whole = self.lineage.after(record), {}
         for table in self._tables:
             line = lineage.lines[weight_path(table.name)]
             flagged = dirty[table.name]
-            if line.links == (lineage.version,):
-                self.since_whole[table.name] = np.zeros_like(flagged)
-            else:
-                self.since_whole[table.name] = self.since_whole[table.name] | flagged
+            is_whole = line.links == (record.id,)
+            since_whole[table.name] = (
+                np.zeros_like(flagged) if is_whole else self.since_whole[table.name] | flagged
+            )
+        self.go_on_from(lineage, since_whole)
 
     def folded(self, version: str) -> None:
         """A version that the lineage goes back to was folded, so that later ones may lean on it alone."""
-        self.lineage = self.lineage.folded(version)
+        since_whole = self.since_whole
         if version == self.lineage.version:
-            self.since_whole = {name: np.zeros_like(rows) for name, rows in self.since_whole.items()}
+            since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
+        self.go_on_from(self.lineage.folded(version), since_whole)
 
     def decide(
         self,

@@ -237,13 +237,15 @@ class Tracker:
                     moved[watch.table.name] = reason
         return moved
 
-    def swap(self) -> dict[str, Bitmap]:
+    def swap(self, into: dict[str, Bitmap] | None = None) -> dict[str, Bitmap]:
         """End the interval: the packed bitmaps of the rows that may have changed in it, by table name.
 
-        Of a table that must be saved whole every bit is set. A new interval begins.
+        Of a table that must be saved whole every bit is set. A new interval begins, once they are in `into`: a
+        caller that is interrupted before it has what this returns gives that back.
         """
         whole = self.whole_reasons()
-        flagged = {name: watch.flagged(name in whole) for name, watch in self._watches.items()}
+        flagged = {} if into is None else into
+        flagged.update({name: watch.flagged(name in whole) for name, watch in self._watches.items()})
         try:
             for name, watch in self._watches.items():
                 watch.begin(carry=name not in self._owned)
