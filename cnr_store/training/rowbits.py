@@ -52,11 +52,10 @@ class RowBits:
 
         Returns False if one is out of range, on the host; on another device ids must be in range.
         """
-        flat = ids.detach().reshape(-1)
         if self._host is None:
-            mark_on_device(self._bits, flat.to(self.device, non_blocking=True))
+            mark_on_device(self._bits, ids.detach().to(self.device, non_blocking=True))
             return True
-        return bitmap.mark(self._host, self.rows, flat.cpu().numpy()) < 0
+        return bitmap.mark(self._host, self.rows, ids.cpu().numpy().reshape(-1)) < 0
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Set the bits of the rows that `gradient`, ``(rows, dim)`` dense or sparse, may change.

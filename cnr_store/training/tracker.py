@@ -27,6 +27,7 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import hook_module, hook_steps, remove_all
 from cnr_store.training.optimizers import counted_changes, group_moves_untouched
+from cnr_store.training.stepped import SteppedTables
 from cnr_store.training.tables import Lookup, Table
 from cnr_store.training.watch import Watch
 
@@ -54,7 +55,7 @@ class Tracker:
     def __init__(self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
         self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
-        self._by_parameter = {id(watch.table.parameter): watch for watch in self._watches.values()}
+        self._stepped = SteppedTables(self._watches.values())
         self._logged: set[tuple[str, str]] = set()
         self._owned = self._find_owned()
         handles = hook_steps(self, Tracker._before_step, Tracker._after_step)
@@ -98,7 +99,7 @@ class Tracker:
         watch.make_whole("a state dict was loaded into it")
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        for _position, watch in self._stepped(optimizer):
+        for _position, watch in self._stepped.of(optimizer):
             if watch.unaccounted:
                 if self._changed_elsewhere(watch):
                     watch.make_whole(_OUTSIDE)
@@ -108,20 +109,24 @@ class Tracker:
                 watch.account_slots(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        for position, watch in self._stepped(optimizer):
-            parameter = watch.table.parameter
+        reasons: dict[tuple[int, torch.dtype], str | None] = {}
+        for position, watch in self._stepped.of(optimizer):
+            parameter, gradient = watch.table.parameter, watch.table.parameter.grad
             changes = max(watch.changes, watch.slot_changes(optimizer))
-            if parameter.grad is None and not changes:
+            if gradient is None and not changes:
                 continue
             watch.account()
             watch.account_slots(optimizer)
-            reason = group_moves_untouched(optimizer, position, parameter.dtype)
+            group = position, parameter.dtype
+            if group not in reasons:
+                reasons[group] = group_moves_untouched(optimizer, *group)
+            reason = reasons[group]
             if reason is not None:
                 watch.make_whole(reason)
-            elif watch.resized or parameter.grad is None or changes > counted_changes(optimizer, position):
+            elif watch.resized or gradient is None or changes > counted_changes(optimizer, position):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
-                watch.mark_gradient(parameter.grad)
+                watch.mark_gradient(gradient)
 
     def _changed_elsewhere(self, watch: Watch) -> bool:
         # With no optimizer given, who updates a table is unknown: its lookups are trusted if there are any. With
@@ -130,18 +135,9 @@ class Tracker:
             return watch.unaccounted
         return watch.unexplained
 
-    def _stepped(self, optimizer: Optimizer) -> list[tuple[int, Watch]]:
-        """The tables of an optimizer, each with the position of its parameter group."""
-        return [
-            (position, self._by_parameter[id(parameter)])
-            for position, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in self._by_parameter
-        ]
-
     def _find_owned(self) -> frozenset[str]:
         """Names of the tables that the given optimizers own; parameter groups may be added at any time."""
-        found = (watch for optimizer in self._optimizers for _, watch in self._stepped(optimizer))
+        found = (watch for optimizer in self._optimizers for _, watch in self._stepped.of(optimizer))
         return frozenset(watch.table.name for watch in found)
 
     # What a checkpointer asks
@@ -230,7 +226,7 @@ class Tracker:
         """Tables whose given optimizer, with its present settings, may move any row."""
         moved: dict[str, str] = {}
         for optimizer in self._optimizers:
-            for position, watch in self._stepped(optimizer):
+            for position, watch in self._stepped.of(optimizer):
                 parameter = watch.table.parameter
                 reason = group_moves_untouched(optimizer, position, parameter.dtype)
                 if reason is not None and parameter.requires_grad:
@@ -289,8 +285,7 @@ class Tracker:
                 )
             if weight is not watch.table.parameter:
                 watch.make_whole("its parameter was replaced in the model")
-                self._by_parameter.pop(id(watch.table.parameter), None)
-                self._by_parameter[id(weight)] = watch
+                self._stepped.follow(watch, weight)
                 watch.table.parameter = weight
 
 

@@ -111,6 +111,8 @@ class Watch:
         if id(optimizer) not in self._optimizers:
             return
         seen = self._seen_slots.get(id(optimizer), {})
+        if not (seen or optimizer.state.get(self.table.parameter)):
+            return
         self._seen_slots[id(optimizer)] = {
             slot: seen[slot].renewed(tensor) if slot in seen else Fingerprint(tensor)
             for slot, tensor in row_slots(optimizer, self.table.parameter).items()
