@@ -20,7 +20,7 @@ from cnr_backends import Transfer, open_backend
 from cnr_store import claims
 from cnr_store.bits import Bits, ExpectedRestores
 from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
+from cnr_store.errors import BaseLostError, CheckpointError, ClosedError, OptionError
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
@@ -30,8 +30,10 @@ from cnr_store.training.audit import Audit
 from cnr_store.training.background import Background, KeptVersions, ShortChains
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
+from cnr_store.training.matching import Selection, Strict
 from cnr_store.training.optimizers import as_list
 from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
+from cnr_store.training.partial import PartialRestore
 from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
 from cnr_store.training.planner import Bitmaps, Planner
 from cnr_store.training.preemption import Preemption, watch_signals
@@ -322,10 +324,19 @@ class Checkpointer:
             )
             raise error
 
-    def load(self, version: Version = "latest", fallback: bool = False) -> Restored:
-        """Bring a version back into the model and its optimizers, in place, and go on from there.
+    def load(
+        self,
+        version: Version = "latest",
+        fallback: bool = False,
+        *,
+        tables: str | Sequence[str] | None = None,
+        tensors: str | Sequence[str] | None = None,
+        rows: Any = None,
+        strict: Strict = "raise",
+    ) -> Restored:
+        """Bring a version, or a part of it, back into the model and its optimizers, in place, and go on from there.
 
-        The next save continues that version, under a new claim.
+        The next save continues that version, under a new claim; a table that is not exactly the version's is whole.
 
         Parameters
         ----------
@@ -334,15 +345,29 @@ class Checkpointer:
         fallback
             Whether a damaged version is skipped for the newest sound one before it. Each is logged as an error and
             listed in ``skipped`` of what is returned.
+        tables, tensors
+            Load only these tables, with the optimizer state beside their rows, and these dense tensors: names, or
+            patterns of names. With either, or with `rows`, nothing else is loaded.
+        rows
+            Load only these rows: a range or row numbers, or by pattern of table names such a choice.
+        strict
+            What happens where model and version differ in names, rows or element types: ``raise`` an error; or load
+            what fits and ``ignore`` the rest, or ``report`` it in the log, too. New rows keep what they hold. What
+            differs is listed in what is returned.
 
         Raises
         ------
-        EmptyStoreError, VersionNotFoundError, ModelMismatchError
+        EmptyStoreError, VersionNotFoundError, ModelMismatchError, OptionError
             The model is unchanged.
         CorruptionError
             The version is damaged, and with `fallback` all before it, too. The model may be partly overwritten: load
             another version.
         """
+        selection = Selection.of(tables, tensors, rows, strict)
+        if fallback and selection is not None:
+            raise OptionError(
+                "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
+            )
         with self._turn.take("load"):
             self._check_open()
             self._settle()
@@ -350,10 +375,11 @@ class Checkpointer:
             self._catalog.refresh()
             if fallback:
                 return load_newest_sound(self._catalog, version, self._load)
-            return self._load(self._catalog.find(version))
+            return self._load(self._catalog.find(version), selection)
 
-    def _load(self, record: Record) -> Restored:
-        restore = Restore(self._catalog, record, self._model, self._tables, self._optimizers)
+    def _load(self, record: Record, selection: Selection | None = None) -> Restored:
+        into = (self._catalog, record, self._model, self._tables, self._optimizers)
+        restore = Restore(*into) if selection is None else PartialRestore(*into, selection)
         restore.check(self._objects)
         lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
         self._planner.forget()  # until all is read, only whole tables are safe
@@ -364,7 +390,7 @@ class Checkpointer:
         self._tracker.clear()
         self._audit.renew(row_arrays(self._tables, self._optimizers))
         # Last, so that whatever interrupts this leaves a checkpointer that leans on nothing.
-        self._planner.go_on_from(lineage, since_whole)
+        self._planner.go_on_from(restore.trusted(lineage), since_whole)
         return restored
 
     def touch(self, table: str, ids: Any) -> None:
@@ -442,6 +468,7 @@ def load(
     fallback: bool = False,
     **options: Any,
 ) -> Restored:
-    """Load a model once. `options` are those of `Checkpointer`."""
+    """Load a model once. `options` are those of `Checkpointer` and of its `load`."""
+    of_load = {name: options.pop(name) for name in ("tables", "tensors", "rows", "strict") if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer.load(version, fallback)
+        return checkpointer.load(version, fallback, **of_load)

@@ -14,7 +14,6 @@ from cnr_store.format.proof import members, shown, text, texts
 from cnr_store.format.record import ArrayEntry
 from cnr_store.memory import empty
 from cnr_store.training.rng import check_rng_state
-from cnr_store.training.tables import Table
 from cnr_store.training.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
 
 _SLOT_TYPES = {dtype_name(dtype): dtype for dtype in SLOT_DTYPES}
@@ -77,18 +76,22 @@ def _check_rng(state: Any, where: str) -> None:
 
 def check_slots(
     trees: Sequence[Mapping[str, Any]],
-    tables: Sequence[Table],
+    rows: Mapping[str, int],
     arrays: Mapping[str, ArrayEntry],
     where: str,
 ) -> list[str]:
     """Paths of the row-following optimizer state that the trees name, each one proven to be a table's.
+
+    Parameters
+    ----------
+    rows
+        Of each table of the version.
 
     Raises
     ------
     CorruptionError
         One is not stored, does not follow the table's rows, is named twice, or not at all.
     """
-    rows = {table.name: table.rows for table in tables}
     found: list[str] = []
     for tree in trees:
         for table, slots in tree["slots"].items():
@@ -106,7 +109,7 @@ def check_slots(
                     )
                 empty(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
                 found.append(path)
-    weights = {weight_path(table.name) for table in tables}
+    weights = {weight_path(table) for table in rows}
     unnamed = sorted(path for path in arrays.keys() - weights - {*found} if path.startswith("tables/"))
     if unnamed:
         raise CorruptionError(f"{where}: {unnamed[0]} is stored, but the state names no optimizer of it")

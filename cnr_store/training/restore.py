@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from cnr_store.dense import dense_layout, read_dense
 from cnr_store.errors import CorruptionError, ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.record import Record
+from cnr_store.lineage import Lineage
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
 from cnr_store.training.proof import check_slots, check_tree
@@ -49,6 +50,12 @@ class Restored:
         What `save` was given (of a reader object: its `state_dict()`).
     skipped
         Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
+    missing, unexpected
+        What was chosen and only the model has, and only the version. Empty with ``strict="raise"``, as all below.
+    grown
+        By table with more rows than are stored: how many were loaded, and how many there are.
+    cast
+        By table or tensor of another element type: that of the version, and that of the model.
     """
 
     version: VersionInfo
@@ -56,6 +63,10 @@ class Restored:
     reader: Any
     metadata: Any
     skipped: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Restore:
@@ -198,6 +209,10 @@ class Restore:
             set_rng_state(state["rng"])
         return Restored(info, info.step, state["reader"], info.metadata), changed
 
+    def trusted(self, lineage: Lineage) -> Lineage:
+        """The part of the version's lineage that deltas may lean on, once `run` has ended: all of it."""
+        return lineage
+
     def _check_state(self, objects: Mapping[str, Any]) -> None:
         check_tree(self._state, self._where)
         trees = self._state["optimizers"]
@@ -215,7 +230,8 @@ class Restore:
                 )
             check_groups(optimizer, names, tree)
         if self._optimizers:
-            for path in check_slots(trees, self._tables, self._record.arrays, self._where):
+            rows = {table.name: table.rows for table in self._tables}
+            for path in check_slots(trees, rows, self._record.arrays, self._where):
                 ArrayReader(self._catalog, self._record, path)
         missing = sorted(objects.keys() - self._state["objects"].keys())
         if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,12 +16,25 @@ from cnr_store.training.tensors import assign_rows, dtype_name, note_change, num
 Array = np.ndarray[Any, Any]
 
 
+class Fill(Protocol):
+    """A tensor to fill with rows that are read in pieces."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    @property
+    def reader(self) -> ArrayReader: ...
+
+    def fill(self, first: int, rows: int) -> None:
+        """Fill `rows` rows from row `first` on."""
+
+
 class RowsRead:
     """A tensor, (rows,) or (rows, k), to fill with the rows that a reader reads."""
 
     def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
-        self._reader = reader
-        self._tensor = tensor
+        self.reader = reader
+        self.tensor = tensor
         self._changed = np.zeros(reader.shape[0], bool)
         direct = (
             tensor.device.type == "cpu"
@@ -30,23 +43,23 @@ class RowsRead:
         )
         self._target: Array | None = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
 
-    def _read(self, first: int, rows: int) -> None:
+    def fill(self, first: int, rows: int) -> None:
         """Fill `rows` rows from row `first` on."""
         out = (
-            np.empty((rows, self._reader.columns), self._reader.dtype)
+            np.empty((rows, self.reader.columns), self.reader.dtype)
             if self._target is None
             else self._target[first : first + rows]
         )
-        self._changed[first : first + rows] = self._reader.read(first, out)
+        self._changed[first : first + rows] = self.reader.read(first, out)
         if self._target is None:
-            assign_rows(self._tensor, first, out.reshape(rows, *self._tensor.shape[1:]))
+            assign_rows(self.tensor, first, out.reshape(rows, *self.tensor.shape[1:]))
 
     def changed(self) -> Bitmap:
         """Packed: the rows, of those read, that some delta holds."""
         return np.packbits(self._changed, bitorder="little")
 
     @staticmethod
-    def run(reads: Sequence[RowsRead], transfer: Transfer) -> None:
+    def run(reads: Sequence[Fill], transfer: Transfer) -> None:
         """Fill every tensor. Small tables are read beside each other, large ones in pieces.
 
         Raises
@@ -54,11 +67,11 @@ class RowsRead:
         CorruptionError
             The tensors are then partly overwritten.
         """
-        pieces = ((read, region) for read in reads for region in read._reader.regions())
+        pieces = ((read, region) for read in reads for region in read.reader.regions())
         try:
-            for _ in transfer.map(lambda piece: piece[0]._read(*piece[1]), pieces):
+            for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
                 pass
         finally:
             # A read that fails half way has changed rows, too.
             for read in reads:
-                note_change(read._tensor)
+                note_change(read.tensor)
