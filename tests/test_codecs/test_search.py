@@ -9,7 +9,7 @@ from cnr_codecs import ParameterType, UniformRows, reference
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
 from cnr_codecs.uniform import default_walk
-from cnr_codecs.windows import NORMAL_STEPS
+from cnr_codecs.windows import MAX_DIM, NORMAL_STEPS
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized
 
 DISTRIBUTIONS = {
@@ -100,3 +100,52 @@ def test_errors_of_sixteen_bit_floats_are_no_larger_than_those_of_the_walk(eleme
     values = in_element(np.random.default_rng(3).normal(0, 0.1, (500, 32)), element)
     walked = UniformRows("adaptive", bits, *default_walk(bits))
     assert mean_l2(values, UniformRows("adaptive", bits), element) <= mean_l2(values, walked, element)
+
+
+HARD = {
+    "one outlier": lambda rng, shape: np.where(
+        np.arange(shape[1]) == shape[1] - 1, 100, rng.normal(0, 1, shape)
+    ),
+    "exponential": lambda rng, shape: rng.exponential(1, shape),
+    "mostly zero": lambda rng, shape: np.where(rng.random(shape) < 2e-3, rng.random(shape), 0),
+    "large offset": lambda rng, shape: 1 + rng.uniform(0, 0.07, shape),
+}
+
+
+def l2(values, codec):
+    return np.linalg.norm(values - decode(encode(codec, values)).astype(np.float64), axis=1)
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("bits", range(1, 8))
+@pytest.mark.parametrize("dim", [16, 512, MAX_DIM, 8192])
+def test_no_row_fares_worse_than_by_its_whole_range(kind, bits, dim):
+    values = HARD[kind](np.random.default_rng(4), (max(20, 2000 // dim), dim)).astype(np.float32)
+    searched, whole = l2(values, UniformRows("adaptive", bits)), l2(values, UniformRows("asymmetric", bits))
+    # The search sums errors in float32.
+    assert (searched <= whole * 1.001 + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("bits", [2, 7])
+def test_parameters_of_long_rows_equal_the_reference(kind, bits):
+    values = HARD[kind](np.random.default_rng(5), (3, 700)).astype(np.float32)
+    expected = reference.parameters(values, "adaptive", bits, element_named("float32"))
+    for rows, scale, offset, _ in quantized(encode(UniformRows("adaptive", bits), values)):
+        np.testing.assert_array_equal(scale, expected.scale[rows])
+        np.testing.assert_array_equal(offset, expected.offset[rows])
+
+
+@pytest.mark.parametrize("walk", [None, (25, 0.5)])
+def test_wide_rows_are_not_searched(walk):
+    values = np.random.default_rng(6).normal(0, 1, (2, MAX_DIM + 1)).astype(np.float32)
+    whole, searched = UniformRows("asymmetric", 2), UniformRows("adaptive", 2, *(walk or ()))
+    encoded = [codec.encode_rows(values, None, 2, element="float32") for codec in (whole, searched)]
+    assert encoded[0] == encoded[1]
+    expected = reference.parameters(values, "adaptive", 2, element_named("float32"), walk)
+    ((_, scale, offset, _),) = quantized(encode(searched, values))
+    np.testing.assert_array_equal(scale, expected.scale)
+    np.testing.assert_array_equal(offset, expected.offset)
+    narrower = values[:, :MAX_DIM]
+    encoded = [codec.encode_rows(narrower, None, 2, element="float32") for codec in (whole, searched)]
+    assert encoded[0] != encoded[1]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
-from cnr_codecs.windows import CUT, NEIGHBOURS, NORMAL_SHARES, NORMAL_STEPS, RANGE_SHARES, REFITS
+from cnr_codecs.windows import CUT, MAX_DIM, NEIGHBOURS, NORMAL_SHARES, NORMAL_STEPS, RANGE_SHARES, REFITS
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -195,12 +195,12 @@ def parameters(
         low, high = least.astype(np.float64), most.astype(np.float64)
         if scheme == "symmetric":
             return symmetric(np.maximum(np.abs(low), np.abs(high)), bits, element)
-        if scheme == "adaptive" and walk is not None:
-            return asymmetric(*_walked(values, bits, *walk), bits, element)
         whole = asymmetric(low, high, bits, element)
-        if scheme == "adaptive" and bits in NORMAL_STEPS:
-            return _searched(values, whole, bits, element)
-        return whole
+        if scheme == "asymmetric" or values.shape[1] > MAX_DIM:
+            return whole
+        if walk is not None:
+            return asymmetric(*_walked(values, bits, *walk), bits, element)
+        return _searched(values, whole, bits, element) if bits in NORMAL_STEPS else whole
 
 
 def _walked(values: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64s, Float64s]:
@@ -213,7 +213,7 @@ def _walked(values: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float
 
 
 def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) -> Parameters:
-    """Parameters by the search; those of the whole range where it finds none, or none that can be stored."""
+    """Parameters by the search; those of the whole range where it finds none that can be stored, or worse ones."""
     levels = (1 << bits) - 1
     least, most = row_extremes(values)
     factor = _factor(least, most, np.float32(levels))
@@ -221,7 +221,8 @@ def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) 
     unit, middle, slope = (each.astype(np.float64) for each in (factor, centre, step))
     offset = least + (middle + levels / 2 - slope * (levels / 2)) / unit
     found = fitted(slope / unit, offset, bits, element)
-    use = (explained > 0) & (factor > 0) & ~found.raw
+    errors = (_squared_errors(values, each, factor, bits) for each in (found, whole))
+    use = (explained > 0) & (factor > 0) & ~found.raw & (np.less_equal(*errors) | whole.raw)
     return Parameters(
         np.where(use, found.scale, whole.scale),
         np.where(use, found.offset, whole.offset),
@@ -229,6 +230,13 @@ def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) 
         np.where(use, found.float16, whole.float16),
         ~use & whole.raw,
     )
+
+
+def _squared_errors(values: Float32s, found: Parameters, factor: Float32s, bits: int) -> Float32s:
+    """What quantizing rows with these parameters does to them, in steps of the whole range."""
+    decoded = dequantize(quantize(values, found.scale, found.offset, bits), found.scale, found.offset)
+    off = (decoded - values) * factor[:, None]
+    return _sum_columns(off * off)
 
 
 def _factor(low: Float32s, high: Float32s, parts: np.float32) -> Float32s:

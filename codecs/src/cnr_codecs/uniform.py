@@ -30,7 +30,7 @@ from cnr_codecs.payload import (
 )
 from cnr_codecs.rows import LosslessRows, Offsets, Rows, check_offsets, check_values, raw_segment
 from cnr_codecs.rowset import RowSet
-from cnr_codecs.windows import NORMAL_STEPS
+from cnr_codecs.windows import MAX_DIM, NORMAL_STEPS
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -50,8 +50,9 @@ class UniformRows:
 
     Args:
         scheme: "symmetric" (one parameter a row), "asymmetric" (the row's least and greatest value) or
-            "adaptive" (asymmetric over the range that a search finds to have the least squared error; at 8
-            bits, where there is nothing to gain, over the whole one).
+            "adaptive" (asymmetric over the range that a search finds to have the least squared error; over the
+            whole one at 8 bits, where there is nothing to gain, and in rows of more than 2,048 columns, whose
+            search would take much memory).
         bits: bits of a code, 1 to 8.
         bins, ratio: adaptive only: with either, the search is the paper's greedy walk, which cuts the range
             into `bins` parts, 2 to 4096, and may take the share `ratio` of them off, 0 (none) to 1. The other
@@ -175,10 +176,11 @@ class UniformRows:
         wide.flags.writeable = False
         encoded = _Encoded.of(codes)
         arrays = encoded.arrays()
-        if self.bins is not None and self.ratio is not None:
+        search = self.scheme == "adaptive" and wide.shape[1] <= MAX_DIM
+        if search and self.bins is not None and self.ratio is not None:
             low, high = _walked(wide, self.bits, self.bins, self.ratio)
             held = kernels.encode_windows(wide, low, high, self.bits, element.overflow, arrays)
-        elif self.scheme == "adaptive" and self.bits in NORMAL_STEPS:
+        elif search and self.bins is None and self.bits in NORMAL_STEPS:
             step = NORMAL_STEPS[self.bits]
             held = kernels.encode_searched(wide, self.bits, step, element.overflow, arrays)
         else:

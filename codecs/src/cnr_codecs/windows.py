@@ -6,6 +6,9 @@ from typing import Final
 
 import numpy as np
 
+# Wider rows are not searched: the search holds 64 rows at a time, and sums columns in float32.
+MAX_DIM: Final = 2048
+
 _Pairs = tuple[tuple[np.float32, np.float32], ...]
 
 

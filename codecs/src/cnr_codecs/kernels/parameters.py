@@ -12,10 +12,11 @@ import numpy as np
 from numba import njit
 
 LANES = 64
-# Ranges of the rows; lines fitted to them, and whether there is one (more than 0); then what came of them.
-LOW, HIGH, FIT_SCALE, FIT_OFFSET, FITTED = (line * LANES for line in range(5))
-SCALE, OFFSET, KIND = (line * LANES for line in range(5, 8))
-LINES = 8 * LANES
+# Ranges of the rows; lines fitted to them, and whether there is one (more than 0), later its kind, and what error
+# it leaves; then what came of them.
+LOW, HIGH, FIT_SCALE, FIT_OFFSET, FITTED, FIT_ERROR = (line * LANES for line in range(6))
+SCALE, OFFSET, KIND, ERROR = (line * LANES for line in range(6, 10))
+LINES = 10 * LANES
 
 # The payload's parameter types; 0: the row is stored raw.
 FLOAT16, FLOAT32 = 1.0, 2.0
@@ -70,7 +71,7 @@ def _widen_parameters(work: Any, levels: float, overflow: float) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
-    """The same of the rows that have a line, from their line."""
+    """The same of the lines, in FIT_SCALE, FIT_OFFSET and FITTED, of the rows that have one."""
     for k in range(LANES):
         scale, offset = work[FIT_SCALE + k], work[FIT_OFFSET + k]
         offset16, scale16 = _round_float16(offset), _round_float16(scale)
@@ -80,9 +81,20 @@ def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
         scale32 = _ceil_16_bits(scale)
         fits32 = (scale32 >= _TINY) & _holds(scale32, offset32, levels, overflow)
         fitted = (work[FITTED + k] > 0.0) & (fits16 | fits32)
-        work[SCALE + k] = (scale16 if fits16 else scale32) if fitted else work[SCALE + k]
-        work[OFFSET + k] = (offset16 if fits16 else offset32) if fitted else work[OFFSET + k]
-        work[KIND + k] = (FLOAT16 if fits16 else FLOAT32) if fitted else work[KIND + k]
+        work[FIT_SCALE + k] = scale16 if fits16 else scale32
+        work[FIT_OFFSET + k] = offset16 if fits16 else offset32
+        work[FITTED + k] = (FLOAT16 if fits16 else FLOAT32) if fitted else 0.0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def take_fitted(work: Any) -> None:
+    """Take the lines that leave no larger error than the ranges do, or whose ranges can't be stored."""
+    for k in range(LANES):
+        better = (work[KIND + k] == 0.0) | (work[FIT_ERROR + k] <= work[ERROR + k])
+        taken = (work[FITTED + k] > 0.0) & better
+        work[SCALE + k] = work[FIT_SCALE + k] if taken else work[SCALE + k]
+        work[OFFSET + k] = work[FIT_OFFSET + k] if taken else work[OFFSET + k]
+        work[KIND + k] = work[FITTED + k] if taken else work[KIND + k]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

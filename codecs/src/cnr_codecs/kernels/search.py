@@ -71,7 +71,23 @@ def _propose_from_best(work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _load(values: Any, least: Any, factor: Any, half: Any, work: Any) -> None:
-    """Columns, each a line, of the rows mapped to [-half, half], and their sums."""
+    """Columns of the rows mapped to [-half, half], and their sums."""
+    put_columns(values, work)
+    dim = values.shape[1]
+    for j in range(dim):
+        line = _COLUMNS + j * LANES
+        for k in range(LANES):
+            work[line + k] = (work[line + k] - least[k]) * factor[k] - half
+    for k in range(LANES):
+        work[_Z + k] = _ZERO
+    for j in range(dim):
+        for k in range(LANES):
+            work[_Z + k] += work[_COLUMNS + j * LANES + k]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def put_columns(values: Any, work: Any) -> None:
+    """Columns of the rows, each a line."""
     count, dim = values.shape
     # Four rows at a time: their values of a column are one store.
     for k in range(0, count - 3, 4):
@@ -87,15 +103,6 @@ def _load(values: Any, least: Any, factor: Any, half: Any, work: Any) -> None:
         row = values[min(k, count - 1)]
         for j in range(dim):
             work[_COLUMNS + j * LANES + k] = row[j]
-    for j in range(dim):
-        line = _COLUMNS + j * LANES
-        for k in range(LANES):
-            work[line + k] = (work[line + k] - least[k]) * factor[k] - half
-    for k in range(LANES):
-        work[_Z + k] = _ZERO
-    for j in range(dim):
-        for k in range(LANES):
-            work[_Z + k] += work[_COLUMNS + j * LANES + k]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -160,3 +167,32 @@ def _sum_codes(dim: int, half: Any, work: Any) -> None:
             work[_Q + k] += q
             work[_QQ + k] += q * q
             work[_QZ + k] += q * z
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def squared_errors(
+    scale: Any, offset: Any, factor: Any, levels: int, dim: int, work: Any, error: Any
+) -> None:
+    """Leave in `error` what quantizing the rows of `put_columns` with these does to them, in steps of the whole range.
+
+    Codes and values are computed as encoder and decoder compute them.
+    """
+    top = np.float32(levels)
+    for k in range(LANES):
+        step = np.float32(scale[k])
+        work[_FROM_STEP + k] = step
+        work[_FROM_AT + k] = np.float32(offset[k])
+        work[_GAIN + k] = _ONE / (step if step > _ZERO else _ONE)
+        work[_SHIFT + k] = factor[k]
+        work[_QQ + k] = _ZERO
+    for j in range(dim):
+        line = _COLUMNS + j * LANES
+        for k in range(LANES):
+            t = (work[line + k] - work[_FROM_AT + k]) * work[_GAIN + k]
+            t = t if t > _ZERO else _ZERO
+            t = t if t < top else top
+            decoded = work[_FROM_STEP + k] * np.rint(t) + work[_FROM_AT + k]
+            off = (decoded - work[line + k]) * work[_SHIFT + k]
+            work[_QQ + k] += off * off
+    for k in range(LANES):
+        error[k] = work[_QQ + k]

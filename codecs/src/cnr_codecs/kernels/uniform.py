@@ -15,6 +15,8 @@ from numba import njit
 
 from cnr_codecs.kernels.pack import pack_rows
 from cnr_codecs.kernels.parameters import (
+    ERROR,
+    FIT_ERROR,
     FIT_OFFSET,
     FIT_SCALE,
     FITTED,
@@ -29,9 +31,18 @@ from cnr_codecs.kernels.parameters import (
     asymmetric_parameters,
     fitted_parameters,
     symmetric_parameters,
+    take_fitted,
 )
 from cnr_codecs.kernels.prefetch import prefetch
-from cnr_codecs.kernels.search import BEST_STEP, CENTRE, EXPLAINED, search, work_size
+from cnr_codecs.kernels.search import (
+    BEST_STEP,
+    CENTRE,
+    EXPLAINED,
+    put_columns,
+    search,
+    squared_errors,
+    work_size,
+)
 
 # Adding it to a float32 of 0 to 2**22 rounds half even, and leaves the integer in the lowest bits.
 _ROUNDING = np.float32(3 << 22)
@@ -103,7 +114,7 @@ def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float,
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> int:
-    """Quantize rows with the scale and offset that a search finds for each."""
+    """Quantize rows with the scale and offset that a search finds for each, where they are better than its range's."""
     count, dim = values.shape
     levels = (1 << bits) - 1
     work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -120,10 +131,30 @@ def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, o
         _lines(search_work, factor, levels * 0.5, work)
         asymmetric_parameters(work, np.float64(levels), overflow)
         fitted_parameters(work, np.float64(levels), overflow)
+        put_columns(values[first:last], search_work)
+        _measure(SCALE, OFFSET, ERROR, factor, levels, dim, search_work, work)
+        _measure(FIT_SCALE, FIT_OFFSET, FIT_ERROR, factor, levels, dim, search_work, work)
+        take_fitted(work)
         halves += _finish(flat, first, last, dim, bits, work, codes, out)
     _float16_bits(out[0], out[2][0])
     _float16_bits(out[1], out[2][1])
     return halves
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _measure(
+    scale: int, offset: int, error: int, factor: Any, levels: int, dim: int, columns: Any, work: Any
+) -> None:
+    """The line ERROR or FIT_ERROR, from the lines of scales and offsets."""
+    squared_errors(
+        work[scale : scale + LANES],
+        work[offset : offset + LANES],
+        factor,
+        levels,
+        dim,
+        columns,
+        work[error : error + LANES],
+    )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
