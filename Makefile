@@ -24,6 +24,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 	$(BIN)/python benchmarks/reading.py $(ARGS)
 	$(BIN)/python benchmarks/following.py $(ARGS)
+	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/storage.py $(ARGS)
 
 lint: $(STAMP)
