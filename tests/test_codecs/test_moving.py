@@ -1,5 +1,7 @@
 """Rows moved between payloads decode to the same bits as where they came from."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,8 @@ from cnr_codecs import (
     split_segments,
     take_rows,
 )
-from cnr_codecs.elements import BY_NAME, ELEMENTS
+from cnr_codecs.elements import BY_NAME, ELEMENTS, element_named
+from cnr_codecs.rowset import BLOCK_ROWS
 from tests.test_codecs.hard_rows import ROW_MAKERS
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -150,6 +153,48 @@ def test_only_the_codebooks_in_use_are_kept():
     (taken,) = take_rows(payload, need)
     assert (len(whole.parameters), len(taken.parameters)) == (16, 2)
     np.testing.assert_array_equal(taken.books, [0, 0, 1])
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("codec", [LosslessRows(), UniformRows("symmetric", 4), KMeansRows(1, "block")])
+def test_rows_of_several_blocks_are_taken(codec, step):
+    rows = 3 * BLOCK_ROWS + 5
+    values = np.random.default_rng(2).normal(0, 1, (rows, 16)).astype(np.float32)
+    payload = parse(codec.encode_rows(values, None, rows, element="float32"))
+    need = np.zeros(rows - 1000, np.uint8)
+    need[step - 1 :: step] = 1
+    wanted = need.copy()
+    (taken,) = take_rows(payload, need, 900)
+    assert not need.any()
+    moved = rebuilt([taken], len(need), 16, "float32")
+    np.testing.assert_array_equal(present_rows(moved), np.flatnonzero(wanted))
+    expected, found = (np.zeros((len(need), 16), np.float32) for _ in range(2))
+    decode_into(payload, expected, wanted.copy(), 900)
+    decode_into(moved, found, wanted)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_taking_evicted_rows_takes_little_memory(step):
+    """A payload of 32 bytes may speak of 64 Mi rows."""
+    rows = 1 << 23
+    nothing, codes = np.empty((0, rows), np.float32), np.empty((rows, 0), np.uint8)
+    segment = Segment(Scheme.ABSENT, 0, ParameterType.NONE, RowSet.first(rows, rows), nothing, codes)
+    payload = parse(build_payload(rows, 1, element_named("int8"), [segment]))
+    need = np.zeros(rows, np.uint8)
+    need[::step] = 1
+    tracemalloc.start()
+    try:
+        (taken,) = take_rows(payload, need)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        found = present_rows(payload)
+        assert tracemalloc.get_traced_memory()[1] - before < found.nbytes + (4 << 20)
+    finally:
+        tracemalloc.stop()
+    assert taken.row_set.count == rows // step
+    assert peak < 4 * rows
 
 
 def test_many_shared_codebooks_are_renumbered():

@@ -12,15 +12,21 @@ import cnr_codecs
 from cnr_codecs import (
     KMeansRows,
     LosslessRows,
+    ParameterType,
     PayloadError,
     PayloadLimitError,
     RowsError,
+    RowSet,
     RowSetKind,
+    Scheme,
+    Segment,
     UniformRows,
+    build_payload,
     parse,
     present_rows,
     reseal,
 )
+from cnr_codecs.elements import element_named
 
 ELEMENTS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7}
 ELEMENTS |= {"int64": 8, "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13}
@@ -177,6 +183,20 @@ def test_a_payload_may_hold_no_rows():
         assert decode(data)[1] == 0
 
 
+def test_a_payload_has_at_most_1024_segments():
+    def segments(count):
+        nothing, codes = np.empty((0, 1), np.float32), np.empty((1, 0), np.uint8)
+        rows = [RowSet.of(np.array([row]), 2000) for row in range(count)]
+        return [Segment(Scheme.ABSENT, 0, ParameterType.NONE, row, nothing, codes) for row in rows]
+
+    float32 = element_named("float32")
+    payload = parse(build_payload(2000, 1, float32, segments(1024)))
+    np.testing.assert_array_equal(present_rows(payload), np.arange(1024))
+    for count in 1025, 70_000:
+        with pytest.raises(RowsError, match=f"{count} segments"):
+            build_payload(2000, 1, float32, segments(count) if count < 2000 else segments(1) * count)
+
+
 def test_reseal_changes_the_seal_alone():
     values = np.random.default_rng(1).normal(size=(9, 8)).astype(np.float32)
     plain = UniformRows().encode_rows(values, None, 9, element="float32")
@@ -211,6 +231,7 @@ MALFORMED = {
     "segment head cut": (header() + RAW_ROW[:7], "head.*truncated"),
     "bytes after the end": (header() + RAW_ROW + b"\0", "1 bytes follow"),
     "undeclared segment": (header(segments=0) + RAW_ROW, "follow"),
+    "1,025 segments": (header(segments=1025) + RAW_ROW, "1025 segments, the most is 1024"),
     "unknown scheme": (header() + segment(6, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 6"),
     "unknown parameter type": (header() + segment(2, 4, 3, 0, 1, f2(1, 0), bytes(1)), "parameter type 3"),
     "unknown row-set kind": (header() + segment(1, 32, 0, 4, 1, bytes(8)), "row-set kind 4"),

@@ -17,8 +17,9 @@ from cnr_codecs.errors import RowsError
 from cnr_codecs.payload import PARAMETERS_PER_ROW, Payload, Segment
 from cnr_codecs.rowset import RowSet
 
-Places = npt.NDArray[np.int64]
 Need = npt.NDArray[np.uint8]
+# Codes, parameters (all codebooks where they are shared), and the shared codebook of each row.
+_Part = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], npt.NDArray[np.uint32] | None]
 
 
 def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]:
@@ -63,7 +64,7 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
     """
     whole = segments[0].row_set.rows
     starts = np.arange(0, whole + rows, rows)
-    placed = [(segment, _places(segment.row_set)) for segment in segments]
+    placed = [(segment, segment.row_set.offsets()) for segment in segments]
     cuts = [np.searchsorted(places, starts).tolist() for _, places in placed]
     for number, start in enumerate(range(0, whole, rows)):
         chunk = []
@@ -71,37 +72,52 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
             if cut[number] < cut[number + 1]:
                 position = slice(cut[number], cut[number + 1])
                 row_set = RowSet.of(places[position] - start, min(rows, whole - start))
-                chunk.append(_pick(segment, position, row_set))
+                chunk.append(_joined(segment, [_stored(segment, position)], row_set))
         yield chunk
 
 
 def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
-    positions, places = [], []
+    taken = np.zeros(len(need), np.bool_)
+    parts = []
+    # Block by block: a list of all positions could take many times the memory that the rows take.
     for start, rows in segment.row_set.blocks():
         place = rows.astype(np.int64) - first_row
         begin, end = np.searchsorted(place, (0, len(need)))
         place = place[begin:end]
         wanted = np.flatnonzero(need[place])
-        positions.append(wanted + (start + int(begin)))
-        places.append(place[wanted])
-    position, place = np.concatenate(positions), np.concatenate(places)
-    if not len(place):
+        if len(wanted):
+            taken[place[wanted]] = True
+            parts.append(_stored(segment, wanted + (start + int(begin))))
+    if not parts:
         return None
-    need[place] = 0
-    return _pick(segment, position, RowSet.of(place, len(need)))
+    need[taken] = 0
+    return _joined(segment, parts, RowSet.marked(taken))
 
 
-def _pick(segment: Segment, position: npt.NDArray[np.intp] | slice, row_set: RowSet) -> Segment:
-    """The rows at these positions of a segment, which are those of `row_set`."""
-    parameters, books = segment.parameters, None
+def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:
+    """What is stored of the rows at these positions of a segment."""
+    codes, parameters = segment.codes[position], segment.parameters
     if segment.books is not None:
-        used, number = np.unique(segment.books[position], return_inverse=True)
+        return codes, parameters, segment.books[position]
+    return (
+        codes,
+        parameters[:, position] if segment.scheme in PARAMETERS_PER_ROW else parameters[position],
+        None,
+    )
+
+
+def _joined(segment: Segment, parts: Sequence[_Part], row_set: RowSet) -> Segment:
+    """Rows of a segment, those of `row_set`, as one segment."""
+    axis = 1 if segment.scheme in PARAMETERS_PER_ROW else 0
+    codes, parameters, books = parts[0]
+    if len(parts) > 1:
+        codes = np.concatenate([part[0] for part in parts])
+    if segment.books is not None:
+        held = np.concatenate([part[2] for part in parts if part[2] is not None])
+        used, number = np.unique(held, return_inverse=True)
         parameters, books = parameters[used], number.astype(np.uint32)
-    elif segment.scheme in PARAMETERS_PER_ROW:
-        parameters = parameters[:, position]
-    else:
-        parameters = parameters[position]
-    codes = segment.codes[position]
+    elif len(parts) > 1:
+        parameters = np.concatenate([part[1] for part in parts], axis=axis)
     return Segment(segment.scheme, segment.bits, segment.parameter_type, row_set, parameters, codes, books)
 
 
@@ -110,7 +126,7 @@ def _merge(segments: Sequence[Segment]) -> Segment:
     first = segments[0]
     if len({(segment.row_set.rows, segment.codes.shape[1]) for segment in segments}) > 1:
         raise RowsError("segments of chunks of different rows or columns can't be merged")
-    places = np.concatenate([_places(segment.row_set) for segment in segments])
+    places = np.concatenate([segment.row_set.offsets() for segment in segments])
     order = np.argsort(places, kind="stable")
     places = places[order]
     if (places[1:] == places[:-1]).any():
@@ -140,7 +156,3 @@ def _renumbered(segments: Sequence[Segment]) -> npt.NDArray[np.uint32] | None:
         numbers.append(segment.books + np.uint32(before))
         before += len(segment.parameters)
     return np.concatenate(numbers)
-
-
-def _places(row_set: RowSet) -> Places:
-    return np.concatenate([block for _, block in row_set.blocks()]).astype(np.int64)

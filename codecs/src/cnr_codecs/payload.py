@@ -33,6 +33,8 @@ VERSION = 1
 HEADER = struct.Struct("<4sBBHIIQ")
 SEGMENT = struct.Struct("<BBBBI")
 BOOK_COUNT = struct.Struct("<I")
+# Writers make one for each way of storing rows, of which there are less than a hundred.
+MAX_SEGMENTS = 1024
 MAX_U32 = (1 << 32) - 1
 MAX_U64 = (1 << 64) - 1
 
@@ -136,7 +138,11 @@ def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
 
 
 def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], seal: int = 0) -> bytes:
-    """The payload of a chunk of (rows, dim) made of these segments, which must hold different rows."""
+    """The payload of a chunk of (rows, dim) made of these segments, which must hold different rows.
+
+    Raises:
+        RowsError: more than 1,024 segments, or the seal is no unsigned 64-bit integer.
+    """
     parts: list[bytes | memoryview] = []
     count = 0
     for segment in segments:
@@ -150,8 +156,12 @@ def header(rows: int, dim: int, element: Element, segments: int, seal: int) -> b
     """The header of a payload with so many segments.
 
     Raises:
-        RowsError: the seal is no unsigned 64-bit integer.
+        RowsError: more than 1,024 segments, or the seal is no unsigned 64-bit integer.
     """
+    if segments > MAX_SEGMENTS:
+        raise RowsError(
+            f"{segments} segments, a payload has at most {MAX_SEGMENTS}; merge_segments joins them"
+        )
     return HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, checked_seal(seal))
 
 

@@ -17,6 +17,7 @@ from cnr_codecs.payload import (
     BOOK_COUNT,
     HEADER,
     MAGIC,
+    MAX_SEGMENTS,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
     SEGMENT,
@@ -71,6 +72,8 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
             f"payload: {rows} x {dim} {element.name} values take {decoded_bytes} bytes when decoded, "
             f"the limit is {max_decoded_bytes}; raise max_decoded_bytes if the payload is trusted"
         )
+    if segment_count > MAX_SEGMENTS:
+        raise PayloadError(f"payload: {segment_count} segments, the most is {MAX_SEGMENTS}")
     reader = _Reader(buffer, HEADER.size)
     segments = tuple(_prove_segment(reader, i, element, rows, dim) for i in range(segment_count))
     if reader.position != len(buffer):

@@ -62,13 +62,26 @@ class RowSet:
     def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
         """The smallest row set for strictly increasing offsets below `rows`; among equals the lowest kind."""
         count = len(offsets)
-        kinds = [RowSetKind.BITMAP, RowSetKind.OFFSETS32]
-        if int(offsets[-1]) == count - 1:
-            kinds.append(RowSetKind.PREFIX)
-        if rows <= 1 << 16:
-            kinds.append(RowSetKind.OFFSETS16)
-        kind = min(kinds, key=lambda each: (encoded_bytes(each, count, rows), each))
+        kind = _smallest(count, int(offsets[-1]), rows)
         return cls(kind, count, rows, _pack(kind, offsets, rows))
+
+    @classmethod
+    def marked(cls, flags: npt.NDArray[np.bool_]) -> RowSet:
+        """The same of the true ones of `flags`, (rows,), at least one; in little more memory than these take."""
+        rows, count = len(flags), int(np.count_nonzero(flags))
+        kind = _smallest(count, rows - 1 - int(flags[::-1].argmax()), rows)
+        if kind is RowSetKind.PREFIX:
+            return cls.first(count, rows)
+        if kind is RowSetKind.BITMAP:
+            return cls(kind, count, rows, np.packbits(flags, bitorder="little"))
+        return cls(kind, count, rows, _pack(kind, np.flatnonzero(flags), rows))
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """All rows, increasing, int64 (count,)."""
+        found = np.empty(self.count, np.int64)
+        for start, block in self.blocks():
+            found[start : start + len(block)] = block
+        return found
 
     def blocks(self) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """Yield (how many rows came before, the next offsets as uint32), a bounded number at a time."""
@@ -91,6 +104,16 @@ class RowSet:
                 yield np.arange(start, stop, dtype=np.uint32)
             else:
                 yield self.data[start:stop].astype(np.uint32)
+
+
+def _smallest(count: int, last: int, rows: int) -> RowSetKind:
+    """The kind that takes the fewest bytes for so many rows up to the row `last`; among equals the lowest."""
+    kinds = [RowSetKind.BITMAP, RowSetKind.OFFSETS32]
+    if last == count - 1:
+        kinds.append(RowSetKind.PREFIX)
+    if rows <= 1 << 16:
+        kinds.append(RowSetKind.OFFSETS16)
+    return min(kinds, key=lambda each: (encoded_bytes(each, count, rows), each))
 
 
 def _pack(kind: RowSetKind, offsets: npt.NDArray[np.integer[Any]], rows: int) -> npt.NDArray[Any]:
