@@ -1,0 +1,72 @@
+"""Train, checkpoint and resume with plain torch.
+
+    python examples/plain_torch.py STORE [STEPS]
+
+Stop it at any moment and start it again: it goes on from the newest checkpoint, with the next batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cnr_store
+
+USERS, ITEMS, DIM = 20_000, 5_000, 16
+STEPS_PER_SAVE = 20
+
+
+class Model(nn.Module):
+    """How much a user likes an item: the product of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, DIM, sparse=True)
+        self.item = nn.Embedding(ITEMS, DIM, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.user(ids[:, 0]) * self.item(ids[:, 1])
+        return product.mean(dim=1)
+
+
+def samples() -> TensorDataset:
+    """Made-up ratings, the same at each start."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randint(rows, (64_000,), generator=generator) for rows in (USERS, ITEMS)], dim=1)
+    return TensorDataset(ids, (ids.sum(dim=1) % 5).float() / 4)
+
+
+def main(url: str, steps: int = 200) -> int:
+    """Train until `steps` steps were made in all; the step that this start began behind."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # or torch warns of it
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.5)
+    reader = cnr_store.TrackedReader(DataLoader(samples(), batch_size=128, shuffle=True))
+    begun = 0
+    with cnr_store.Checkpointer(url, model, optimizer, state={"schedule": scheduler}) as checkpointer:
+        if cnr_store.versions(url):
+            restored = checkpointer.load()
+            reader.load_state_dict(restored.reader)
+            begun = restored.step
+        for step, (ids, labels) in enumerate(reader.interval(max(0, steps - begun)), begun + 1):
+            loss: Any = nn.functional.mse_loss(model(ids), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if step % STEPS_PER_SAVE == 0:
+                checkpointer.save(step, reader=reader, metadata={"loss": loss.item()})
+    return begun
+
+
+if __name__ == "__main__":
+    began = main(sys.argv[1], *map(int, sys.argv[2:3]))
+    print(f"went on behind step {began}; the store holds:")
+    for version in cnr_store.versions(sys.argv[1]):
+        print(f"  step {version.step}: {version.kind}, {version.rows} rows, {version.bytes} bytes")

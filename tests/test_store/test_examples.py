@@ -1,0 +1,53 @@
+"""The examples run, and are resumed, as they stand."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import cnr_store
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plain_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    url, main = str(tmp_path / "store"), example("plain_torch").main
+    assert main(url, 30) == 0
+    assert main(url, 40) == 20
+    assert main(url, 40) == 40
+    assert [version.step for version in cnr_store.versions(url)] == [20, 40]
+    assert cnr_store.versions(url)[-1].kind == "delta"
+
+
+def _ratings(folder: Path) -> None:
+    """A made-up data set in the format of the real one."""
+    draw = np.random.default_rng(5)
+    users = [f"{user}\t{draw.integers(10, 60)}\tM\tartist\t12345" for user in range(40)]
+    items = [f"{item}\tTitle\t{1990 + item % 9}\tDrama Comedy" for item in range(60)]
+    ratings = [
+        f"{draw.integers(40)}\t{draw.integers(60)}\t{draw.integers(1, 6)}\t{1000 * k}" for k in range(900)
+    ]
+    for name, lines in (("user", users), ("item", items), ("inter", ratings)):
+        (folder / f"ml-100k.{name}").write_text("\n".join(["header", *lines]) + "\n")
+
+
+def test_movielens_ranks_alike_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _ratings(tmp_path)
+    monkeypatch.setenv("CNR_DATA", str(tmp_path))
+    url = str(tmp_path / "store")
+    trained, loaded = example("movielens_adagrad").main(url, 30)
+    assert abs(trained - loaded) < 0.2
+    assert [version.step for version in cnr_store.versions(url)] == [30]
