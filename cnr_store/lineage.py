@@ -91,7 +91,11 @@ class Lineage:
     def without(self, doomed: Collection[str]) -> Lineage:
         """This lineage, leaning on nothing if any of what it leans on is among the doomed: all goes whole then."""
         links = {version for line in self.lines.values() for version in line.links}
-        return Lineage(self.version, restores=self.restores) if links & set(doomed) else self
+        return self.alone() if links & set(doomed) else self
+
+    def alone(self) -> Lineage:
+        """This lineage, leaning on nothing: the next version is whole."""
+        return Lineage(self.version, restores=self.restores)
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Every version that deltas over these (path, base) pairs need, newest first."""

@@ -20,7 +20,14 @@ from cnr_backends import Transfer, open_backend
 from cnr_store import claims
 from cnr_store.bits import Bits, ExpectedRestores
 from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.errors import BaseLostError, CheckpointError, ClosedError, OptionError
+from cnr_store.errors import (
+    BaseLostError,
+    CheckpointError,
+    ClosedError,
+    CorruptionError,
+    OptionError,
+    VersionNotFoundError,
+)
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.plan import Plan, RowsWrite
@@ -203,6 +210,7 @@ class Checkpointer:
             self._settle(tell_before=step)
             if (folded := self._chains.take()) is not None:
                 self._planner.folded(folded)
+            self._tracker.adopt_replaced()  # or what stands in a table's place would pass as dense
             pending = PendingSave(step)
             taken = snapshot_dense(
                 self._model, self._tables, self._optimizers, self._objects, reader, metadata, self._rng
@@ -381,7 +389,7 @@ class Checkpointer:
         into = (self._catalog, record, self._model, self._tables, self._optimizers)
         restore = Restore(*into) if selection is None else PartialRestore(*into, selection)
         restore.check(self._objects)
-        lineage = Lineage.of(self._catalog, record).without(claims.doomed(self._catalog.backend))
+        before = Lineage.of(self._catalog, record)
         self._planner.forget()  # until all is read, only whole tables are safe
         self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
@@ -390,8 +398,21 @@ class Checkpointer:
         self._tracker.clear()
         self._audit.renew(row_arrays(self._tables, self._optimizers))
         # Last, so that whatever interrupts this leaves a checkpointer that leans on nothing.
-        self._planner.go_on_from(restore.trusted(lineage), since_whole)
+        self._planner.go_on_from(restore.trusted(self._lineage(record, before)), since_whole)
         return restored
+
+    def _lineage(self, record: Record, before: Lineage) -> Lineage:
+        """What the next version may lean on, after `record` was read; `before` is its lineage as the reads began.
+
+        A version may be folded, and what it leant on removed, at any moment. Which rows changed since its whole link
+        then depends on when each array was read: so nothing is leant on.
+        """
+        try:
+            doomed = claims.doomed(self._catalog.backend)
+            steady = Lineage.of(self._catalog, record).lines == before.lines
+        except (CorruptionError, VersionNotFoundError):
+            steady = False
+        return before.without(doomed) if steady else before.alone()
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup.

@@ -160,7 +160,7 @@ class Tracker:
             No such table, an id is no integer in ``[0, rows)``, or modules no longer share their parameter;
             nothing was flagged.
         """
-        self._adopt_replaced()
+        self.adopt_replaced()
         watch = self._named(name)
         try:
             tensor = torch.as_tensor(ids)
@@ -195,7 +195,7 @@ class Tracker:
 
         Each reason is logged once for a table.
         """
-        self._adopt_replaced()
+        self.adopt_replaced()
         self._owned = self._find_owned()
         moved = self._moved()
         reasons: dict[str, str] = {}
@@ -265,7 +265,7 @@ class Tracker:
 
     def clear(self) -> None:
         """Begin a new interval in which nothing has changed yet: the tables were just loaded."""
-        self._adopt_replaced()
+        self.adopt_replaced()
         for watch in self._watches.values():
             watch.begin()
 
@@ -274,8 +274,14 @@ class Tracker:
             raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._watches)}")
         return self._watches[name]
 
-    def _adopt_replaced(self) -> None:
-        """Follow modules whose parameter was replaced by another one; the table is whole then."""
+    def adopt_replaced(self) -> None:
+        """Follow modules whose parameter was replaced by another one; the table is whole then.
+
+        Raises
+        ------
+        ModelMismatchError
+            Modules that shared one parameter no longer do.
+        """
         for name, watch in self._watches.items():
             weights = [module._parameters.get("weight") for module in watch.table.modules]
             weight = weights[0]
