@@ -94,7 +94,7 @@ class Checkpointer:
         save waits for it, so let it be short; what it raises is only logged.
     audit
         Whether each save compares samples of the rows believed unchanged with how they were; or the bytes that all
-        samples may take: True stands for 4 MiB.
+        samples may take: True stands for 1 MiB.
     keep_last, keep_every
         After each commit, in the background, remove the versions that neither rule asks for, as `cnr_store.gc`
         does: so many of the newest, and one of every so many steps. None and None keep all.
