@@ -1,0 +1,79 @@
+"""What becomes of a save that is still being written when its process ends: committed whole, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cnr_store
+
+# Storage that stands still until the interpreter begins to end, so that it surely does so during the save.
+_PROGRAM = """
+import os, signal, sys, threading
+import torch
+import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
+
+ends = threading.Event()
+
+def stands_still(operation, key, index):
+    if not ends.is_set() and index > 2:
+        standing.set()
+        ends.wait(60)
+
+standing = threading.Event()
+backend = FaultyBackend(open_backend(sys.argv[1]), stands_still)
+checkpointer = cnr_store.Checkpointer(backend, torch.nn.EmbeddingBag(2000, 8), bits=4)
+threading._register_atexit(ends.set)  # after the checkpointer's own, so it runs before
+"""
+
+_ENDINGS = {
+    "falls off its end": ("", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "an error": ("raise KeyError('mine')", 1),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(60)", -signal.SIGINT),
+    "Ctrl-C while it waits": (
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); pending.result()",
+        -signal.SIGINT,
+    ),
+    "daemon threads": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", 0),
+    "an error in the block": (
+        "threading.Timer(0.2, ends.set).start()\nwith checkpointer: raise KeyError('mine')",
+        1,
+    ),
+}
+
+
+def run(place: Path, ending: str) -> subprocess.CompletedProcess[str]:
+    program = f"{_PROGRAM}\npending = checkpointer.save(7)\nstanding.wait(60)\n{ending}\n"
+    return subprocess.run(
+        [sys.executable, "-c", program, str(place)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("how", _ENDINGS)
+def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None:
+    ending, status = _ENDINGS[how]
+    done = run(tmp_path, ending)
+    assert done.returncode == status, done.stderr
+    assert "failed" not in done.stderr
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
+    assert cnr_store.verify(tmp_path).ok
+
+
+def test_a_process_that_leaves_at_once_shows_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "os._exit(5)")
+    assert done.returncode == 5, done.stderr
+    assert list(tmp_path.rglob("*"))
+    assert cnr_store.versions(tmp_path) == []
