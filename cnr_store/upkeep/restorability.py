@@ -48,8 +48,8 @@ class Restorability:
         elif reasons and self._only_fold_is_damaged(record):
             key = layout.record_key(record.id, layout.FOLDS)
             what = (
-                f"version {record.id}: only its fold is damaged, the versions that it was made of are sound: remove "
-                f"{key} and the version can be restored"
+                f"version {record.id}: only its fold is damaged, the versions that it was made of are sound: with no "
+                f"job's retention running, remove {key}, and the version can be restored"
             )
             finding = Finding(what, record.id, key)
         return own.manifest and own.state and not reasons, finding

@@ -76,6 +76,8 @@ class Look:
 class Survey:
     """Looks at a store, once or again. What can't change is read once.
 
+    Folds are read at every look: a damaged one may be removed by hand, and what lies beneath it is needed again.
+
     Parameters
     ----------
     backend
@@ -88,7 +90,6 @@ class Survey:
         self._backend = backend
         self._own = own
         self._known: dict[str, Committed | float] = {}
-        self._folds: dict[str, frozenset[str]] = {}
         self._bases: dict[ClaimId, str | None] = {}
 
     def look(self, transfer: Transfer, *, void: bool) -> Look:
@@ -151,15 +152,13 @@ class Survey:
         return now
 
     def _fold(self, version: str) -> frozenset[str]:
-        if version not in self._folds:
-            try:
-                data = self._backend.get(layout.record_key(version, layout.FOLDS))
-                record = decode_record(data, version, layout.FOLDS)
-            except (ObjectNotFoundError, CorruptionError, FormatError):
-                return frozenset()  # as if it were not there: what lies beneath is kept
-            arrays = record.arrays.items() if record is not None else ()
-            self._folds[version] = frozenset(path for path, entry in arrays if entry.kind == "whole")
-        return self._folds[version]
+        try:
+            data = self._backend.get(layout.record_key(version, layout.FOLDS))
+            record = decode_record(data, version, layout.FOLDS)
+        except (ObjectNotFoundError, CorruptionError, FormatError):
+            return frozenset()  # as if it were not there: what lies beneath is kept
+        arrays = record.arrays.items() if record is not None else ()
+        return frozenset(path for path, entry in arrays if entry.kind == "whole")
 
 
 def ids(backend: Backend, room: str) -> frozenset[str]:

@@ -197,6 +197,24 @@ def test_a_writer_that_has_not_heard_of_a_fold_keeps_its_chain(backend):
     trainer.close()
 
 
+def test_a_fold_that_was_removed_is_trusted_no_more(backend):
+    """A job's retention has read it before; it was damaged, and its record was removed."""
+    trainer = Trainer(backend, keep_last=2)
+    made = [trainer.save(step, step == 1) for step in (1, 2, 3)]
+    before = contents(backend)
+    cnr_store.compact(backend, made[2])
+    cnr_store.pin(backend, made[2])
+    trainer.save(4)
+    trainer.checkpointer._background.wait()
+    backend.delete(record_key(made[2], "folds"))
+    for step in (5, 6, 7):
+        trainer.save(step, full=True)
+        trainer.checkpointer._background.wait()
+    assert visible(backend)[:3] == made
+    check_exact(backend, {**contents(backend), **before})
+    trainer.close()
+
+
 # Pins
 
 
