@@ -154,3 +154,45 @@ def test_wrong_bytes_and_outputs_are_refused():
     for out in np.empty((50, 11), "f4"), np.empty((50, 12), "i4"), bytes(2400), np.empty(1200, "f2"):
         with pytest.raises(RowsError, match="out"):
             UniformCodec().decode(encoded, out=out)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_misaligned_bytes_are_filled(codec):
+    encoded = codec.encode(VALUES)
+    out = bytearray(VALUES.nbytes + 1)
+    codec.decode(encoded, out=memoryview(out)[1:])
+    assert out[1:] == codec.decode(encoded).tobytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros(100, np.uint8)[::2],
+        np.zeros(100, np.uint16)[::2],
+        np.zeros((10, 10), np.uint8)[:, ::2],
+        np.array([1, "a"], object),
+        np.zeros(4, [("a", object)]),
+        None,
+        "text",
+    ],
+)
+def test_what_is_not_contiguous_bytes_is_refused(data):
+    for codec in UniformCodec(), RowsCodec():
+        with pytest.raises(PayloadError, match="contiguous bytes"):
+            codec.decode(data)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("element", ["f4", "f2"])
+def test_nothing_is_raised_where_numpy_is_told_to_raise(codec, element):
+    values = np.random.default_rng(0).normal(0, 1e-6, (40, 40)).astype(element)
+    values.view(f"u{values.itemsize}")[3, 5] = 0x7F800001 if element == "f4" else 0x7C01
+    values[4:8] = np.array([[1e-30], [np.inf], [1e4], [0]]).astype(element)
+    values[12] = np.linspace(-6e4, 6e4, 40)
+    if element == "f4":
+        values[9:11] = np.array([[3e38], [-3e38]])
+        values[11, ::2] = 3e38
+    with np.errstate(all="raise"):
+        decoded = codec.decode(codec.encode(values))
+    for row in 3, 5:
+        assert decoded[row].tobytes() == values[row].tobytes()

@@ -391,3 +391,18 @@ def test_only_floats_of_up_to_32_bits_are_quantized():
             UniformRows().bytes_per_row(4, element)
         with pytest.raises(RowsError, match="cnr_rows"):
             UniformRows().encode_rows(np.ones((1, 4), element), None, 1, element=element)
+
+
+@pytest.mark.parametrize("data", [np.zeros(4, "M8[s]"), np.zeros(40, ">u2")[::2]])
+def test_arrays_that_are_not_bytes_are_refused(data):
+    with pytest.raises(PayloadError, match="contiguous bytes"):
+        parse(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [segment(2, 4, 1, 0, 1, b"\1\x7c\0\0", bytes(1)), segment(4, 1, 1, 0, 1, b"\1\x7c\1\x7c", bytes(1))],
+)
+def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body):
+    with np.errstate(all="raise"), pytest.raises(PayloadError, match="not finite"):
+        parse(header() + body)

@@ -100,7 +100,7 @@ def _fit(ordered: Float32s, sizes: npt.NDArray[np.int64], bits: int, exact: bool
     kernels.cluster_means(ordered, sizes, cuts, mean, error, spread)
     narrow = _rounded(mean, np.float16)
     off = narrow - mean
-    with np.errstate(invalid="ignore"):  # infinite centroids of empty clusters
+    with np.errstate(all="ignore"):  # infinite centroids of empty clusters
         added = (np.diff(cuts, axis=1) * off * off).sum(axis=1)
     fits = np.isfinite(narrow).all(axis=1) & (added <= _MOST_ADDED * error + _MOST_NOISE * spread)
     return np.where(fits[:, None], narrow, _rounded(mean, np.float32)), fits

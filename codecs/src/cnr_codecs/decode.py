@@ -179,6 +179,6 @@ def _rounded(centroids: npt.NDArray[Any], element: str) -> npt.NDArray[Any]:
     if element == "bfloat16":
         return round_to_bfloat16(wide)
     if element == "float16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", under="ignore"):
             return wide.astype(np.float16).view(np.uint16)
     return wide

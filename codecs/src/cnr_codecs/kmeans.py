@@ -104,7 +104,9 @@ class KMeansRows:
             RowsError: as there; or more than 65,536 values share a codebook, too many for `exact`.
         """
         kind, values, offsets = check_rows(values, offsets, rows, _quantizable(element).name)
-        segments = self._segments(values, offsets, rows, kind) if len(values) else []
+        # Rows may hold anything, and the caller's numpy may raise what it only warns of elsewhere.
+        with np.errstate(all="ignore"):
+            segments = self._segments(values, offsets, rows, kind) if len(values) else []
         return build(rows, values.shape[1], kind, segments, seal)
 
     def _options(self) -> dict[str, Any]:

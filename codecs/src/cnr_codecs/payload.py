@@ -86,7 +86,8 @@ class Segment:
     @cached_property
     def widened(self) -> npt.NDArray[np.float32]:
         """The parameters as float32: once, since proof and decoding need them and float16 is slow to widen."""
-        return self.parameters.astype(np.float32)
+        with np.errstate(all="ignore"):  # before they are proved they may be anything
+            return self.parameters.astype(np.float32)
 
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Scale and offset of each row, float32: a code q decodes to scale * q + offset.

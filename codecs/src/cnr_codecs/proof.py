@@ -108,7 +108,7 @@ def _as_bytes(data: Any) -> npt.NDArray[np.uint8]:
     try:
         view = memoryview(data)
         buffer = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else _NO_BYTES
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise PayloadError(
             f"payload: expected contiguous bytes, got {type(data).__name__}: {error}"
         ) from error

@@ -11,7 +11,7 @@ from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
 
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
-from cnr_codecs.errors import RowsError
+from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kmeans import KMeansRows
 from cnr_codecs.payload import Payload
 from cnr_codecs.plain import decode_plain
@@ -50,10 +50,10 @@ class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
 
         Raises:
             PayloadLimitError: without `out`, more than 64 MiB decoded from less than 1/32 of that.
-            PayloadError: `buf` is not a payload.
+            PayloadError: `buf` is not a payload, or not contiguous bytes.
             RowsError: `out` has another size, or is neither of the payload's dtype nor contiguous bytes.
         """
-        data = ensure_ndarray(buf).reshape(-1).view(np.uint8)
+        data = _payload_bytes(buf)
         limit = max(DEFAULT_MAX_DECODED_BYTES, _MOST_EXPANSION * data.nbytes)
         if out is None:
             chunk = decode_plain(data, limit)
@@ -73,6 +73,21 @@ class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
+def _payload_bytes(buf: Any) -> npt.NDArray[np.uint8]:
+    try:
+        data = ensure_ndarray(buf)
+    except (TypeError, ValueError) as error:
+        raise PayloadError(
+            f"payload: expected contiguous bytes, got {type(buf).__name__}: {error}"
+        ) from error
+    if data.dtype.hasobject or not data.flags.c_contiguous:
+        raise PayloadError(
+            f"payload: expected contiguous bytes, got an array of {data.dtype} with strides {data.strides}"
+        )
+    flat: npt.NDArray[np.uint8] = data.reshape(-1).view(np.uint8)
+    return flat
+
+
 def _fill(target: npt.NDArray[Any], payload: Payload) -> None:
     """Decode into an array of the payload's dtype in any byte order and layout, or into contiguous bytes."""
     dtype = array_dtype(payload.element)
@@ -83,7 +98,11 @@ def _fill(target: npt.NDArray[Any], payload: Payload) -> None:
             f"{payload.rows} x {payload.dim} {dtype} values"
         )
     if target.flags.carray and (target.dtype == dtype or target.dtype.itemsize == 1):
-        decode_dense(payload, target.reshape(-1).view(dtype).reshape(payload.rows, payload.dim))
+        chunk = target.reshape(-1).view(dtype).reshape(payload.rows, payload.dim)
+        if chunk.flags.aligned:
+            decode_dense(payload, chunk)
+        else:
+            chunk[...] = decode_dense(payload)
     elif target.dtype.newbyteorder("=") == dtype:
         target[...] = decode_dense(payload).reshape(target.shape)
     else:
