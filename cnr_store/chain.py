@@ -2,13 +2,15 @@
 
 An array's chain is the version itself, then its `base`, that one's `base`, and so on to a whole one. The value of
 a row is the newest one along the chain, so a walk goes newest first and decodes each row once. Where a version was
-folded, its fold is whole and holds the same rows, so the walk stops there.
+folded, its fold is whole and holds the same rows, so the walk stops there. That may happen to a version while it is
+read, and what it leaned on be removed: what is not found is looked for in folds made since, before it counts as lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.link import Link
 
+T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 REGION_BYTES = 8 << 20
 
@@ -37,31 +40,27 @@ class ArrayReader:
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
         self._catalog, self._record = catalog, record
-        with catalog.reading(record):
-            self.links = [Link(catalog, each, path) for each in chain(catalog, record, path)]
-        newest = self.links[0].entry
         self.version, self.path = record.id, path
+        self._lock = threading.Lock()
+        with catalog.reading(record):
+            try:
+                self.links = self._find_links(())
+            except CorruptionError:
+                catalog.look_for_folds()  # what it leans on may have been removed while it was looked up
+                self.links = self._find_links(())
+        self._first_links = self.links
+        newest = self.links[0].entry
         self.shape, self.element = newest.shape, newest.element
         self.dtype = array_dtype(newest.element)
         self.columns = (*newest.shape, 1)[1]
-        for link in self.links[1:]:
-            if link.entry.shape[1:] != self.shape[1:] or link.entry.element != self.element:
-                raise CorruptionError(
-                    f"version {self.version}, {path}: {self.shape} {self.element} leans on version {link.version}, "
-                    f"which has {link.entry.shape} {link.entry.element}"
-                )
-        if sum(link.most_rows for link in self.links) < self.shape[0]:
-            raise CorruptionError(
-                f"version {self.version}, {path}: {self.shape[0]} rows are recorded, more than the objects of its "
-                f"chain ({', '.join(link.version for link in self.links[:3])}) have room for"
-            )
 
     def read(self, first_row: int, out: Array) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
 
         Returns
         -------
-        (n,) bool: rows that some delta of the chain wrote, that is, which changed since the whole link.
+        (n,) bool: rows that may have changed since the whole link there was at first. Those that some delta of the
+        chain wrote; all, if the chain was folded since.
 
         Raises
         ------
@@ -70,18 +69,21 @@ class ArrayReader:
         VersionNotFoundError
             The version was removed meanwhile.
         """
+        return self._reading(lambda links: self._read(links, first_row, out))
+
+    def _read(self, links: Sequence[Link], first_row: int, out: Array) -> Array:
         need = np.ones(len(out), np.uint8)
         changed = np.zeros(len(out), bool)
-        with self._catalog.reading(self._record):
-            for link in self.links:
-                if link.entry.kind == "whole":
-                    changed = need == 0
-                link.fill(first_row, out, need)
-                if link.entry.kind != "whole" and not need.any():
-                    changed[:] = True
-                    break
-            self._check_found(first_row, need)
-        return changed
+        for link in links:
+            if link.entry.kind == "whole":
+                changed = need == 0
+            link.fill(first_row, out, need)
+            if link.entry.kind != "whole" and not need.any():
+                changed[:] = True
+                break
+        self._check_found(links, first_row, need)
+        # A fold does not tell which rows the deltas in it wrote, and who asks knows the chain of before.
+        return changed if links is self._first_links else np.ones_like(changed)
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
         """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards.
@@ -91,35 +93,96 @@ class ArrayReader:
         CorruptionError, VersionNotFoundError
             As `read` does.
         """
-        with self._catalog.reading(self._record):
-            for link in self.links:
+        wanted = need.copy()
+
+        def fill(links: Sequence[Link]) -> None:
+            need[:] = wanted
+            for link in links:
                 if need.any():
                     link.fill(first_row, out, need)
-            self._check_found(first_row, need)
+            self._check_found(links, first_row, need)
+
+        self._reading(fill)
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
 
         Raises
         ------
-        CorruptionError
+        CorruptionError, VersionNotFoundError
             As `read` does.
         FormatError
             A link's chunks split columns.
         """
-        segments: list[Segment] = []
-        for link in self.links:
-            if need.any():
-                segments += link.take(first_row, need)
-        self._check_found(first_row, need)
-        return segments
+        wanted = need.copy()
 
-    def _check_found(self, first_row: int, need: Array) -> None:
+        def found(links: Sequence[Link]) -> list[Segment]:
+            need[:] = wanted
+            segments: list[Segment] = []
+            for link in links:
+                if need.any():
+                    segments += link.take(first_row, need)
+            self._check_found(links, first_row, need)
+            return segments
+
+        return self._reading(found)
+
+    def _reading(self, read: Callable[[Sequence[Link]], T]) -> T:
+        """What `read` finds in the links; in those of now, if what it looked for may be in a fold made since."""
+        with self._catalog.reading(self._record):
+            links = self.links
+            try:
+                return read(links)
+            except CorruptionError:
+                newer = self._look_again(links)
+                if newer is links:
+                    raise
+            return read(newer)
+
+    def _look_again(self, links: list[Link]) -> list[Link]:
+        """The links of the chain as it is now; `links` itself if those are what it still has."""
+        with self._lock:
+            if self.links is links:
+                self._catalog.look_for_folds()
+                found = self._find_links(links)
+                if [id(link) for link in found] != [id(link) for link in links]:
+                    self.links = found
+            return self.links
+
+    def _find_links(self, known: Sequence[Link]) -> list[Link]:
+        """The links of the chain, proven to fit each other; those that are `known` stay, with what they keep."""
+        there = {(link.record.room, link.version): link for link in known}
+        links = [
+            there.get((record.room, record.id)) or Link(self._catalog, record, self.path)
+            for record in chain(self._catalog, self._record, self.path)
+        ]
+        kept = next((link.kept for link in known if link.kept is not None), None)
+        for link in links:
+            if (link.record.room, link.version) not in there:
+                link.kept = kept
+        self._check_links(links)
+        return links
+
+    def _check_links(self, links: Sequence[Link]) -> None:
+        newest = links[0].entry
+        for link in links[1:]:
+            if link.entry.shape[1:] != newest.shape[1:] or link.entry.element != newest.element:
+                raise CorruptionError(
+                    f"version {self.version}, {self.path}: {newest.shape} {newest.element} leans on version "
+                    f"{link.version}, which has {link.entry.shape} {link.entry.element}"
+                )
+        if sum(link.most_rows for link in links) < newest.shape[0]:
+            raise CorruptionError(
+                f"version {self.version}, {self.path}: {newest.shape[0]} rows are recorded, more than the objects of "
+                f"its chain ({', '.join(link.version for link in links[:3])}) have room for"
+            )
+
+    def _check_found(self, links: Sequence[Link], first_row: int, need: Array) -> None:
         if need.any():
             lost = first_row + int(np.flatnonzero(need)[0])
             raise CorruptionError(
                 f"version {self.version}, {self.path}: {int((need != 0).sum())} rows from row {lost} on are in no link "
-                f"of its chain ({', '.join(link.version for link in self.links)})"
+                f"of its chain ({', '.join(link.version for link in links)})"
             )
 
     def regions(self) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from cnr_backends import Transfer, open_backend
 from cnr_store.catalog import Catalog, Version
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
+from cnr_store.errors import CorruptionError
 from cnr_store.format.record import Record
 from cnr_store.memory import empty
 from cnr_store.reading.access import READ_WORKERS, Url
@@ -74,13 +75,17 @@ def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfe
         return ArrayDiff(path, "reshaped", rows, rows)
     if new.kind == "dense":
         return _compare_dense(catalog, before, after, path)
+    reader = ArrayReader(catalog, before, path)
     unshared = find_unshared(catalog, after, path, [before])
-    found = (
-        all_rows(catalog, after, path, transfer)
-        if unshared is None
-        else changed_rows(catalog, after, path, unshared, transfer)
-    )
-    return _compared(path, rows, _row_pairs(ArrayReader(catalog, before, path), found))
+    if unshared is not None:
+        try:
+            found = changed_rows(catalog, after, path, unshared, transfer)
+            return _compared(path, rows, _row_pairs(reader, found))
+        except CorruptionError:
+            # Versions that tell which rows differ may have been folded into others and removed since they were
+            # found. All rows tell as well; if one of the two versions is damaged, it is said then.
+            catalog.look_for_folds()
+    return _compared(path, rows, _row_pairs(reader, all_rows(catalog, after, path, transfer)))
 
 
 def _compared(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> ArrayDiff:
