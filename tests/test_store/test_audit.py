@@ -23,9 +23,12 @@ ROWS = 20_000
 SAVES = 20
 
 
-def arrays_of(rows: int = ROWS, dim: int = 4, dtype: torch.dtype = torch.float32) -> list[RowArray]:
+def arrays_of(
+    rows: int = ROWS, dim: int = 4, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[RowArray]:
     """Those of a model with one table `t`."""
-    return row_arrays(find_tables(nn.ModuleDict({"t": nn.Embedding(rows, dim, dtype=dtype)})), [])
+    table = nn.Embedding(rows, dim, dtype=dtype, device=device)
+    return row_arrays(find_tables(nn.ModuleDict({"t": table})), [])
 
 
 class Job:
@@ -89,9 +92,13 @@ def test_a_tracker_that_forgets_nothing_is_never_accused() -> None:
 ELEMENTS = [torch.float32, torch.bfloat16, torch.float16]
 
 
+_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_GPU)])
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_a_changed_bit_of_a_sampled_row_is_named_with_its_table(dtype: torch.dtype) -> None:
-    arrays, audit, distrusted = arrays_of(9, 3, dtype), Audit(), []
+def test_a_changed_bit_of_a_sampled_row_is_named_with_its_table(dtype: torch.dtype, device: str) -> None:
+    arrays, audit, distrusted = arrays_of(9, 3, dtype, device), Audit(), []
     audit.renew(arrays)
     arrays[0].tensor.data.view(torch.uint8)[[2, 4, 7], 1] ^= 1
     flagged = empty_bitmap(9)

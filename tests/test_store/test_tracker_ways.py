@@ -106,6 +106,7 @@ def test_weights_of_samples(device: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}])
 def test_a_compiled_model(backend: str, options: dict[str, Any]) -> None:
+    torch.compiler.reset()
     job = Training(sparse=False, **options)
     compiled: Any = torch.compile(job.net, backend=backend)
     for rows in (FIRST, SECOND):
@@ -114,6 +115,32 @@ def test_a_compiled_model(backend: str, options: dict[str, Any]) -> None:
         bag, table = job.swap()
         assert {*rows[:3]} <= {*bag} <= {*FIRST, *SECOND}
         assert {*rows[3:]} <= {*table} <= {*FIRST, *SECOND}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("norm", [None, 0.1])
+def test_a_model_that_was_compiled_before_it_is_tracked(given: bool, norm: float | None) -> None:
+    torch.compiler.reset()
+    table = nn.Embedding(ROWS, 3, max_norm=norm)
+    net = nn.Sequential(table, nn.Linear(3, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    compiled: Any = torch.compile(net, backend="eager")
+
+    def train(*rows: int) -> None:
+        backward(compiled(torch.tensor(rows)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(1, 2)  # compiled code has no hooks, and need not look for new ones
+    tracker = Tracker(find_tables(net), [optimizer] if given else [])
+    for rows in ((5, 6), (7, 8)):
+        before = table.weight.detach().clone()
+        train(*rows)
+        flagged = listed(tracker.swap()["0"])
+        changed = (before != table.weight.detach()).any(dim=1).nonzero().flatten().tolist()
+        assert {*changed} <= {*flagged}
+        assert norm is not None or len(flagged) <= 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
