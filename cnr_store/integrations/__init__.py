@@ -1,0 +1,1 @@
+"""Other frameworks' ways in; each module needs its framework."""

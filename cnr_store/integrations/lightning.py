@@ -1,0 +1,126 @@
+"""A Lightning callback that checkpoints while `Trainer.fit` runs, and resumes it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cnr_store.errors import EmptyStoreError, OptionError
+from cnr_store.reading.access import Url
+from cnr_store.training.checkpointer import Checkpointer
+from cnr_store.training.options import count
+from cnr_store.training.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError:
+        from pytorch_lightning import Callback
+
+
+class _Loops:
+    """Where `Trainer.fit` stands: epochs, steps, batches, and the state of loaders that have one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = trainer.fit_loop
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loop.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loop.load_state_dict(state)
+
+
+class CnrCheckpoint(Callback):
+    """Saves the module that is trained, all its optimizers and schedulers, and where `fit` stands.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    every_n_steps
+        Optimizer steps between two saves. The end of `fit` is saved, too.
+    resume
+        Whether `fit` goes on from the newest version, if there is one. Then give no `ckpt_path`.
+    options
+        Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
+
+    Raises
+    ------
+    OptionError
+    """
+
+    def __init__(self, url: Url, every_n_steps: int, *, resume: bool = False, **options: Any) -> None:
+        self._url = url
+        self._every = count("every_n_steps", every_n_steps, least=1)
+        self._resume = resume
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._saved_step: int | None = None
+        self._random: dict[str, Any] | None = None  # of the version, until the first batch
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the checkpointer and resume; optimizers and schedulers are there by now."""
+        if trainer.world_size != 1:
+            raise OptionError(
+                f"CnrCheckpoint saves from one process, and this trainer has {trainer.world_size}"
+            )
+        state = dict(self._options.get("state") or {})
+        state |= {"lightning.loops": _Loops(trainer), "lightning.precision": trainer.precision_plugin}
+        for position, config in enumerate(trainer.lr_scheduler_configs):
+            state[f"lightning.scheduler.{position}"] = config.scheduler
+        self._saved_step = None
+        options = {**self._options, "state": state}
+        self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
+        if self._resume:
+            with contextlib.suppress(EmptyStoreError):  # the first start of this job
+                self._saved_step = self._checkpointer.load().step
+                self._random = rng_state()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Set the random numbers again: making loaders has drawn some since they were restored."""
+        random, self._random = self._random, None
+        if random is not None and self._options.get("rng", True):
+            set_rng_state(random)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time; behind the last batch only when Lightning has ended the epoch, or it could not resume."""
+        if trainer.global_step % self._every == 0 and not trainer.is_last_batch:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if the last batch's step was due."""
+        if trainer.global_step % self._every == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end."""
+        self._save(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for what is being written, and stop tracking."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish what is being written, and save nothing of a step that failed."""
+        self._close()
+
+    def _save(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        if self._checkpointer is not None and step != self._saved_step:
+            self._checkpointer.save(step, metadata={"epoch": trainer.current_epoch})
+            self._saved_step = step
+
+    def _close(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
