@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -54,6 +55,10 @@ class ComputedStore(Store):
     @abstractmethod
     def read(self, key: str, start: int, stop: int) -> Made:
         """Bytes start ... stop - 1 of an object that is there; 0 <= start <= stop <= its size."""
+
+    def fingerprint(self, key: str) -> str:
+        """A digest that is another one for another object, or for the same with other bytes."""
+        return hashlib.blake2b(f"{self}\n{key}".encode(), digest_size=16).hexdigest()
 
     def keys_below(self, folder: str) -> Iterator[str]:
         """Keys of all objects below a folder, found as they are asked for."""

@@ -121,8 +121,9 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         return bytes(self.store.read(key, first, max(first, last)))
 
     def ukey(self, path: str) -> str:
-        """Key for caches: an object of a version never changes."""
-        return hashlib.sha256(f"{self.fsid}{self._strip_protocol(path)}".encode()).hexdigest()
+        """Key for caches: another one where the version, or how its chunks are cut, is another."""
+        text = f"{self.fsid}\n{self.store.fingerprint(self._key(path))}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> _File:
         if mode != "rb":

@@ -6,6 +6,7 @@ dense arrays and groups appear as they are stored. Nothing is computed before it
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -112,10 +113,12 @@ class Overlay(ComputedStore):
         """The metadata that a node of the hierarchy is seen with; "" is the root."""
         return self._documents[path]
 
-    def node_of(self, key: str) -> str:
-        """Path of the node that an object belongs to."""
+    def fingerprint(self, key: str) -> str:
+        # Versions never change; but chunks are cut as their metadata says, and a fold may change that.
         names = key.split("/")
-        return "/".join(names[:-1] if names[-1] == NODE else names[:_PATH_NAMES])
+        node = "/".join(names[:-1] if names[-1] == NODE else names[:_PATH_NAMES])
+        text = f"{self.version}\n{key}\n".encode() + self._documents.get(node, b"")
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def nbytes(self, key: str) -> int | None:
         path, slash, name = key.rpartition("/")

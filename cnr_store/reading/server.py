@@ -5,7 +5,6 @@ The root is the overlay of one version: ``/tables/NAME/weight/zarr.json`` and it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import socket
@@ -37,6 +36,9 @@ except ModuleNotFoundError as error:
 
 log = logging.getLogger("cnr_store")
 _PATIENCE_SECONDS = 5
+_AMBIGUOUS = (
+    "readers that don't encode names in URLs can't tell them apart; read them by cnr_store.open or cnr://"
+)
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -132,9 +134,12 @@ class _Objects:
         self._overlay = overlay
 
     async def answer(self, request: Request) -> Response:
-        key, nbytes = self._find(request)
-        if nbytes is None:
+        meant = self._meant(request)
+        if not meant:
             return PlainTextResponse(f"version {self._overlay.version} has no such object\n", 404)
+        if len(meant) > 1:
+            return PlainTextResponse(f"this may be {' or '.join(meant)}: {_AMBIGUOUS}\n", 409)
+        ((key, nbytes),) = meant.items()
         tag = self._tag(key)
         # The same URL may be another version's after a restart, so caches have to ask.
         headers = {"ETag": tag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
@@ -154,25 +159,19 @@ class _Objects:
         data = await in_reader(lambda: self._overlay.read(key, start, stop))
         return Response(data, status, headers)
 
-    def _find(self, request: Request) -> tuple[str, int | None]:
-        """The key that is meant, and its object's size in bytes, or None.
+    def _meant(self, request: Request) -> dict[str, int]:
+        """The keys of objects that may be meant, and their sizes in bytes.
 
         Names in keys are percent-encoded. Some readers put them into a URL as they are, others encode them once
-        more, as they should.
+        more, as they should. Where a name looks like another one's encoding, these are two objects.
         """
-        key: str = request.path_params["key"]
-        nbytes = self._overlay.nbytes(key)
-        if nbytes is None:
-            raw: bytes = request.scope.get("raw_path") or b""
-            key = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
-            nbytes = self._overlay.nbytes(key)
-        return key, nbytes
+        raw: bytes = request.scope.get("raw_path") or b""
+        sent = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
+        sizes = {key: self._overlay.nbytes(key) for key in (request.path_params["key"], sent)}
+        return {key: nbytes for key, nbytes in sizes.items() if nbytes is not None}
 
     def _tag(self, key: str) -> str:
-        """Versions never change; but chunks are cut as their metadata says, and a fold may change that."""
-        overlay = self._overlay
-        text = f"{overlay.version}\n{key}\n".encode() + overlay.document(overlay.node_of(key))
-        return f'"{hashlib.blake2b(text, digest_size=16).hexdigest()}"'
+        return f'"{self._overlay.fingerprint(key)}"'
 
 
 def _matches(wanted: str | None, tag: str) -> bool:

@@ -15,10 +15,12 @@ from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests, AbstractOp
 from torch import nn
 
 import cnr_store
-from cnr_backends import BackendError, OpenError
+from cnr_backends import BackendError, OpenError, open_backend
 from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError, VersionNotFoundError
+from cnr_store.catalog import Catalog
 from cnr_store.reading.computed import ComputedStore
 from cnr_store.reading.filesystem import CnrFileSystem
+from cnr_store.reading.overlay import Overlay
 
 # fsspec's suite
 
@@ -142,6 +144,17 @@ def files(folder: Path) -> CnrFileSystem:
 
 def _weight(files: CnrFileSystem) -> Any:
     return np.frombuffer(files.cat_file(KEY), "<f4").reshape(-1, 8)[:700]
+
+
+def test_caches_see_that_chunks_are_cut_another_way(folder: Path) -> None:
+    catalog = Catalog(open_backend(folder))
+    path = KEY.partition("/c/")[0]
+    files, same, other = (
+        CnrFileSystem(Overlay(catalog, catalog.find(), chunk_rows={path: rows})) for rows in (64, 64, 128)
+    )
+    assert files.cat_file(KEY) != other.cat_file(KEY)
+    assert files.ukey(KEY) == same.ukey(KEY) != other.ukey(KEY)
+    assert files.ukey("zarr.json") != files.ukey(KEY)
 
 
 @pytest.mark.parametrize("step", [10, 20, 30, "latest"])

@@ -128,6 +128,19 @@ def test_a_name_may_be_put_into_a_url_without_encoding_it_once_more(
     assert ask(port, key_url + "?a=b").body == chunk
 
 
+def test_a_url_that_may_be_two_objects_is_answered_with_neither(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a b": nn.Embedding(50, 4), "a%20b": nn.Embedding(50, 4)})
+    cnr_store.save(tmp_path, model, step=1)
+    overlay = cnr_store.view(tmp_path)
+    spaced, percent = "tables/a%20b/weight/c/0/0", "tables/a%2520b/weight/c/0/0"
+    with _served(tmp_path) as port:
+        for key, path in {spaced: spaced, percent: percent.replace("%", "%25")}.items():
+            assert ask(port, "/" + path).body == bytes(overlay.read(key, 0, overlay.nbytes(key) or 0))
+        for method in ("GET", "HEAD"):
+            assert ask(port, "/" + percent, method).status == 409
+        assert b"this may be" in ask(port, "/" + percent).body
+
+
 @pytest.mark.parametrize(
     "path",
     [
