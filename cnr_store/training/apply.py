@@ -11,8 +11,10 @@ from torch import nn
 
 from cnr_store.catalog import Catalog
 from cnr_store.errors import CorruptionError
+from cnr_store.format.layout import weight_path
 from cnr_store.format.proof import shown
 from cnr_store.format.record import Record
+from cnr_store.reading.access import model_arrays
 from cnr_store.reading.follow import Block
 from cnr_store.training.restore import Restore
 from cnr_store.training.statetree import accepted, decode_tree
@@ -36,7 +38,11 @@ def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[
     Restore(catalog, record, model, tables, ()).check_model()
     where = f"version {record.id} of {catalog.backend.url}"
     extra = _read_extra_state(catalog, record, model, where) if _has_extra_state(model) else None
-    by_name: dict[str, torch.Tensor] = {table.parameter_name: table.parameter for table in tables}
+    weights = {weight_path(table.name): table.parameter for table in tables}
+    # Blocks have the names that paths lead back to; a table's parameter may be called otherwise.
+    by_name: dict[str, torch.Tensor] = {
+        name: weights[path] for name, path in model_arrays(record).items() if path in weights
+    }
     by_name |= dense_tensors(model, tables)
 
     def take(blocks: Iterable[Block]) -> None:

@@ -417,3 +417,23 @@ else:
     raise SystemExit("applied without torch")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Named(nn.Module):
+    """Tables whose parameters are not called ``weight`` of something with another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(50, 4))
+        self.tied = nn.Embedding(50, 4)
+        self.tied.weight = self.table
+        self.weight = nn.Embedding(60, 4)
+
+
+def test_an_update_is_applied_whatever_the_parameters_are_called(tmp_path: Path) -> None:
+    trained, served = Named(), Named()
+    cnr_store.save(tmp_path, trained, step=1, bits=32)
+    for update in cnr_store.follow(tmp_path):
+        update.apply(served)
+    for name, values in trained.state_dict().items():
+        assert torch.equal(served.state_dict()[name], values), name
