@@ -20,6 +20,9 @@ LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+VERSION_NOTE = "cnr_version"
+"""Name, in the metadata of an exported file, of the version it holds."""
+
 _METADATA = "__metadata__"
 _ALIASES = "cnr_aliases"
 _TAGS = {
@@ -61,10 +64,17 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """Tensors by name; and which of them are, as the writer says, others' further names."""
+    """Tensors by name; which of them are, as the writer says, others' further names; and whether the names are those
+    of a version that was exported."""
 
     tensors: Mapping[str, TensorPlace]
     aliases: Mapping[str, str]
+    is_ours: bool = False
+
+
+def itemsize_of(element: str) -> int | None:
+    """Bytes of a value of a torch element type; None if the format has no such type."""
+    return _TAGS[element][1] if element in _TAGS else None
 
 
 def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, TensorPlace]:
@@ -128,7 +138,8 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
         for name, entry in proof.members(doc, "the header").items():
             if name != _METADATA:
                 found[name] = _place(proof.members(entry, proof.shown(name)), proof.shown(name))
-        aliases = _aliases(doc.get(_METADATA, {}), found, what)
+        metadata = proof.members(doc.get(_METADATA, {}), _METADATA)
+        aliases = _aliases(metadata, found, what)
     except (KeyError, ValueError) as error:
         raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
     at = 0
@@ -140,11 +151,11 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
         raise FormatError(
             f"{what}: its tensors take {at} bytes, there are {nbytes}; the file is cut or altered"
         )
-    return Header(found, aliases)
+    return Header(found, aliases, VERSION_NOTE in metadata)
 
 
-def _aliases(metadata: Any, tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
-    noted = proof.members(metadata, _METADATA).get(_ALIASES, "{}")
+def _aliases(metadata: Mapping[str, Any], tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
+    noted = metadata.get(_ALIASES, "{}")
     aliases = proof.members(loads(proof.text(noted, _ALIASES).encode(), what), _ALIASES)
     for alias, name in aliases.items():
         same = [(tensors[each].element, tensors[each].shape) for each in (alias, proof.text(name, _ALIASES))]

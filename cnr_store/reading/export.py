@@ -8,21 +8,24 @@ from typing import Any, Literal
 import numpy as np
 import zarr
 from zarr.abc.store import Store
+from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.chain import ArrayReader, region_rows
 from cnr_store.dense import dense_layout, dense_object
-from cnr_store.errors import OptionError
+from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.record import Record
-from cnr_store.format.safetensors import Header, encode_header, place_tensors
+from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.memory import empty
 from cnr_store.reading.access import READ_WORKERS, Url, model_arrays
 from cnr_store.reading.targets import Target, new_file, new_folder
 
 Array = np.ndarray[Any, Any]
 ZARR_CHUNK_BYTES = 4 << 20
+_EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
+"""zarr leaves out chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
 
 
 def export(
@@ -83,7 +86,7 @@ def _write_file(
             paths[alias], aliases[alias] = path, name
     places = place_tensors({name: _type(catalog, record, path) for name, path in paths.items()})
     # Readers of the transformers library ask for the format.
-    metadata = {"format": "pt", "cnr_version": record.id, "cnr_step": str(record.step)}
+    metadata = {"format": "pt", VERSION_NOTE: record.id, "cnr_step": str(record.step)}
     header = encode_header(Header(places, aliases), metadata)
     with new_file(target, overwrite, options) as file, Transfer(READ_WORKERS, READ_WORKERS) as transfer:
         file.write(header)
@@ -98,7 +101,10 @@ def _type(catalog: Catalog, record: Record, path: str) -> tuple[str, tuple[int, 
     if entry.kind != "dense":
         return entry.element, entry.shape
     grid = dense_layout(catalog, record, path)
-    return grid.torch_dtype or grid.dtype.name, grid.shape
+    element = grid.torch_dtype or grid.dtype.name
+    if itemsize_of(element) not in (None, grid.dtype.itemsize):
+        raise CorruptionError(f"{record.home}, {path}: {grid.dtype} does not hold the bits of {element[:40]}")
+    return element, grid.shape
 
 
 def _pieces(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[memoryview]:
@@ -176,6 +182,7 @@ def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Tran
         chunks=(chunk_rows, *reader.shape[1:]),
         fill_value=np.nan if reader.dtype.kind == "f" else 0,
         dimension_names=("row", "dim")[: len(reader.shape)],
+        config=_EVERY_CHUNK,
     )
     for first_row, values in _regions(reader, transfer):
         array[first_row : first_row + len(values)] = values.reshape(-1, *reader.shape[1:])
@@ -192,6 +199,7 @@ def _copy_dense(catalog: Catalog, record: Record, path: str, group: zarr.Group) 
         fill_value=0,
         dimension_names=[f"{name}.{axis}" for axis in range(len(grid.shape))],
         attributes={"torch_dtype": grid.torch_dtype} if grid.torch_dtype else None,
+        config=_EVERY_CHUNK,
     )
     for first, values in _dense_chunks(catalog, record, path):
         array[(slice(first, first + len(values)),) if grid.shape else ()] = values

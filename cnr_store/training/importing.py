@@ -31,6 +31,7 @@ Array = np.ndarray[Any, Any]
 TABLE_ROWS = 10_000
 """Without being told, a matrix of at least so many rows is taken for a table."""
 
+_COMPARED_BYTES = 8 << 20
 _TABLE_ELEMENTS = frozenset({"float32", "float16", "bfloat16"})
 _NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
 
@@ -99,8 +100,9 @@ def import_file(
     Parameters
     ----------
     source
-        A local file. Prefixes of DistributedDataParallel and `torch.compile` are left out of names. Tied tensors are
-        stored once; a safetensors file tells of them only if `cnr_store.export` wrote it.
+        A local file. Prefixes of DistributedDataParallel and `torch.compile` are left out of names, except in a file
+        that `cnr_store.export` wrote. Tied tensors are stored once; a safetensors file tells of them only if
+        `cnr_store.export` wrote it.
     url, storage_options
         The store, as everywhere. The version becomes its latest, and a run that still saves there is superseded.
     bits, codec
@@ -178,14 +180,25 @@ def _read_safetensors(file: int, what: str) -> ModelFile:
         raise FormatError(f"{what} is neither a safetensors file nor one of torch.save (since torch 1.6)")
     header = decode_header(os.pread(file, length, LENGTH.size), nbytes - start, what)
     data = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-    names = clean_names(header.tensors)
-    tensors = {}
+    # What was exported from a store has the names that a model's tensors have in stores already.
+    names = {key: key for key in header.tensors} if header.is_ours else clean_names(header.tensors)
+    tensors, aliases = {}, {}
     for key, place in header.tensors.items():
         dtype = np.dtype(place.element if place.element in _NUMPY_ELEMENTS else f"u{place.itemsize}")
         values: Array = np.ndarray(place.shape, dtype.newbyteorder("<"), data, start + place.begin)
-        if key not in header.aliases:
-            tensors[names[key]] = FileTensor(place.element, values)
-    return ModelFile(tensors, {names[alias]: names[key] for alias, key in header.aliases.items()})
+        tensors[names[key]] = FileTensor(place.element, values)
+    for alias, key in header.aliases.items():
+        # A tool that changes tensors may leave the note that two of them are one.
+        if _same_bytes(tensors[names[alias]].values, tensors[names[key]].values):
+            aliases[names[alias]] = names[key]
+    return ModelFile({name: each for name, each in tensors.items() if name not in aliases}, aliases)
+
+
+def _same_bytes(one: Array, other: Array) -> bool:
+    """Whether two mapped tensors of one type and shape hold the same bits, compared piece by piece."""
+    left, right = (values.reshape(-1).view(np.uint8) for values in (one, other))
+    pieces = (slice(first, first + _COMPARED_BYTES) for first in range(0, len(left), _COMPARED_BYTES))
+    return all(np.array_equal(left[piece], right[piece]) for piece in pieces)
 
 
 def _choose_tables(tensors: Mapping[str, FileTensor], patterns: Sequence[str] | None) -> list[str]:

@@ -126,6 +126,18 @@ def test_zarr_reads_what_open_shows(store, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+def test_a_zarr_export_keeps_the_bits_of_what_equals_the_fill_value(tmp_path):
+    model = nn.Embedding(40, 4)
+    model.register_buffer("zeros", torch.full((5,), -0.0))
+    with torch.no_grad():
+        model.weight.view(torch.int32).fill_(0x7FC00123)  # NaN with a payload
+    cnr_store.save(tmp_path / "store", model, bits=32)
+    cnr_store.export(tmp_path / "store", tmp_path / "zarr", format="zarr")
+    found = zarr.open_group(tmp_path / "zarr", mode="r")
+    for name, values in cnr_store.state_dict(tmp_path / "store").items():
+        assert found[found.attrs["names"][name]][...].tobytes() == values.tobytes()
+
+
 def test_xarray_opens_an_export(store, tmp_path):
     cnr_store.export(store, tmp_path / "zarr", format="zarr")
     tree = xarray.open_datatree(tmp_path / "zarr", engine="zarr", consolidated=False, chunks=None)

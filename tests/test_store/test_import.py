@@ -77,6 +77,33 @@ def test_an_export_is_imported_with_its_tied_tensors(model, tmp_path):
     assert all(same(again[name], first[name]) for name in first)
 
 
+def test_tensors_that_are_tied_no_more_keep_their_values(model, tmp_path):
+    cnr_store.save(tmp_path / "saved", model, bits=32)
+    cnr_store.export(tmp_path / "saved", tmp_path / "file")
+    with safetensors.safe_open(tmp_path / "file", "pt") as file:
+        metadata = file.metadata()
+    state = safetensors.torch.load_file(tmp_path / "file")
+    state["again.weight"][2999, 5] += 1
+    safetensors.torch.save_file(state, tmp_path / "changed", metadata)
+    cnr_store.import_file(tmp_path / "changed", tmp_path / "imported", bits=32, tables=[*TABLES, "again"])
+    found = cnr_store.state_dict(tmp_path / "imported")
+    assert np.array_equal(found["again.weight"], state["again.weight"].numpy())
+    assert np.array_equal(found["users.weight"], state["users.weight"].numpy())
+    assert found["tied.weight"] is found["top.weight"]
+
+
+def test_a_child_that_is_called_module_is_no_wrapper_in_an_export(tmp_path):
+    def build():
+        return nn.ModuleDict({"module": nn.Embedding(30, 4), "other": nn.Identity()})
+
+    trained, served = build(), build()
+    cnr_store.save(tmp_path / "saved", trained, bits=32)
+    cnr_store.export(tmp_path / "saved", tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "imported", bits=32, tables="module")
+    cnr_store.load(tmp_path / "imported", served)
+    assert torch.equal(served["module"].weight, trained["module"].weight)
+
+
 def test_training_goes_on_from_an_import_with_a_new_optimizer(tmp_path):
     model = nn.Sequential(nn.Embedding(500, 4, sparse=True), nn.Linear(4, 1))
     torch.save(model.state_dict(), tmp_path / "file")
