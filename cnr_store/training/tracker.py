@@ -172,6 +172,7 @@ class Tracker:
         if tensor.numel():
             if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
                 raise ModelMismatchError(f"table {name!r}: ids are {tensor.dtype}; give integers")
+            tensor = tensor.to(torch.int64)  # of unsigned ones torch knows no least
             low, high = int(tensor.min()), int(tensor.max())
             if low < 0 or high >= rows:
                 raise ModelMismatchError(f"table {name!r}: ids from {low} to {high}, but it has {rows} rows")

@@ -1,0 +1,155 @@
+"""Calls that can't be meant have one clear error, and what can be meant works: state made by a load, odd integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+import cnr_store
+from cnr_backends import BackendError
+from cnr_store import (
+    Checkpointer,
+    CheckpointError,
+    ModelMismatchError,
+    OptionError,
+    VersionNotFoundError,
+)
+from tests.test_store.lasting_store import ROWS, assert_newest, change, make_model, weight
+
+
+@pytest.mark.parametrize("url", [None, "", 3, b"x"])
+def test_url_that_is_none(url: Any) -> None:
+    with pytest.raises((CheckpointError, BackendError)) as caught:
+        Checkpointer(url, make_model())
+    assert "url" in str(caught.value).lower() or "place" in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True, np.float32(1), [1]])
+def test_step_that_is_none(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path, make_model()) as checkpointer:
+        with pytest.raises(OptionError, match=r"step=.*: give an integer of at least 0"):
+            checkpointer.save(step)
+    assert cnr_store.versions(tmp_path) == []
+
+
+def test_integers_of_numpy_are_integers(tmp_path: Path) -> None:
+    one: Any = np.int8(1)
+    step: Any = np.int64(7)
+    with Checkpointer(tmp_path, make_model(), workers=one) as checkpointer:
+        info = checkpointer.save(step).result()
+        assert type(info.step) is int
+        assert checkpointer.load(step).step == 7
+        checkpointer.touch("t", np.array([3, ROWS - 1], np.uint16))
+
+
+def test_a_step_as_text_is_no_version(tmp_path: Path) -> None:
+    cnr_store.save(tmp_path, make_model(), step=10)
+    with pytest.raises(
+        VersionNotFoundError, match="give an id as `versions` lists them, a step, or 'latest'"
+    ):
+        cnr_store.load(tmp_path, make_model(), version="10")
+
+
+def test_loading_twice_loads_twice(tmp_path: Path) -> None:
+    model = make_model()
+    first = cnr_store.save(tmp_path, model, step=1, bits=32)
+    other = make_model(1)
+    with Checkpointer(tmp_path, other, SGD(other.parameters(), lr=0.1), bits=32) as checkpointer:
+        with pytest.raises(ModelMismatchError):  # it was saved without an optimizer
+            checkpointer.load()
+    with Checkpointer(tmp_path, other, bits=32) as checkpointer:
+        assert checkpointer.load().version == first
+        change(checkpointer, other, [4])
+        assert checkpointer.load().version == first
+        assert torch.equal(weight(other), weight(model))
+        assert checkpointer.save(2).result().previous == first.id
+    assert_newest(tmp_path, other)
+
+
+@pytest.mark.parametrize("mask", [np.ones(ROWS, bool), torch.zeros(ROWS, dtype=torch.bool), [True, False]])
+def test_a_mask_is_no_list_of_rows(tmp_path: Path, mask: Any) -> None:
+    with Checkpointer(tmp_path, make_model()) as checkpointer:
+        with pytest.raises(ModelMismatchError, match=r"ids are torch\.bool; give integers"):
+            checkpointer.touch("t", mask)
+
+
+def test_a_generator_is_no_reader(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, make_model()) as checkpointer:
+        with pytest.raises(
+            cnr_store.StateError, match=r"state\['reader'\]: a builtins.generator can't be stored"
+        ):
+            checkpointer.save(1, reader=(batch for batch in range(3)))
+
+
+@pytest.mark.parametrize("kind", [SparseAdam, Adagrad])
+def test_loading_makes_state_that_is_not_there_yet(tmp_path: Path, kind: type[Optimizer]) -> None:
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.EmbeddingBag(500, 8, mode="sum", sparse=True)
+        return model, kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+
+    def step(model: nn.Module, optimizer: Any, ids: list[int]) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([ids])).sum().backward()
+        optimizer.step()
+
+    model, optimizer = make(0)
+    with Checkpointer(tmp_path, model, optimizer, bits=32) as checkpointer:
+        step(model, optimizer, [1, 2, 3])
+        checkpointer.save(1).result()
+    fresh, made = make(1)
+    cnr_store.load(tmp_path, fresh, made)
+    for pair in ((model, optimizer), (fresh, made)):
+        step(*pair, [2, 4])
+    assert torch.equal(fresh.get_parameter("weight"), model.get_parameter("weight"))
+
+
+class Mean:
+    """A metric as users have them: sums in tensors, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.seen = state["total"], state["seen"]
+
+
+def test_scheduler_scaler_and_metric_go_along(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return (
+            model,
+            optimizer,
+            {"scheduler": scheduler, "scaler": torch.amp.GradScaler("cpu"), "mean": Mean()},
+        )
+
+    model, optimizer, state = make()
+    with Checkpointer(tmp_path, model, optimizer, state=state, bits=32) as checkpointer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            state["scaler"].scale(
+                weight(model).new_ones(()) * model.get_parameter("t.weight").sum()
+            ).backward()
+            state["scaler"].step(optimizer)
+            state["scaler"].update(4096.0)
+            state["scheduler"].step()
+            state["mean"].total, state["mean"].seen = state["mean"].total + 0.1, state["mean"].seen + 1
+        checkpointer.save(3).result()
+    other, other_optimizer, found = make()
+    cnr_store.load(tmp_path, other, other_optimizer, state=found)
+    assert found["scheduler"].state_dict() == state["scheduler"].state_dict()
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.0625
+    assert found["scaler"].state_dict() == state["scaler"].state_dict()
+    assert found["mean"].state_dict() == state["mean"].state_dict()
