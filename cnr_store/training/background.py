@@ -83,16 +83,14 @@ class ShortChains:
         self._folded: str | None = None
 
     def apply(self, record: Record) -> None:
-        """Fold the version that was just committed, if it leans on too many."""
-        if self._max_chain is None or 1 + len(record.needs) <= self._max_chain:
+        """Fold the version that was just committed, if it leans on too many.
+
+        Not while a fold waits to be taken up: this version was planned without it, and the next one is shorter.
+        """
+        if self._max_chain is None or 1 + len(record.needs) <= self._max_chain or self._folded is not None:
             return
         fold(Catalog(self._backend), record, self._workers)
         self._folded = record.id
-
-    @property
-    def untaken(self) -> bool:
-        """Whether a version was folded since `take`: a save under way may lean on what that made needless."""
-        return self._folded is not None
 
     def take(self) -> str | None:
         """The version that was folded since the last call, if any."""

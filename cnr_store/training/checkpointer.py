@@ -297,8 +297,7 @@ class Checkpointer:
 
     def _after_commit(self, record: Record) -> None:
         """Look after the store, in the background: while it runs, training and the next save go on."""
-        if not self._chains.untaken:
-            self._kept.apply(record)
+        self._kept.apply(record)
         self._chains.apply(record)
 
     def _settle(self, tell_before: int | None = None) -> None:

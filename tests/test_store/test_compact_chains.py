@@ -136,6 +136,48 @@ def test_a_save_planned_before_the_fold_keeps_what_it_leans_on(tmp_path: Path) -
     assert len(cnr_store.versions(inner)) <= 4
 
 
+def test_folds_slower_than_saves_do_not_keep_retention_from_its_work(tmp_path: Path) -> None:
+    """Each fold ends only once the next save is under way, so that some fold always waits to be taken up."""
+    turn, commits, until = threading.Condition(), 0, 0
+
+    def hold(operation: str, key: str, index: int) -> Fault:
+        nonlocal until
+        if operation == "create" and key.startswith(layout.FOLDS):
+            with turn:
+                until = commits + 1
+                turn.notify_all()
+                assert turn.wait_for(lambda: commits >= until, WAIT_SECONDS)
+        return None
+
+    def wake(_: object = None) -> None:
+        with turn:
+            turn.notify_all()
+
+    def settled() -> bool:
+        upkeep = job.checkpointer._background._latest
+        return until > commits or (upkeep is not None and upkeep.done())
+
+    job = Job(FaultyBackend(open_backend(tmp_path), hold), max_chain=2, keep_last=1)
+    kept = []
+    for _ in range(16):
+        job.save()
+        upkeep = job.checkpointer._background._latest
+        assert upkeep is not None
+        with turn:
+            commits += 1
+            turn.notify_all()
+        upkeep.add_done_callback(wake)
+        with turn:
+            assert turn.wait_for(settled, WAIT_SECONDS)
+        kept.append(len(cnr_store.versions(job.backend)))
+    with turn:
+        commits += 1
+        turn.notify_all()
+    job.checkpointer.close()
+    job.check()
+    assert max(kept) <= 6
+
+
 def test_a_fold_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fault(operation: str, key: str, index: int) -> Fault:
         return "full" if operation == "put" and key.startswith(layout.FOLDS) else None
