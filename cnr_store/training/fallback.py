@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.errors import CheckpointError, CorruptionError, FormatError, VersionNotFoundError
+from cnr_store.errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    ModelMismatchError,
+    VersionNotFoundError,
+)
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.training.restore import Restored
@@ -32,17 +38,26 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record
     ------
     EmptyStoreError, VersionNotFoundError
         There is no such version.
+    ModelMismatchError
+        The version asked for does not fit. The model is unchanged.
     CorruptionError
-        All are damaged. The model may be partly overwritten.
+        All are damaged, or don't fit though the first one may have. The model may be partly overwritten.
     cnr_backends.BackendError
         The storage does not answer, which is no damage.
     """
     skipped: list[tuple[str, CheckpointError]] = []
     for name, found in _newest_first(catalog, version):
         try:
-            restored = load(_sound(found))
+            restored = _load(catalog, name, found, load)
         except (CorruptionError, FormatError, VersionNotFoundError) as error:
             log.error("version %s of %s is damaged and was skipped: %s", name, catalog.backend.url, error)
+            skipped.append((name, error))
+            continue
+        except ModelMismatchError as error:
+            if not skipped:
+                raise
+            # Its own word would be that the model is unchanged, which the one skipped before may have overwritten.
+            log.error("version %s of %s does not fit and was skipped: %s", name, catalog.backend.url, error)
             skipped.append((name, error))
             continue
         if skipped:
@@ -56,9 +71,23 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record
     wanted = version.id if isinstance(version, VersionInfo) else version
     damage = "\n".join(f"{name}: {error}" for name, error in skipped)
     raise CorruptionError(
-        f"{catalog.backend.url}: neither {wanted!r} nor anything before it is sound; the model may be partly "
-        f"overwritten:\n{damage}"
+        f"{catalog.backend.url}: neither {wanted!r} nor anything before it is sound and fits; the model may be "
+        f"partly overwritten:\n{damage}"
     ) from skipped[0][1]
+
+
+def _load(
+    catalog: Catalog, name: str, found: Record | CheckpointError, load: Callable[[Record], Restored]
+) -> Restored:
+    """Load one version; twice, if it seems damaged: it may have been folded, and what it leant on removed, since."""
+    try:
+        return load(_sound(found))
+    except (CorruptionError, FormatError):
+        catalog.refresh()
+        again = catalog.find_record(name)
+        if again is None:
+            raise
+        return load(again)
 
 
 def _sound(found: Record | CheckpointError) -> Record:

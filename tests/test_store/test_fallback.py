@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_backends import StorageError, open_backend
+from cnr_backends import Backend, StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import (
     Checkpointer,
@@ -51,7 +52,7 @@ class Trainer:
         self.optimizer.step()
         self.scheduler.step()
 
-    def checkpointer(self, url: Path) -> Checkpointer:
+    def checkpointer(self, url: Path | Backend) -> Checkpointer:
         return Checkpointer(
             url,
             self.model,
@@ -214,6 +215,43 @@ def test_a_model_that_does_not_fit_is_no_damage(store: Store) -> None:
         checkpointer.load(fallback=True)
 
 
+def test_a_version_that_does_not_fit_behind_a_damaged_one(tmp_path: Path) -> None:
+    """The damaged one has overwritten a part of the model, so no error may say that it is unchanged."""
+    wide, narrow = Trainer(0), Trainer(0, DIM + 1)
+    made = [cnr_store.save(tmp_path, each.model, step=step) for step, each in enumerate([wide, narrow])]
+    (tmp_path / f"versions/{made[1].id}/dense/model/top.weight/c/0/0").write_bytes(b"?")
+    with pytest.raises(CorruptionError, match="partly overwritten") as caught:
+        cnr_store.load(tmp_path, narrow.model, fallback=True)
+    assert all(info.id in str(caught.value) for info in made)
+    assert cnr_store.load(tmp_path, wide.model, version=0, fallback=True).version.id == made[0].id
+
+
+def test_a_sound_version_that_is_folded_while_it_loads_is_not_skipped(tmp_path: Path) -> None:
+    """What it leant on when the load began is removed before its rows are read."""
+    inner, trainer = open_backend(tmp_path), Trainer(0)
+    checkpointer = trainer.checkpointer(tmp_path)
+    made = []
+    for step in range(3):
+        trainer.step([step, step + 10])
+        made.append(checkpointer.save(step).result())
+    expected, folded, lock = trainer.content(), [], threading.Lock()
+
+    def fold(operation: str, key: str, index: int) -> Fault:
+        with lock:
+            if operation.startswith("get_") and key.startswith(f"versions/{made[0].id}/") and not folded:
+                folded.append(cnr_store.compact(inner, made[2]).outcome)
+                for gone in made[1::-1]:
+                    _remove_objects(inner, gone.id)
+        return None
+
+    again = Trainer(1)
+    with again.checkpointer(FaultyBackend(inner, fold, reads=True)) as other:
+        restored = other.load(fallback=True)
+    assert (folded, restored.version.id, restored.skipped) == (["folded"], made[2].id, ())
+    assert again.content() == expected
+    checkpointer.close()
+
+
 def test_a_storage_that_does_not_answer_is_no_damage(store: Store) -> None:
     def loads(fault: Callable[[str, str, int], Fault]) -> FaultyBackend:
         backend = FaultyBackend(open_backend(store.url), fault, reads=True)
@@ -258,8 +296,13 @@ def test_training_goes_on_from_the_sound_version(store: Store) -> None:
 
 def _remove(store: Store, version: str) -> None:
     backend = open_backend(store.url)
-    for key, _ in list(backend.list_keys(layout.version_key(version))):
-        backend.delete(key)
+    _remove_objects(backend, version)
     for name in backend.list_names(layout.WRITERS):
         if version.startswith(name):
             backend.delete(f"{layout.WRITERS}/{name}")
+
+
+def _remove_objects(backend: Backend, version: str) -> None:
+    backend.delete(layout.record_key(version))
+    for key, _ in list(backend.list_keys(layout.version_key(version))):
+        backend.delete(key)
