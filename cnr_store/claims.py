@@ -48,7 +48,7 @@ def choose(backend: Backend, after: ClaimId | None = None, tried: Collection[Cla
     after
         The claim that its writer gives up for this one, if it goes on rather than takes over.
     tried
-        Claims that it has tried to announce since.
+        Claims that it has tried to announce before. They may still land, so what is chosen is newer than each.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def choose(backend: Backend, after: ClaimId | None = None, tried: Collection[Cla
     _create_if_missing(backend, f"{layout.VERSIONS}/{layout.NODE}", document_bytes(group_document()))
     if after is not None:
         _refuse_newer(backend, [other for other in listed(backend) if other not in tried], after)
-    newest = max(_generations(backend), default=ClaimId(0, ""))
+    newest = max([*_generations(backend), *tried], default=ClaimId(0, ""))
     generation = newest.generation + 1
     if generation > layout.MAX_GENERATION:
         raise SaveError(

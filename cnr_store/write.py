@@ -62,7 +62,7 @@ class Writer:
         chosen = claims.choose(self._backend, self._after, self._tried)
         self._tried.add(chosen)  # it may be there although this is never told
         self._claim = claims.announce(self._backend, chosen, self._base)
-        if self._base is None and self._after is None and chosen.generation > 1:
+        if self._base is None and self._after is None and chosen.generation > len(self._tried):
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
                 "versions are the latest from now on. To go on from an earlier one, call load() before the first save",

@@ -144,3 +144,25 @@ def test_optimizer_that_moves_untouched_rows(tmp_path: Path, caplog: pytest.LogC
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "table 't' is saved whole: Adam" in said[0]
+
+
+@pytest.mark.parametrize("trial", range(8))  # whose token is greater is a matter of chance
+def test_a_claim_that_lands_late_does_not_supersede_its_own_writer(trial: int, tmp_path: Path) -> None:
+    late: list[str] = []
+
+    def fault(operation: str, key: str, index: int) -> Fault | None:
+        if operation == "create" and key.startswith("writers/") and not late:
+            late.append(key)
+            return "before"
+        return None
+
+    place = open_backend(str(tmp_path))
+    model = torch.nn.Embedding(100, 4)
+    with cnr_store.Checkpointer(FaultyBackend(place, fault), model, bits=32) as checkpointer:
+        with pytest.raises(cnr_store.SaveError):
+            checkpointer.save(1).result()
+        second = checkpointer.save(2).result()
+        place.create(late[0], place.get(f"writers/{second.id.partition('.')[0]}"))
+        for step in (3, 4):
+            checkpointer.save(step).result()
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [2, 3, 4]
