@@ -18,7 +18,7 @@ from typing import Any
 
 from cnr_backends import Backend, BackendError, Transfer, open_backend
 from cnr_store.catalog import Catalog, Version
-from cnr_store.errors import CheckpointError, OptionError, SaveError, VersionNotFoundError
+from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, document_bytes, group_document
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
@@ -134,6 +134,9 @@ def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = _n
             raise VersionNotFoundError(
                 f"{catalog.backend.url}: version {record.id} was removed while it was being folded"
             ) from error
+        # Another attempt may have been first, and retention have removed what this one was still reading.
+        if isinstance(error, CorruptionError) and _is_folded(catalog, record):
+            return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
         if isinstance(error, CheckpointError):
             raise
         raise SaveError(
@@ -279,6 +282,15 @@ def _gone(backend: Backend, version: Record) -> bool:
     """Whether a version that was committed has been removed. A damaged or silent storage does not say so."""
     try:
         return Catalog(backend).find_record(version.id) is None
+    except (BackendError, CheckpointError):
+        return False
+
+
+def _is_folded(catalog: Catalog, version: Record) -> bool:
+    """Whether there is a fold. A damaged or silent storage does not say so."""
+    try:
+        catalog.look_for_folds()
+        return catalog.find_fold(version.id) is not None
     except (BackendError, CheckpointError):
         return False
 

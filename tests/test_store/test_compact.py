@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,25 @@ def test_two_attempts_at_one_fold_never_mix(url: str, then: Fault) -> None:
     assert fold is not None
     keys = [key for key, _ in inner.list_keys(layout.FOLDS)]
     assert all(key == fold.key() or f"/{fold.nonce}/" in key for key in keys)
+    same(cnr_store.state_dict(url), expected)
+
+
+def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> None:
+    expected = history(url, 2)[-1]
+    inner, infos = open_backend(url), cnr_store.versions(url)
+    outcomes: list[str] = []
+    lock = threading.Lock()
+
+    def second(operation: str, key: str, index: int) -> Fault:
+        with lock:
+            if operation == "get_suffix" and not outcomes:
+                outcomes.append(compact(inner).outcome)
+                for info in infos[-2::-1]:
+                    remove_version(inner, info.id)
+        return None
+
+    first = compact(FaultyBackend(inner, second, reads=True))
+    assert (outcomes, first.outcome) == (["folded"], "already folded")
     same(cnr_store.state_dict(url), expected)
 
 
