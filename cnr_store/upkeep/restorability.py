@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 
 from cnr_store.catalog import Catalog
 from cnr_store.chain import chain
@@ -18,8 +19,30 @@ Home = tuple[str, str]
 _TOLD = ""
 
 
+@dataclass(frozen=True)
+class _Chain:
+    """What an array's chain is from one link on.
+
+    Attributes
+    ----------
+    reason
+        Why it can't be read: a message, `_TOLD` if an object's finding says it, None if it can.
+    most_rows
+        How many rows its objects have room for.
+    top
+        Its first link; None where that is not known.
+    """
+
+    reason: str | None
+    most_rows: int
+    top: Record | None
+
+
 class Restorability:
     """Follows every array's chain as readers do: newest first, up to a whole link or a fold.
+
+    What is known of a base is not asked again for each version above it, or time would grow with the square of the
+    versions.
 
     Parameters
     ----------
@@ -27,12 +50,19 @@ class Restorability:
         What was found of every home that the chains lead to.
     known
         Messages of what was found so far, which are not given again.
+
+    Attributes
+    ----------
+    overtaken
+        Whether a chain led to what was not there, or not so, when it was looked at.
     """
 
     def __init__(self, catalog: Catalog, sound: Mapping[Home, Soundness], known: Container[str]) -> None:
         self._catalog = catalog
         self._sound = sound
         self._known = known
+        self._chains: dict[tuple[Home, str], _Chain] = {}
+        self.overtaken = False
 
     def judge(self, record: Record) -> tuple[bool, Finding | None]:
         """Whether a version can be restored whole, and what its chains lack that no object's finding says."""
@@ -59,25 +89,52 @@ class Restorability:
         entry = record.arrays[path]
         if entry.kind == "dense":
             return _TOLD if path in own.spoiled else None
+        found = self._chain(record, path)
+        if found.reason is None and found.most_rows < entry.shape[0]:
+            return (
+                f"version {record.id}, {path}: {entry.shape[0]} rows are recorded, more than the objects of its chain "
+                "have room for"
+            )
+        return found.reason
+
+    def _chain(self, record: Record, path: str) -> _Chain:
+        """A version's chain, followed only as far as it is not known yet."""
+        links, found = [], _Chain(None, 0, None)
         try:
-            links = list(chain(self._catalog, record, path))
+            for link in chain(self._catalog, record, path):
+                known = self._chains.get(((link.room, link.id), path))
+                if known is not None:
+                    found = known
+                    break
+                links.append(link)
         except (CorruptionError, FormatError) as error:
-            return _TOLD if str(error) in self._known else str(error)
-        where = f"version {record.id}, {path}"
-        sound = [self._sound[link.room, link.id] for link in links if (link.room, link.id) in self._sound]
-        if len(sound) < len(links):
-            return f"{where}: versions were removed or folded while it was checked; check it again"
-        if any(not each.manifest or path in each.spoiled for each in sound):
+            found = _Chain(_TOLD if str(error) in self._known else str(error), 0, None)
+        for link in reversed(links):
+            found = self._chains[(link.room, link.id), path] = self._over(link, path, found)
+        return found
+
+    def _over(self, link: Record, path: str, beneath: _Chain) -> _Chain:
+        sound = self._sound.get((link.room, link.id))
+        rows = 0 if sound is None else sound.most_rows.get(path, 0) + beneath.most_rows
+        return _Chain(self._reason(link, path, sound, beneath), rows, link)
+
+    def _reason(self, link: Record, path: str, sound: Soundness | None, beneath: _Chain) -> str | None:
+        if sound is None:
+            self.overtaken = True
+            return (
+                f"{link.home}, {path}: versions were removed or folded while it was checked; check it again"
+            )
+        if beneath.reason is not None:
+            return beneath.reason
+        if not sound.manifest or path in sound.spoiled:
             return _TOLD
-        for link in links:
-            other = link.arrays[path]
+        if beneath.top is not None:
+            entry, other = link.arrays[path], beneath.top.arrays[path]
             if (other.shape[1:], other.element) != (entry.shape[1:], entry.element):
                 return (
-                    f"{where}: {entry.shape} {entry.element} leans on {link.home}, which has {other.shape} "
-                    f"{other.element}"
+                    f"{link.home}, {path}: {entry.shape} {entry.element} leans on {beneath.top.home}, which has "
+                    f"{other.shape} {other.element}"
                 )
-        if sum(each.most_rows[path] for each in sound) < entry.shape[0]:
-            return f"{where}: {entry.shape[0]} rows are recorded, more than the objects of its chain have room for"
         return None
 
     def _only_fold_is_damaged(self, record: Record) -> bool:

@@ -68,14 +68,20 @@ def verify(
         for _ in range(_RUNS):
             verification = _Verification(backend, deep, transfer, progress)
             report = verification.run(version)
-            # Versions that were removed in the middle look damaged: look again, without them.
-            if not verification.removed_meanwhile():
+            # Versions that were removed or folded in the middle look damaged: look again, at what there is now.
+            if not (verification.overtaken or verification.removed_meanwhile()):
                 break
     return report
 
 
 class _Verification:
-    """One look at a store."""
+    """One look at a store.
+
+    Attributes
+    ----------
+    overtaken
+        Whether it met what had been folded or removed since it began.
+    """
 
     def __init__(self, backend: Backend, deep: bool, transfer: Transfer, progress: Progress | None) -> None:
         self._backend = backend
@@ -86,6 +92,8 @@ class _Verification:
         self._progress = progress or (lambda done, known: None)
         self._done = self._known = 0
         self._sound: dict[Home, Soundness] = {}
+        self._followed: set[tuple[Home, str]] = set()
+        self.overtaken = False
         self._problems: dict[str, Finding] = {}
         self._suspicious: list[Finding] = []
         self._leftovers: list[Leftovers] = []
@@ -119,6 +127,7 @@ class _Verification:
                 self._problem(finding)
             if sound and self._opens:
                 yield record.id
+        self.overtaken = restorability.overtaken
 
     def removed_meanwhile(self) -> bool:
         """Whether a version that was found damaged is not there any more."""
@@ -220,14 +229,19 @@ class _Verification:
         return None if entry is None else entry.shape[0]
 
     def _links(self, record: Record) -> Iterator[Record]:
-        """Everything that the arrays of a version lean on, as far as their chains hold."""
+        """What the arrays of a version lean on, as far as their chains hold and were not followed before."""
         if record.room != layout.VERSIONS:
             return
         for path, entry in record.arrays.items():
             if entry.kind != "delta":
                 continue
             try:
-                yield from chain(self._catalog, record, path)
+                for link in chain(self._catalog, record, path):
+                    place = (link.room, link.id), path
+                    if place in self._followed:
+                        break
+                    self._followed.add(place)
+                    yield link
             except (CorruptionError, FormatError):
                 continue  # said when it is asked what can be restored
 

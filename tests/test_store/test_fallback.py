@@ -234,7 +234,8 @@ def test_a_sound_version_that_is_folded_while_it_loads_is_not_skipped(tmp_path: 
     for step in range(3):
         trainer.step([step, step + 10])
         made.append(checkpointer.save(step).result())
-    expected, folded, lock = trainer.content(), [], threading.Lock()
+    expected, lock = trainer.content(), threading.Lock()
+    folded: list[str] = []
 
     def fold(operation: str, key: str, index: int) -> Fault:
         with lock:

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import cnr_store
 from cnr_backends import Backend, StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import CheckpointError, EmptyStoreError, FormatError, VersionNotFoundError
+from cnr_store.chain import chain
 from cnr_store.format import layout
+from cnr_store.format.record import Record
 from cnr_store.upkeep.findings import VerifyReport
 from cnr_store.upkeep.verify import verify
 from tests.test_store.forged import DENSE, WEIGHT, Forgery, Model, make_store
@@ -324,6 +327,45 @@ def test_versions_that_are_removed_meanwhile_are_not_damaged(store: Path) -> Non
     report = verify(_Removing(open_backend(store), newer), deep=True)
     assert report.ok
     assert report.versions == report.restorable == (older,)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_version_that_is_folded_meanwhile_is_not_damaged(store: Path, deep: bool) -> None:
+    """An attempt was listed, whose record comes while the version beneath is checked."""
+    older, newer = ids(store)
+    inner = open_backend(store)
+    inner.put(layout.version_key(newer, "ab" * 16, "manifest", room=layout.FOLDS), b"half")
+    folded: list[str] = []
+
+    def fold(operation: str, key: str, _: int) -> None:
+        if operation == "list_keys" and key == layout.version_key(older) and not folded:
+            folded.append(cnr_store.compact(inner, newer).outcome)
+
+    report = verify(FaultyBackend(inner, fold, reads=True), newer, deep=deep)
+    assert (folded, report.ok, report.restorable) == (["folded"], True, (newer,))
+
+
+def test_long_chains_are_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from each version all the way down again."""
+    steps = 0
+    table = torch.nn.Embedding(50, 4, sparse=True)
+    with cnr_store.Checkpointer(tmp_path, table, policy="consecutive", bits=32, rng=False) as checkpointer:
+        for step in range(12):
+            checkpointer.touch("weight", [step])
+            checkpointer.save(step).result()
+
+    def counted(*args: Any) -> Iterator[Record]:
+        nonlocal steps
+        for link in chain(*args):
+            steps += 1
+            yield link
+
+    for module in ("verify", "restorability"):
+        monkeypatch.setattr(f"cnr_store.upkeep.{module}.chain", counted)
+    report = verify(tmp_path)
+    assert report.ok
+    assert report.restorable == tuple(ids(tmp_path))
+    assert steps <= 5 * 12
 
 
 _MEASURE = """
