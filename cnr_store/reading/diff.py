@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,7 +38,8 @@ class ArrayDiff:
         Rows in the newer version (entries of the first axis), and those that differ in any bit; all of them unless
         the array is in both, in one shape.
     max_abs
-        The largest absolute difference of two values, where both are finite; None unless both are numbers.
+        The largest absolute difference of two values, where both are finite; None unless both are numbers. At most
+        the largest float64.
     """
 
     path: str
@@ -130,7 +132,11 @@ def _bits(values: Array) -> Array:
 
 
 def _max_abs(one: Array, other: Array) -> float:
+    if one.dtype.kind in "biu":  # exact, also where float64 is not: what wraps around is the distance
+        largest, least = np.maximum(one, other).astype(np.uint64), np.minimum(one, other).astype(np.uint64)
+        return float(np.max(largest - least, initial=0))
     kind = np.complex128 if one.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(one.astype(kind) - other.astype(kind))
-    return float(np.max(apart, where=np.isfinite(apart), initial=0.0))
+    both = np.isfinite(one) & np.isfinite(other)
+    return min(float(np.max(apart, where=both, initial=0.0)), sys.float_info.max)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,3 +79,28 @@ def test_unequal_not_a_numbers_differ(tmp_path: Path) -> None:
         ckpt.save(2).result()
     user = _by_path(cnr_store.diff(url, 1))["tables/user/weight"]
     assert (user.status, user.rows_changed, user.max_abs) == ("changed", 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (torch.tensor([2**53]), torch.tensor([2**53 + 1]), 1.0),
+        (torch.tensor([2**63 - 1, 5]), torch.tensor([-(2**63), 5]), float(2**64)),
+        (torch.tensor([3], dtype=torch.uint8), torch.tensor([250], dtype=torch.uint8), 247.0),
+        (torch.tensor([True]), torch.tensor([False]), 1.0),
+        (
+            torch.tensor([1e308], dtype=torch.float64),
+            torch.tensor([-1e308], dtype=torch.float64),
+            sys.float_info.max,
+        ),
+        (torch.tensor([np.inf, 1.0]), torch.tensor([1.0, 3.0]), 2.0),
+    ],
+)
+def test_distances_are_those_of_the_type(tmp_path: Path, one: Any, other: Any, apart: float) -> None:
+    model = nn.Module()
+    model.register_buffer("values", one)
+    cnr_store.save(tmp_path, model, step=1)
+    model.register_buffer("values", other)
+    cnr_store.save(tmp_path, model, step=2)
+    (found,) = cnr_store.diff(tmp_path, 1)
+    assert (found.status, found.max_abs) == ("changed", apart)
