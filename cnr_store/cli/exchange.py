@@ -90,5 +90,11 @@ def serve(
 
     opened = storage_options(options)
     record = Catalog(open_backend(url, **opened)).find(version_named(version))
-    say(f"{record.id} (step {record.step}) at http://{host}:{port}/")
-    run(url, record.id, host=host, port=port, storage_options=opened)
+    run(
+        url,
+        record.id,
+        host=host,
+        port=port,
+        storage_options=opened,
+        ready=lambda taken: say(f"{record.id} (step {record.step}) at http://{host}:{taken}/"),
+    )

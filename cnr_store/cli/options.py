@@ -17,8 +17,33 @@ Url = Annotated[
 ]
 
 
+OWN_PARAMETERS = frozenset(
+    {
+        "deep",
+        "dry_run",
+        "format",
+        "grace_seconds",
+        "keep_every",
+        "keep_last",
+        "newer",
+        "older",
+        "overwrite",
+        "progress",
+        "target",
+        "target_options",
+        "url",
+        "version",
+        "versions",
+        "workers",
+    }
+)
+"""Parameters of the library's functions, beside which they take storage options by name."""
+
+
 def _check_storage_options(text: str) -> str:
-    storage_options(text)
+    taken = sorted(OWN_PARAMETERS.intersection(storage_options(text)))
+    if taken:
+        raise typer.BadParameter(f"{', '.join(taken)}: these are no options of a filesystem")
     return text
 
 
@@ -70,8 +95,11 @@ def storage_options(text: str) -> dict[str, Any]:
 
 
 def version_named(text: str) -> str | int:
-    """A version as the library takes it: digits are a step."""
-    return int(text) if text.isascii() and text.isdecimal() else text
+    """A version as the library takes it: digits are a step, unless they are too many for a number."""
+    try:
+        return int(text) if text.isascii() and text.isdecimal() else text
+    except ValueError:
+        return text
 
 
 def width(text: str) -> int | str:
@@ -79,7 +107,7 @@ def width(text: str) -> int | str:
 
     Raises: typer.BadParameter if there is no such width.
     """
-    bits = int(text) if text.isdecimal() else text
+    bits = int(text) if (len(text) == 1 and text.isascii() and text.isdecimal()) or text == "32" else text
     try:
         check_bits(bits)
     except OptionError as error:

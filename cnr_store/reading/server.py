@@ -9,13 +9,13 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cnr_backends import BackendError
 from cnr_store.catalog import Version
-from cnr_store.errors import CheckpointError
+from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.layout import NODE
 from cnr_store.reading.access import Url, view
 from cnr_store.reading.computed import in_reader
@@ -74,15 +74,34 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     storage_options: Mapping[str, Any] | None = None,
+    ready: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Serve one version until the process is interrupted. There is no access control: by default this machine
     alone can connect.
 
+    Parameters
+    ----------
+    ready
+        Called with the port once who connects is answered.
+
     Raises
     ------
+    OptionError
+        The port is taken, or the host is no address of this machine.
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
-    uvicorn.run(app(url, version, **(storage_options or {})), host=host, port=port, lifespan="off", ws="none")
+    application = app(url, version, **(storage_options or {}))
+    server = uvicorn.Server(uvicorn.Config(application, host=host, port=port, lifespan="off", ws="none"))
+    with _listening(host, port) as listening, suppress(KeyboardInterrupt):
+        ready(listening.getsockname()[1])
+        server.run(sockets=[listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OptionError(f"can't listen at {host}:{port}: {error}; choose another port or host") from error
 
 
 @contextmanager

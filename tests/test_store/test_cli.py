@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -19,6 +21,7 @@ from safetensors.numpy import load_file
 
 import cnr_store
 from cnr_store.cli import main
+from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policy import POLICIES
 
 WITHOUT_TORCH = """
@@ -108,6 +111,7 @@ def test_an_error_of_ours_is_one_line_and_status_1(
         ("info", str(tmp_path / "empty")),
         ("info", store, "77"),
         ("info", store, "[bold]"),
+        ("info", store, "9" * 5000),
         ("demo", "--data", str(tmp_path)),
         ("verify", str(tmp_path / "empty")),
         ("verify", store, "77"),
@@ -207,18 +211,32 @@ def test_serve_answers_until_interrupted(store: str) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            lines = iter(server.stderr.readline, "")
-            assert "(step 1)" in next(lines)
-            address = next(
-                found[0]
-                for line in lines
-                if (found := re.search(r"http://[0-9.:]+", line)) and ":0" not in found[0]
-            )
+            said = re.search(r"\(step 1\) at (http://127\.0\.0\.1:[1-9][0-9]*)/$", server.stderr.readline())
+            assert said
+            address = said[1]
             with urllib.request.urlopen(f"{address}/zarr.json", timeout=60) as answer:
                 assert json.load(answer)["attributes"]["cnr_version"]["step"] == 1
         finally:
             server.send_signal(signal.SIGINT)
     assert server.returncode == 0
+
+
+def test_a_port_that_is_taken_is_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], store: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, out, err = cnr(capsys, "serve", store, "--port", str(taken.getsockname()[1]))
+    assert (status, out) == (1, "")
+    assert err.startswith("cnr: can't listen at 127.0.0.1:")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "function", ["versions", "open", "verify", "compact", "gc", "pin", "unpin", "diff", "export"]
+)
+def test_what_storage_options_must_not_be_called_is_known(function: str) -> None:
+    parameters = inspect.signature(getattr(cnr_store, function)).parameters.values()
+    assert {each.name for each in parameters if each.kind != each.VAR_KEYWORD} <= OWN_PARAMETERS
 
 
 def test_simulate_compares_policies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +259,8 @@ def test_simulate_compares_policies(capsys: pytest.CaptureFixture[str]) -> None:
         (("demo", "--policy", "often"), "policy 'often' is not one of"),
         (("demo", "--bits", "5"), "bits 5"),
         (("demo", "--bits", "few"), "bits 'few'"),
+        (("demo", "--bits", "9" * 5000), "--bits"),
+        (("ls", "x", "--storage-options", '{"url": "y"}'), "url: these"),
         (("demo", "--every", "0"), "--every"),
         (("demo", "--steps", "many"), "--steps"),
         (("gc", "x", "--keep-last", "0"), "--keep-last"),
