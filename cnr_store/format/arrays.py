@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import zarr
+from zarr.api.asynchronous import create_array
 from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
 from zarr.storage import MemoryStore
 
 from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
@@ -149,14 +150,19 @@ def _create(**arguments: Any) -> Doc:
 @functools.lru_cache(maxsize=4096)
 def _created(serializer: str, compressors: str, **arguments: Any) -> Doc:
     """Let zarr make the document, in memory: cached, since most arrays of a version look alike."""
-    store = MemoryStore()
-    zarr.create_array(
-        store, name="a", serializer=json.loads(serializer), compressors=json.loads(compressors), **arguments
-    )
-    stored = sync(store.get("a/zarr.json", default_buffer_prototype()))
-    assert stored is not None  # zarr has just written it
-    doc: Doc = json.loads(stored.to_bytes())
-    return doc
+
+    async def make() -> Doc:
+        store = MemoryStore()
+        codecs = {"serializer": json.loads(serializer), "compressors": json.loads(compressors)}
+        await create_array(store, name="a", **codecs, **arguments)
+        stored = await store.get("a/zarr.json", default_buffer_prototype())
+        assert stored is not None  # zarr has just written it
+        doc: Doc = json.loads(stored.to_bytes())
+        return doc
+
+    # In a loop of its own: the caller may run in zarr's, which would wait for itself.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, make()).result()
 
 
 def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:

@@ -24,6 +24,7 @@ from cnr_store.format.record import Record
 from cnr_store.training.restore import Restored
 
 log = logging.getLogger("cnr_store")
+_LISTINGS = 5
 
 
 def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record], Restored]) -> Restored:
@@ -37,7 +38,7 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
-        There is no such version.
+        There is no such version, or it is removed while it is read.
     ModelMismatchError
         The version asked for does not fit. The model is unchanged.
     CorruptionError
@@ -45,11 +46,23 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record
     cnr_backends.BackendError
         The storage does not answer, which is no damage.
     """
+    for _ in range(_LISTINGS - 1):
+        try:
+            return _from_listing(catalog, version, load)
+        except VersionNotFoundError:
+            if version != "latest":
+                raise
+            # Removed while it was read, so there are newer ones: no damage, and no reason to go back.
+            catalog.refresh()
+    return _from_listing(catalog, version, load)
+
+
+def _from_listing(catalog: Catalog, version: Version, load: Callable[[Record], Restored]) -> Restored:
     skipped: list[tuple[str, CheckpointError]] = []
     for name, found in _newest_first(catalog, version):
         try:
             restored = _load(catalog, name, found, load)
-        except (CorruptionError, FormatError, VersionNotFoundError) as error:
+        except (CorruptionError, FormatError) as error:
             log.error("version %s of %s is damaged and was skipped: %s", name, catalog.backend.url, error)
             skipped.append((name, error))
             continue
@@ -82,11 +95,13 @@ def _load(
     """Load one version; twice, if it seems damaged: it may have been folded, and what it leant on removed, since."""
     try:
         return load(_sound(found))
-    except (CorruptionError, FormatError):
+    except (CorruptionError, FormatError) as error:
         catalog.refresh()
         again = catalog.find_record(name)
         if again is None:
-            raise
+            raise VersionNotFoundError(
+                f"version {name} of {catalog.backend.url} was removed while it was read"
+            ) from error
         return load(again)
 
 

@@ -65,13 +65,18 @@ def verify(
     """
     backend = open_backend(url, **storage_options)
     with Transfer(workers, 2 * workers) as transfer:
-        for _ in range(_RUNS):
+        # Versions that were removed or folded in the middle look damaged: look again, at what there is now.
+        for _ in range(_RUNS - 1):
             verification = _Verification(backend, deep, transfer, progress)
-            report = verification.run(version)
-            # Versions that were removed or folded in the middle look damaged: look again, at what there is now.
+            try:
+                report = verification.run(version)
+            except VersionNotFoundError:
+                if version is not None:
+                    raise
+                continue
             if not (verification.overtaken or verification.removed_meanwhile()):
-                break
-    return report
+                return report
+        return _Verification(backend, deep, transfer, progress).run(version)
 
 
 class _Verification:

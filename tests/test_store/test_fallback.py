@@ -307,3 +307,24 @@ def _remove_objects(backend: Backend, version: str) -> None:
     backend.delete(layout.record_key(version))
     for key, _ in list(backend.list_keys(layout.version_key(version))):
         backend.delete(key)
+
+
+@pytest.mark.parametrize("at", [3, 8, 12])
+def test_a_version_that_is_removed_while_it_is_read_is_no_damage(at: int, tmp_path: Path) -> None:
+    url, model = str(tmp_path), torch.nn.Embedding(100, 4)
+    for step in (1, 2, 3):
+        cnr_store.save(url, model, step=step, policy="full")
+    cnr_store.pin(url, 1)
+    operations = 0
+
+    def overtake(operation: str, key: str, index: int) -> None:
+        nonlocal operations
+        operations += 1
+        if operations == at:
+            cnr_store.save(url, model, step=4, policy="full")
+            cnr_store.gc(url, keep_last=1)
+
+    place = FaultyBackend(open_backend(url), overtake, reads=True)
+    restored = cnr_store.load(place, torch.nn.Embedding(100, 4), fallback=True)
+    assert restored.skipped == ()
+    assert restored.step == 4 if at < 12 else restored.step >= 3  # or it was read before it went

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from zarr.abc.store import Store
@@ -30,13 +31,15 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
         as its folder, because Zarr never syncs. A Backend is returned as it is.
     **storage_options
         For fsspec filesystems alone: credentials, ``endpoint_url`` and so on. A local folder accepts and
-        ignores ``auto_mkdir``.
+        ignores ``auto_mkdir``. They may also come as one mapping, ``storage_options={...}``, as fsspec's own
+        callers give them.
 
     Raises
     ------
     OpenError
         With what is wrong and what to do.
     """
+    storage_options = _joined(storage_options)
     if isinstance(url, Backend | Store):
         _refuse_options(url, storage_options)
         return url if isinstance(url, Backend) else _from_store(url)
@@ -45,8 +48,9 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
     if not isinstance(url, str):
         raise OpenError(f"can't open {url!r}: give a path, a URL, a Zarr store or a backend")
     protocol = protocol_of(url)
-    if protocol in ("", "file", "local"):
+    if protocol in ("", "file", "local", "memory"):
         _refuse_options(url, {name: value for name, value in storage_options.items() if name != "auto_mkdir"})
+    if protocol in ("", "file", "local"):
         return LocalBackend(url[len(protocol) + 3 :] if protocol else url)
     return _KINDS.get(protocol, FsspecBackend)(url, storage_options)
 
@@ -57,8 +61,17 @@ def _from_store(store: Store) -> Backend:
     return ZarrBackend(store)
 
 
+def _joined(options: dict[str, Any]) -> dict[str, Any]:
+    """Options given one by one, and those given as a mapping called `storage_options`."""
+    mapping = options.get("storage_options")
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise OpenError(f"storage_options is {mapping!r}: give a mapping of names to values")
+    return {name: value for name, value in options.items() if name != "storage_options"} | dict(mapping or {})
+
+
 def _refuse_options(url: object, options: dict[str, Any]) -> None:
     if options:
         raise OpenError(
-            f"can't open {url}: it takes no storage options, but there are {sorted(options)}; leave them out"
+            f"can't open {url}: it takes no storage options, but there are {sorted(options)}; leave them out, or look "
+            "for a misspelled argument"
         )
