@@ -188,6 +188,7 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
         "docs/index.md",
         "docs/guide.md",
         "docs/reader.md",
+        "docs/loading.md",
         "docs/reading.md",
         "docs/following.md",
         "docs/upkeep.md",

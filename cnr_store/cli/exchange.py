@@ -27,6 +27,10 @@ Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, or l
 Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or latest.")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A path or any fsspec URL.")]
 OfVersion = Annotated[str, typer.Option("--version", metavar="VERSION", help="An id, a step, or latest.")]
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(help="What to write; zarr for a target that ends in .zarr, else safetensors."),
+]
 TargetOptions = Annotated[
     str,
     typer.Option("--target-options", metavar="JSON", help="Options of the target's filesystem."),
@@ -55,7 +59,7 @@ def export(
     url: Url,
     target: Target,
     version: OfVersion = "latest",
-    format: Annotated[Format, typer.Option(help="What to write.")] = Format.safetensors,  # noqa: A002
+    format: FormatOption = None,  # noqa: A002
     overwrite: Overwrite = False,
     target_options: TargetOptions = "{}",
     options: StorageOptions = "{}",
@@ -66,15 +70,15 @@ def export(
         url,
         target,
         version_named(version),
-        format.value,
+        None if format is None else format.value,
         overwrite=overwrite,
         target_options=storage_options(target_options),
         **storage_options(options),
     )
     if as_json:
-        print_json({"version": info.id, "step": info.step, "target": target, "format": format.value})
+        print_json({"version": info.id, "step": info.step, "target": target})
     else:
-        print_line(f"{info.id} (step {info.step}) written to {target} as {format.value}")
+        print_line(f"{info.id} (step {info.step}) written to {target}")
 
 
 def serve(

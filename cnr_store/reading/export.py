@@ -32,7 +32,7 @@ def export(
     url: Url,
     target: Target,
     version: Version = "latest",
-    format: Literal["safetensors", "zarr"] = "safetensors",  # noqa: A002 - the word for it
+    format: Literal["safetensors", "zarr"] | None = None,  # noqa: A002 - the word for it
     *,
     overwrite: bool = False,
     target_options: Mapping[str, Any] | None = None,
@@ -55,6 +55,8 @@ def export(
         The store, as everywhere.
     target
         A path or fsspec URL; for Zarr also a Zarr store.
+    format
+        ``zarr`` where left out and `target` is a Zarr store or ends in ``.zarr``, otherwise ``safetensors``.
     overwrite
         Whether to replace what is there.
     target_options
@@ -68,6 +70,9 @@ def export(
     cnr_backends.StorageError
         The target can't be written.
     """
+    if format is None:
+        is_zarr = isinstance(target, Store) or str(target).rstrip("/").endswith(".zarr")
+        format = "zarr" if is_zarr else "safetensors"  # noqa: A001
     if format not in ("safetensors", "zarr"):
         raise OptionError(f"format {format!r}: choose 'safetensors' or 'zarr'")
     catalog = Catalog(open_backend(url, **storage_options))

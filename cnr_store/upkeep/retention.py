@@ -15,7 +15,7 @@ from typing import Any
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog import Catalog
-from cnr_store.errors import OptionError
+from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.reading.access import Url
@@ -130,6 +130,8 @@ def gc(
     Raises
     ------
     OptionError
+    EmptyStoreError
+        There is no store.
     CorruptionError, FormatError
         A record or the newest claim can't be read, so that nobody knows what is needed. Nothing was removed.
     cnr_backends.BackendError
@@ -138,7 +140,7 @@ def gc(
     rules, grace = Rules(keep_last, keep_every), _seconds(grace_seconds)
     backend = open_backend(url, **storage_options)
     if not Catalog(backend).check_format():
-        return GcReport({}, dry_run=dry_run)
+        raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to remove: check the URL")
     return Retention(backend, rules, grace).run(dry_run=dry_run, progress=progress)
 
 

@@ -117,6 +117,7 @@ def test_an_error_of_ours_is_one_line_and_status_1(
         ("verify", store, "77"),
         ("compact", store, "77"),
         ("gc", str(tmp_path)),
+        ("gc", str(tmp_path / "empty"), "--keep-last", "1"),
         ("pin", store, "77"),
         ("diff", store, "1", "77"),
         ("export", store, str(tmp_path / "file")),
@@ -203,7 +204,9 @@ def test_export_writes_what_state_dict_returns(
     assert (found["0.weight"] == cnr_store.state_dict(store, 1)["0.weight"]).all()
     assert cnr(capsys, "export", store, str(target))[0] == 1
     assert cnr(capsys, "export", store, str(tmp_path / "group"), "--format", "zarr")[0] == 0
-    assert "tables/0/weight" in zarr.open_group(tmp_path / "group", mode="r")
+    assert cnr(capsys, "export", store, str(tmp_path / "group.zarr"))[0] == 0
+    for name in ("group", "group.zarr"):
+        assert "tables/0/weight" in zarr.open_group(tmp_path / name, mode="r")
 
 
 def test_serve_answers_until_interrupted(store: str) -> None:

@@ -214,12 +214,12 @@ def test_an_export_goes_wherever_fsspec_leads(store, kind):
 
 def test_a_zarr_export_goes_into_a_store_object(store):
     target = zarr.storage.MemoryStore()
-    cnr_store.export(store, target, format="zarr")
+    cnr_store.export(store, target)
     assert np.array_equal(
         zarr.open_group(target)["tables/users/weight"][:], cnr_store.state_dict(store)["users.weight"]
     )
     with pytest.raises(OptionError, match="give a path or a URL"):
-        cnr_store.export(store, zarr.storage.MemoryStore())
+        cnr_store.export(store, zarr.storage.MemoryStore(), format="safetensors")
 
 
 @pytest.mark.server
