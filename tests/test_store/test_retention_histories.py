@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 import cnr_store
 from cnr_backends import BackendError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
-from cnr_store import BaseLostError, SaveError
+from cnr_store import BaseLostError, EmptyStoreError, SaveError
 from cnr_store.catalog import Catalog
 from cnr_store.format.layout import VersionId
 from tests.test_store.kept import Content, Trainer, content, visible
@@ -126,6 +126,10 @@ class Histories(RuleBasedStateMachine):
 
     @rule(rules=RULES, grace=st.sampled_from([0.0, 3600.0]))
     def collect(self, rules: dict[str, Any], grace: float) -> None:
+        if not self.claimed():
+            with pytest.raises(EmptyStoreError):
+                cnr_store.gc(self.backend, **rules, grace_seconds=grace)
+            return
         kept = self.to_keep(**rules)
         planned = cnr_store.gc(self.backend, **rules, grace_seconds=grace, dry_run=True)
         report = cnr_store.gc(self.backend, **rules, grace_seconds=grace)
@@ -133,6 +137,7 @@ class Histories(RuleBasedStateMachine):
         assert set(report.removed) == set(planned.removed) == self.versions.keys() - kept
         self.forget(self.versions.keys() - kept)
 
+    @precondition(lambda self: self.claimed())
     @rule(rules=RULES, number=st.integers(0, 150), last=st.sampled_from(["before", "after"]))
     def crash_while_collecting(self, rules: dict[str, Any], number: int, last: Fault) -> None:
         kept = self.to_keep(**rules)
@@ -166,6 +171,10 @@ class Histories(RuleBasedStateMachine):
         while more := {base for each in kept - self.folded for base in self.bases[each]} - kept:
             kept |= more
         return kept
+
+    def claimed(self) -> bool:
+        """Whether the place holds a store yet."""
+        return bool(self.backend.list_names("writers"))
 
     def head(self) -> str | None:
         """The newest version of the newest claim, or what its writer started from."""
