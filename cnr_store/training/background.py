@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from cnr_backends import Backend
@@ -17,28 +16,50 @@ from cnr_store.upkeep.retention import Retention, Rules
 log = logging.getLogger("cnr_store")
 
 
-class Background:
-    """Runs what follows a commit in a thread of its own, so that neither training nor the next save waits for it.
+class Upkeep:
+    """Looks after the store behind each commit, in a thread of its own: neither training nor the next save waits.
 
     At most one run is under way and one waits: a newer commit's takes the place of one that has not begun, since
     each looks at all that there is.
+
+    Parameters
+    ----------
+    rules
+        Which versions are kept.
+    max_chain
+        Fold a version when reading it touches more than so many; None folds nothing.
+    workers
+        Threads that fold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend, rules: Rules, max_chain: int | None, workers: int) -> None:
+        self._kept = KeptVersions(backend, rules)
+        self._chains = ShortChains(backend, max_chain, workers)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
 
-    def after(self, work: Callable[[Record], None], record: Record) -> None:
-        """Run `work` of a commit's record. Its failure is logged: no save fails because of it."""
+    def after(self, record: Record) -> None:
+        """Look after the store that has got this version. A failure is logged: no save fails because of it."""
         if self._latest is not None:
             self._latest.cancel()
             self._latest = None
         try:
-            self._latest = self._executor.submit(_attempt, work, record)
+            self._latest = self._executor.submit(self._attempt, record)
         except RuntimeError as error:  # the pool's word for a process that ends
             log.warning("no upkeep after version %s: %s", record.id, error)
         else:
             finish_before_exit(self._latest)
+
+    def _attempt(self, record: Record) -> None:
+        try:
+            self._kept.apply(record)
+            self._chains.apply(record)
+        except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
+            log.warning("upkeep after version %s failed: %s", record.id, error)
+
+    def take_folded(self) -> str | None:
+        """The version that was folded since the last call, if any."""
+        return self._chains.take()
 
     def wait(self) -> None:
         """Wait for what is under way or waits."""
@@ -96,10 +117,3 @@ class ShortChains:
         """The version that was folded since the last call, if any."""
         folded, self._folded = self._folded, None
         return folded
-
-
-def _attempt(work: Callable[[Record], None], record: Record) -> None:
-    try:
-        work(record)
-    except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
-        log.warning("upkeep after version %s failed: %s", record.id, error)

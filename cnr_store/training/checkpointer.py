@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +18,6 @@ from cnr_store import claims
 from cnr_store.bits import Bits, ExpectedRestores
 from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import (
-    BaseLostError,
     CheckpointError,
     ClosedError,
     CorruptionError,
@@ -30,28 +26,26 @@ from cnr_store.errors import (
 )
 from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
-from cnr_store.plan import Plan, RowsWrite
-from cnr_store.policy import Costs, Decision, check_policy
+from cnr_store.policy import Costs, check_policy
 from cnr_store.reading.access import READ_WORKERS, Url
 from cnr_store.training.audit import Audit
-from cnr_store.training.background import Background, KeptVersions, ShortChains
+from cnr_store.training.background import Upkeep
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_newest_sound
 from cnr_store.training.matching import Selection, Strict
 from cnr_store.training.optimizers import as_list
 from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.partial import PartialRestore
-from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
-from cnr_store.training.planner import Bitmaps, Planner
+from cnr_store.training.pending import PendingSave, Turn
+from cnr_store.training.planner import Planner
 from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.restore import Restore, Restored
-from cnr_store.training.snapshot import DenseSnapshot, Staging, row_arrays, snapshot_dense, table_aliases
+from cnr_store.training.saving import Outcomes, Saves
+from cnr_store.training.snapshot import Staging, row_arrays, snapshot_dense, table_aliases
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tracker import Tracker
 from cnr_store.upkeep.retention import Rules
 from cnr_store.write import Writer
-
-log = logging.getLogger("cnr_store")
 
 
 class Checkpointer:
@@ -135,9 +129,9 @@ class Checkpointer:
         max_chain = None if max_chain is None else count("max_chain", max_chain, least=1)
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._overlap = check_overlap(overlap)
-        self._on_done = callback("on_done", on_done)
-        self._policy = check_policy(policy)
-        self._costs = Costs(keep_last, restores_per_save)
+        on_done = callback("on_done", on_done)
+        policy = check_policy(policy)
+        costs = Costs(keep_last, restores_per_save)
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores))
         self._objects = stateful(state or {})
         self._rng = rng
@@ -150,20 +144,27 @@ class Checkpointer:
         self._catalog = Catalog(backend)
         self._catalog.check_format()
         self._writer = Writer(backend, workers)
-        self._kept = KeptVersions(backend, rules)
-        self._chains = ShortChains(backend, max_chain, workers)
+        self._upkeep = Upkeep(backend, rules, max_chain, workers)
         self._planner = Planner(
             self._tables, table_aliases(model, self._tables), codecs, Staging(snapshot_bytes)
         )
-        self._pending: tuple[PendingSave, Bitmaps] | None = None
         self._closed = False
         self._turn = Turn()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
-        self._background = Background()
         self._tracker = Tracker(self._tables, self._optimizers)
+        self._saves = Saves(
+            self._tables,
+            self._optimizers,
+            self._planner,
+            self._writer,
+            self._tracker,
+            self._audit,
+            Outcomes(self._upkeep.after, on_done, self._turn),
+            policy,
+            costs,
+        )
         # Ahead of the first save, so that compiling never stands between a save and its commit.
         sizes = {table.name: (table.parameter.nbytes, table.dim, table.element) for table in self._tables}
-        self._executor.submit(codecs.warm, sizes)
+        self._saves.ahead(partial(codecs.warm, sizes))
 
     def save(
         self,
@@ -205,131 +206,20 @@ class Checkpointer:
             step = count("step", step, least=0)
             overlap = self._overlap if overlap is None else check_overlap(overlap)
             began = time.perf_counter()
-            if overlap == "skip" and self._pending is not None and not self._pending[0].done():
-                return PendingSave.skip(step, self._pending[0].step)
-            self._settle(tell_before=step)
-            if (folded := self._chains.take()) is not None:
+            latest = self._saves.latest
+            if overlap == "skip" and latest is not None and not latest.done():
+                return PendingSave.skip(step, latest.step)
+            self._saves.settle(tell_before=step)
+            if (folded := self._upkeep.take_folded()) is not None:
                 self._planner.folded(folded)
             self._tracker.adopt_replaced()  # or what stands in a table's place would pass as dense
             pending = PendingSave(step)
             taken = snapshot_dense(
                 self._model, self._tables, self._optimizers, self._objects, reader, metadata, self._rng
             )
-            self._start(pending, taken, full)
+            self._saves.begin(pending, taken, full)
             pending.stall_seconds = time.perf_counter() - began
             return pending
-
-    def _start(self, pending: PendingSave, taken: DenseSnapshot, full: bool) -> None:
-        """Take the changed rows, hand all to the background, and wait while it reads the model.
-
-        An interrupt at any point leaves either a save under way or none, never a row forgotten.
-        """
-        arrays = row_arrays(self._tables, self._optimizers)
-        unsafe = self._tracker.whole_reasons()
-        rows_done = threading.Event()
-        dirty: Bitmaps = {}
-        try:
-            self._pending = (pending, dirty)
-            self._tracker.swap(dirty)
-            beside_bytes = sum(write.values.nbytes for write in taken.dense)
-            decision = self._planner.decide(
-                self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
-            )
-            if not decision.full:  # or all is written, whatever is believed of it
-                self._audit.check(arrays, dirty, self._tracker.distrust)
-            self._audit.renew(arrays, dirty)
-            rows = self._planner.rows(decision, arrays, dirty, unsafe, pending)
-            plan = self._plan(pending.step, taken, decision, rows)
-            finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan, rows_done)
-            if any(isinstance(write.source, LeasedRows) for write in rows):
-                rows_done.wait()
-        except BaseException as error:
-            if pending.future.cancel():  # it has not begun, and never will
-                self._tracker.restore(dirty)
-                self._pending = None
-            else:
-                pending.abandoned.set()
-                pending.asked = True  # the caller has this error
-                rows_done.wait()
-            if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
-                raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
-            raise
-
-    def _plan(self, step: int, taken: DenseSnapshot, decision: Decision, rows: Sequence[RowsWrite]) -> Plan:
-        lineage = self._planner.lineage
-        return Plan(
-            step=step,
-            previous=lineage.version,
-            rows=rows,
-            dense=taken.dense,
-            state=taken.state,
-            policy=asdict(decision),
-            needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
-            restores=lineage.restores,
-            metadata=taken.metadata,
-        )
-
-    def _write(self, pending: PendingSave, plan: Plan, rows_done: threading.Event) -> None:
-        try:
-            if not pending.future.set_running_or_notify_cancel():
-                return
-            record = self._writer.write(plan, rows_done.set)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
-            log.error("save of step %d failed: %s", plan.step, error)
-            pending.future.set_exception(error)
-        else:
-            self._background.after(self._after_commit, record)
-            pending.future.set_result(record)
-        finally:
-            rows_done.set()
-            self._call_back(pending)
-            pending.told.set()
-
-    def _call_back(self, pending: PendingSave) -> None:
-        if self._on_done is None or pending.future.cancelled():
-            return
-        try:
-            with self._turn.call_back():
-                self._on_done(pending)
-        except BaseException:  # the pool would drop it in silence; the save is what it is
-            log.exception("on_done of the save of step %d failed", pending.step)
-
-    def _after_commit(self, record: Record) -> None:
-        """Look after the store, in the background: while it runs, training and the next save go on."""
-        self._kept.apply(record)
-        self._chains.apply(record)
-
-    def _settle(self, tell_before: int | None = None) -> None:
-        """Wait for the save under way and take its outcome into account, on the training thread.
-
-        If it failed and nobody has asked for its result, it is raised to the save of step `tell_before`. What was
-        interrupted half way is done again by the next call.
-        """
-        if self._pending is None:
-            return
-        pending, dirty = self._pending
-        if pending.future.cancelled():  # interrupted twice: once as it began, and once in giving it up
-            self._tracker.restore(dirty)
-            self._pending = None
-            return
-        error = pending.future.exception()
-        pending.told.wait()  # whoever is called back may ask for the failure
-        if error is None:
-            self._planner.committed(pending.future.result(), dirty)
-        else:
-            self._tracker.restore(dirty)
-        if isinstance(error, BaseLostError):
-            self._planner.forget()
-            self._writer.renew(None)
-        self._pending = None
-        if error is not None and tell_before is not None and not pending.asked:
-            pending.asked = True
-            error.add_note(
-                f"This is about the save of step {pending.step}, whose result nobody asked for. That of step "
-                f"{tell_before} was not begun: call save again."
-            )
-            raise error
 
     def load(
         self,
@@ -377,8 +267,8 @@ class Checkpointer:
             )
         with self._turn.take("load"):
             self._check_open()
-            self._settle()
-            self._background.wait()
+            self._saves.settle()
+            self._upkeep.wait()
             self._catalog.refresh()
             if fallback:
                 return load_newest_sound(self._catalog, version, self._load)
@@ -431,15 +321,15 @@ class Checkpointer:
             if self._closed:
                 return
             self._closed = True
-            pending = self._pending
+            latest = self._saves.latest
             try:
-                self._settle()
+                self._saves.settle()
             finally:
                 self._tracker.close()
-                self._executor.shutdown()
-                self._background.close()
-            if pending is not None and not pending[0].asked:
-                pending[0].result()
+                self._saves.close()
+                self._upkeep.close()
+            if latest is not None and not latest.asked:
+                latest.result()
 
     def preemption(self, signals: Iterable[int] = (signal.SIGTERM,)) -> AbstractContextManager[Preemption]:
         """Notice that this process is to end, in time for a last save.

@@ -53,7 +53,7 @@ class Job:
 
     def upkeep(self) -> None:
         """Wait for what goes on behind the saves, of which nothing public tells."""
-        self.checkpointer._background.wait()
+        self.checkpointer._upkeep.wait()
 
     def check(self) -> None:
         """Every version that is there reads as it did when it was saved."""
@@ -154,14 +154,14 @@ def test_folds_slower_than_saves_do_not_keep_retention_from_its_work(tmp_path: P
             turn.notify_all()
 
     def settled() -> bool:
-        upkeep = job.checkpointer._background._latest
+        upkeep = job.checkpointer._upkeep._latest
         return until > commits or (upkeep is not None and upkeep.done())
 
     job = Job(FaultyBackend(open_backend(tmp_path), hold), max_chain=2, keep_last=1)
     kept = []
     for _ in range(16):
         job.save()
-        upkeep = job.checkpointer._background._latest
+        upkeep = job.checkpointer._upkeep._latest
         assert upkeep is not None
         with turn:
             commits += 1
@@ -205,7 +205,7 @@ def test_policies_change_over_a_fold(tmp_path: Path) -> None:
     job.upkeep()
     version = cnr_store.versions(backend)[-1].id
     # Only `auto` mixes the two kinds of delta in one run, and not when a test wants it to.
-    job.checkpointer._policy = "one-shot"
+    job.checkpointer._saves._policy = "one-shot"
     job.save()
     job.save()
     job.checkpointer.close()

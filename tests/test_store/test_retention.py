@@ -206,11 +206,11 @@ def test_a_fold_that_was_removed_is_trusted_no_more(backend):
     cnr_store.compact(backend, made[2])
     cnr_store.pin(backend, made[2])
     trainer.save(4)
-    trainer.checkpointer._background.wait()
+    trainer.checkpointer._upkeep.wait()
     backend.delete(record_key(made[2], "folds"))
     for step in (5, 6, 7):
         trainer.save(step, full=True)
-        trainer.checkpointer._background.wait()
+        trainer.checkpointer._upkeep.wait()
     assert visible(backend)[:3] == made
     check_exact(backend, {**contents(backend), **before})
     trainer.close()
