@@ -13,25 +13,32 @@ from cnr_backends import open_backend
 from cnr_store.catalog import Catalog
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
+from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.upkeep.survey import ids
 
 _SHOWN_IDS = 3
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first."""
-    found = list(Catalog(open_backend(url, **storage_options(options))).newest_first())[::-1]
+    backend = open_backend(url, **storage_options(options))
+    found = list(Catalog(backend).newest_first())[::-1]
+    pinned, folded = ids(backend, layout.PINS), ids(backend, layout.FOLDS)
+    listed = [
+        _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in found
+    ]
     if as_json:
-        print_json([_facts(record) for record in found])
+        print_json(listed)
         return
     if not found:
         say(f"{url} holds no committed version")
         return
     columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
-    table = new_table(*columns)
-    for record in found:
-        facts = {name: _shown(name, value) for name, value in _facts(record).items()}
-        table.add_row(*(facts[column] for column in columns))
+    table = new_table(*columns, "marks")
+    for facts in listed:
+        marks = ", ".join(mark for mark in ("pinned", "folded") if facts[mark])
+        table.add_row(*(_shown(column, facts[column]) for column in columns), marks or "-")
     print_table(table)
 
 

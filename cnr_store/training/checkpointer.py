@@ -31,7 +31,7 @@ from cnr_store.reading.access import READ_WORKERS, Url
 from cnr_store.training.audit import Audit
 from cnr_store.training.background import Upkeep
 from cnr_store.training.codecs import CodecChoice, CodecOption
-from cnr_store.training.fallback import load_newest_sound
+from cnr_store.training.fallback import load_found, load_newest_sound
 from cnr_store.training.matching import Selection, Strict
 from cnr_store.training.optimizers import as_list
 from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
@@ -272,7 +272,7 @@ class Checkpointer:
             self._catalog.refresh()
             if fallback:
                 return load_newest_sound(self._catalog, version, self._load)
-            return self._load(self._catalog.find(version), selection)
+            return load_found(self._catalog, version, lambda record: self._load(record, selection))
 
     def _load(self, record: Record, selection: Selection | None = None) -> Restored:
         into = (self._catalog, record, self._model, self._tables, self._optimizers)

@@ -1,4 +1,4 @@
-"""Loading the newest sound version where the one that was asked for is damaged.
+"""Loading what was asked for, while retention removes versions; and the newest sound one where that is damaged.
 
 Each version is loaded rather than verified first: a load proves whatever it reads, so checking before would read
 everything twice to learn the same. A load that fails half way has overwritten a part of the model, and the next one
@@ -46,15 +46,30 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Callable[[Record
     cnr_backends.BackendError
         The storage does not answer, which is no damage.
     """
+    return _unless_overtaken(catalog, version, lambda: _from_listing(catalog, version, load))
+
+
+def load_found(catalog: Catalog, version: Version, load: Callable[[Record], Restored]) -> Restored:
+    """Load the version that is asked for, and no other.
+
+    Raises
+    ------
+    EmptyStoreError, VersionNotFoundError
+        There is no such version, or it is removed while it is read.
+    """
+    return _unless_overtaken(catalog, version, lambda: load(catalog.find(version)))
+
+
+def _unless_overtaken(catalog: Catalog, version: Version, load: Callable[[], Restored]) -> Restored:
     for _ in range(_LISTINGS - 1):
         try:
-            return _from_listing(catalog, version, load)
+            return load()
         except VersionNotFoundError:
             if version != "latest":
                 raise
             # Removed while it was read, so there are newer ones: no damage, and no reason to go back.
             catalog.refresh()
-    return _from_listing(catalog, version, load)
+    return load()
 
 
 def _from_listing(catalog: Catalog, version: Version, load: Callable[[Record], Restored]) -> Restored:

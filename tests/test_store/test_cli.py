@@ -58,7 +58,7 @@ def test_ls_lists_versions_oldest_first(capsys: pytest.CaptureFixture[str], stor
     status, out, _ = cnr(capsys, "ls", store)
     lines = out.splitlines()
     assert status == 0
-    assert lines[0].split() == ["id", "step", "kind", "rows", "bytes", "previous", "time"]
+    assert lines[0].split() == ["id", "step", "kind", "rows", "bytes", "previous", "time", "marks"]
     assert [line.split()[1:4] for line in lines[1:]] == [["1", "baseline", "1,000"], ["2", "delta", "2"]]
     first, second = (line.split()[0] for line in lines[1:])
     assert lines[1].split()[5] == "-"
@@ -72,7 +72,19 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     status, out, _ = cnr(capsys, "ls", store, "--json")
     names = ("id", "step", "kind", "rows", "bytes", "previous", "time", "metadata")
     assert status == 0
-    assert json.loads(out) == [{name: getattr(info, name) for name in names} for info in versions(store)]
+    expected = [{name: getattr(info, name) for name in names} for info in versions(store)]
+    assert json.loads(out) == [each | {"pinned": False, "folded": False} for each in expected]
+
+
+def test_ls_marks_what_is_pinned_and_folded(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
+    assert cnr(capsys, "pin", own_store, "1")[0] == 0
+    assert cnr(capsys, "compact", own_store, "2")[0] == 0
+    first, second = json.loads(cnr(capsys, "ls", own_store, "--json")[1])
+    marks = [(each["pinned"], each["folded"]) for each in (first, second)]
+    assert marks == [(True, False), (False, True)]
+    assert [line.split()[-1] for line in cnr(capsys, "ls", own_store)[1].splitlines()] == [
+        *("marks", "pinned", "folded")
+    ]
 
 
 def test_info_shows_a_version_by_id_step_or_latest(capsys: pytest.CaptureFixture[str], store: str) -> None:
