@@ -167,3 +167,6 @@ def _finish() -> None:
 # The pools' own hook refuses new work, which a save that is still writing needs; hooks run last in, first out, and
 # only those registered here run before the threads are joined.
 getattr(threading, "_register_atexit", atexit.register)(_finish)
+if hasattr(os, "register_at_fork"):
+    # The threads that would finish them are not there: a data loader's worker would wait for ever.
+    os.register_at_fork(after_in_child=_under_way.clear)

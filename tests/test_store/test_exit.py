@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
 
 # Storage that stands still until the interpreter begins to end, so that it surely does so during the save.
 _PROGRAM = """
@@ -77,3 +82,27 @@ def test_a_process_that_leaves_at_once_shows_nothing(tmp_path: Path) -> None:
     assert done.returncode == 5, done.stderr
     assert list(tmp_path.rglob("*"))
     assert cnr_store.versions(tmp_path) == []
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_ends_while_its_parent_is_still_saving(tmp_path: Path) -> None:
+    """As a data loader's workers do, which end with each epoch."""
+    standing, goes_on = threading.Event(), threading.Event()
+
+    def stands_still(operation: str, key: str, index: int) -> None:
+        standing.set()
+        goes_on.wait(120)
+
+    backend = FaultyBackend(open_backend(str(tmp_path)), stands_still)
+    with cnr_store.Checkpointer(backend, torch.nn.EmbeddingBag(2000, 8), bits=4) as checkpointer:
+        pending = checkpointer.save(7)
+        assert standing.wait(60)
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join(60)
+        ended, saving = child.exitcode, not pending.done()
+        child.kill()
+        goes_on.set()
+    assert (ended, saving) == (0, True)
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
