@@ -115,32 +115,27 @@ def count_reference(bitmap: Bitmap) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _rows_of_bytes(bitmap: Bitmap, first: int, last: int, out: Rows, filled: int) -> int:
-    for index in range(first, last):
-        byte = bitmap[index]
-        if byte == 0:
-            continue
-        for bit in range(8):
-            if (byte >> bit) & 1:
-                out[filled] = index * 8 + bit
-                filled += 1
-    return filled
-
-
-@njit(nogil=True, cache=True)
-def _rows_of(bitmap: Bitmap, words: npt.NDArray[np.uint64], out: Rows) -> int:
+def _rows_of(words: npt.NDArray[np.uint64], tail: Bitmap, out: Rows) -> None:
     filled = 0
     for index in range(words.size):
-        if words[index] != 0:
-            filled = _rows_of_bytes(bitmap, index * 8, index * 8 + 8, out, filled)
-    return _rows_of_bytes(bitmap, words.size * 8, bitmap.size, out, filled)
+        word = words[index]
+        # From one set bit to the next: a branch for each bit, taken at random, costs ten times as much.
+        while word != 0:
+            lowest = word & (~word + np.uint64(1))
+            out[filled] = index * 64 + np.int64(_popcount(lowest - np.uint64(1)))
+            filled += 1
+            word ^= lowest
+    for index in range(tail.size):
+        for bit in range(8):
+            if (tail[index] >> bit) & 1:
+                out[filled] = (words.size * 8 + index) * 8 + bit
+                filled += 1
 
 
 def rows_of(bitmap: Bitmap, rows: int) -> Rows:
     """The rows below `rows` that are set, ascending, ``(n,)`` int64."""
-    words, _ = _words(bitmap)
     out = np.empty(count(bitmap), np.int64)
-    _rows_of(bitmap, words, out)
+    _rows_of(*_words(bitmap), out)
     return out[: np.searchsorted(out, rows)]
 
 
