@@ -100,6 +100,21 @@ def decode_name(segment: str) -> str:
     return urllib.parse.unquote(segment, errors="strict")
 
 
+def table_name(parameter: str) -> str:
+    """A table's name by that of its parameter: without a trailing `.weight`, unless nothing else is in it."""
+    return parameter if _only_weight(parameter) else parameter.removesuffix(".weight")
+
+
+def table_parameter(table: str) -> str:
+    """The name of a table's parameter by the table's: the inverse of `table_name`."""
+    return table if _only_weight(table) else f"{table}.weight"
+
+
+def _only_weight(name: str) -> bool:
+    # A bare embedding is `weight`, so a submodule of that name can't be.
+    return set(name.split(".")) == {"weight"}
+
+
 def weight_path(table: str) -> str:
     """Path of a table's rows inside a version."""
     return slot_path(table, "weight")

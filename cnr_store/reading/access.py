@@ -14,7 +14,7 @@ from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.chain import ArrayReader
 from cnr_store.dense import read_dense
-from cnr_store.format.layout import decode_name
+from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.memory import empty
 from cnr_store.reading.overlay import Overlay
@@ -97,8 +97,7 @@ def model_arrays(record: Record) -> dict[str, str]:
     for path in record.arrays:
         group, middle, last = path.split("/")
         if group == "tables" and last == "weight":
-            table = decode_name(middle)
-            found[table if table == "weight" else f"{table}.weight"] = path
+            found[table_parameter(decode_name(middle))] = path
         elif group == "dense" and middle == "model":
             found[decode_name(last)] = path
     return found

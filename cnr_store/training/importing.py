@@ -17,7 +17,7 @@ from cnr_store.bits import Bits, match_pattern
 from cnr_store.catalog import Catalog, VersionInfo
 from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
-from cnr_store.format.layout import dense_path, weight_path
+from cnr_store.format.layout import dense_path, table_name, weight_path
 from cnr_store.format.leaves import NUMBER_TYPES, ArrayLeaf
 from cnr_store.format.safetensors import LENGTH, MAX_HEADER_BYTES, decode_header
 from cnr_store.format.state import encode_state
@@ -131,7 +131,7 @@ def import_file(
     codecs = CodecChoice(bits, codec)
     found = _open(Path(source), key)
     chosen = _choose_tables(found.tensors, tables)
-    codecs.check_tables([_table_name(name) for name in chosen])
+    codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
     dense = [
@@ -203,20 +203,18 @@ def _same_bytes(one: Array, other: Array) -> bool:
 
 def _choose_tables(tensors: Mapping[str, FileTensor], patterns: Sequence[str] | None) -> list[str]:
     able = [
-        name
-        for name, tensor in tensors.items()
-        if tensor.may_be_table and (name == "weight" or name.endswith(".weight"))
+        name for name, tensor in tensors.items() if tensor.may_be_table and name.split(".")[-1] == "weight"
     ]
     if patterns is None:
         return [name for name in able if len(tensors[name].values) >= TABLE_ROWS]
     wanted = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, True)
     for pattern in wanted:
-        if not any(match_pattern({pattern: True}, _table_name(name)) for name in able):
+        if not any(match_pattern({pattern: True}, table_name(name)) for name in able):
             raise OptionError(
                 f"tables: the pattern {pattern!r} fits no floating matrix called weight; there are "
-                f"{', '.join(repr(_table_name(name)) for name in able) or 'none'}"
+                f"{', '.join(repr(table_name(name)) for name in able) or 'none'}"
             )
-    return [name for name in able if match_pattern(wanted, _table_name(name))]
+    return [name for name in able if match_pattern(wanted, table_name(name))]
 
 
 def _rows(name: str, tensor: FileTensor, aliases: tuple[str, ...], codecs: CodecChoice) -> RowsWrite:
@@ -227,7 +225,7 @@ def _rows(name: str, tensor: FileTensor, aliases: tuple[str, ...], codecs: Codec
             f"{name}: a row takes {row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be stored by rows; "
             "name the tables with tables=..."
         )
-    table = _table_name(name)
+    table = table_name(name)
     return RowsWrite(
         path=weight_path(table),
         shape=(rows, dim),
@@ -265,10 +263,6 @@ def _state(found: ModelFile, dense: list[DenseWrite]) -> Any:
         "rng": None,
     }
     return encode_state(tree, beside=beside, as_leaf=found.as_leaf)
-
-
-def _table_name(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:

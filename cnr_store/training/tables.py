@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.format.layout import table_name
 from cnr_store.training.tensors import TABLE_DTYPES, dtype_name
 
 Lookup = nn.Embedding | nn.EmbeddingBag
@@ -28,13 +29,13 @@ class Table:
     Attributes
     ----------
     name
-        What it is stored under: `parameter_name` without a trailing ``.weight``.
+        What it is stored under: its module's path without wrapper prefixes.
     parameter_name
-        Its key in the state dict without wrapper prefixes.
+        What optimizers' state calls it: as `parameter_names` does.
     key
-        Its key in ``model.state_dict()`` as it is.
+        Its key in ``model.state_dict()``, by its module.
     aliases
-        Names (made like `name`) of the other state dict entries that are this same parameter.
+        Names, made like `name`, of the other state dict entries that are this same parameter.
     parameter
         ``(rows, dim)``.
     modules
@@ -152,14 +153,15 @@ def find_tables(model: nn.Module) -> list[Table]:
         if weight is None:
             continue
         if id(weight) not in found:
-            found[id(weight)] = _table(path, weight, keys.get(id(weight), []), names)
+            own = f"{path}.weight" if path else "weight"
+            found[id(weight)] = _table(path, weight, own, keys.get(id(weight), []), names)
         found[id(weight)].modules.append(module)
     _note_sharing(model, found, state, names)
     order = {key: position for position, key in enumerate(state)}
     return sorted(found.values(), key=lambda table: order[table.key])
 
 
-def _table(path: str, weight: nn.Parameter, keys: Sequence[str], names: Mapping[str, str]) -> Table:
+def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names: Mapping[str, str]) -> Table:
     where = f"table {path or 'weight'!r}"
     if not keys:
         raise UnsupportedModelError(
@@ -178,12 +180,9 @@ def _table(path: str, weight: nn.Parameter, keys: Sequence[str], names: Mapping[
         )
     if weight.ndim != 2 or weight.numel() == 0:
         raise UnsupportedModelError(f"{where} has shape {tuple(weight.shape)}; a table has rows and columns")
-    first, *others = [names[key] for key in keys]
-    return Table(_table_name(first), first, keys[0], weight, [_table_name(name) for name in others])
-
-
-def _table_name(name: str) -> str:
-    return name.removesuffix(".weight")
+    key = own if own in keys else keys[0]  # a parameter of the model itself may be tied to it, and come first
+    others = [table_name(names[other]) for other in keys if other != key]
+    return Table(table_name(names[key]), names[keys[0]], key, weight, others)
 
 
 def _note_sharing(
