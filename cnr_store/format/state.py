@@ -26,7 +26,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,8 +102,12 @@ class _Encoder:
             )
         kind = type(value)
         if isinstance(value, list) and kind is list:
+            if depth < MAX_DEPTH and _are_small_integers(value):
+                return list(value)
             return [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
         if isinstance(value, tuple) and kind is tuple:
+            if depth < MAX_DEPTH and _are_small_integers(value):
+                return {"$tuple": list(value)}
             return {"$tuple": [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
         if isinstance(value, dict) and kind in _MAPPINGS:
             if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -269,6 +273,11 @@ def loads(data: bytes, what: str, most_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
         return doc
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not sound JSON: {error}") from error
+
+
+def _are_small_integers(values: Sequence[Any]) -> bool:
+    """Whether these are integers of 64 bits alone: a random generator's state has hundreds, and training waits."""
+    return set(map(type, values)) == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 63
 
 
 def _checked_integer(value: int, path: str) -> int:
