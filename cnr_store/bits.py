@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
 
 Bits = int | str | Mapping[str, int | str]
+StateBits = int | Mapping[str, int]
 WIDTHS = (2, 3, 4, 8, 32)
 LOSSLESS = 32
 LOSSLESS_BELOW_BYTES = 16 << 10
@@ -139,3 +140,65 @@ def choose_bits(bits: Bits, table: str, table_bytes: int, auto: int = WITHOUT_EX
 def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
     """The value of the first pattern (shell-style) that fits a table's name, None if none does."""
     return next((value for pattern, value in patterns.items() if fnmatch.fnmatchcase(table, pattern)), None)
+
+
+class StateWidths:
+    """How many bits the values of optimizer state get that follows rows.
+
+    Parameters
+    ----------
+    given
+        2, 3, 4, 8, 32 (lossless), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means
+        all slots of the tables that it fits. There is no ``"auto"``: what is known of restores is known of weights.
+
+    Raises
+    ------
+    OptionError
+        Widths out of range.
+    """
+
+    def __init__(self, given: StateBits = LOSSLESS) -> None:
+        named = given if isinstance(given, Mapping) else {}
+        if not all(isinstance(pattern, str) for pattern in named):
+            raise OptionError(f"state_bits {given!r}: patterns are strings, such as 'user*/exp_avg'")
+        for width in named.values() if isinstance(given, Mapping) else (given,):
+            if type(width) is not int or width not in WIDTHS:
+                raise OptionError(
+                    f"state_bits {width!r}: use 2, 3, 4, 8, 32 (lossless), or a mapping from patterns like "
+                    "'user*/exp_avg' to these"
+                )
+        self._width = LOSSLESS if isinstance(given, Mapping) else given
+        self._named = dict(named)
+
+    @property
+    def quantized(self) -> set[int]:
+        """The widths that rows may get, without lossless."""
+        return {self._width, *self._named.values()} - {LOSSLESS}
+
+    def check_tables(self, tables: Sequence[str]) -> None:
+        """Refuse patterns that fit no table. Slots are not known before an optimizer has made them.
+
+        Raises
+        ------
+        OptionError
+            Naming the pattern and the tables there are.
+        """
+        for pattern in self._named:
+            if not any(fnmatch.fnmatchcase(table, _table_and_slot(pattern)[0]) for table in tables):
+                raise OptionError(
+                    f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
+                )
+
+    def of(self, table: str, slot: str, nbytes: int) -> int:
+        """Width for one array. Those under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""
+        for pattern, width in self._named.items():
+            of_table, of_slot = _table_and_slot(pattern)
+            if fnmatch.fnmatchcase(table, of_table) and fnmatch.fnmatchcase(slot, of_slot):
+                return width
+        return LOSSLESS if nbytes < LOSSLESS_BELOW_BYTES else self._width
+
+
+def _table_and_slot(pattern: str) -> tuple[str, str]:
+    """The patterns of a table's name, which may hold ``/``, and of a slot's."""
+    table, slash, slot = pattern.rpartition("/")
+    return (table, slot) if slash else (pattern, "*")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cnr_backends import Transfer, open_backend
 from cnr_store import claims
-from cnr_store.bits import Bits, ExpectedRestores
+from cnr_store.bits import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import (
     CheckpointError,
@@ -67,6 +67,9 @@ class Checkpointer:
         Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
         Another codec for the rows: name, configuration, object, or a mapping from name patterns to these.
+    state_bits
+        Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), or a mapping from patterns
+        of ``TABLE/SLOT``, such as ``"users/exp_avg*"``, to these; what no pattern fits is lossless.
     expected_restores
         Failures per node and hour, nodes and hours that the run is planned for: what ``bits="auto"`` goes by.
     restores_per_save
@@ -110,6 +113,7 @@ class Checkpointer:
         policy: str = "intermittent",
         bits: Bits = "auto",
         codec: CodecOption = None,
+        state_bits: StateBits = LOSSLESS,
         expected_restores: ExpectedRestores | Mapping[str, Any] | None = None,
         restores_per_save: float = 0.1,
         state: Mapping[str, Any] | None = None,
@@ -132,7 +136,7 @@ class Checkpointer:
         on_done = callback("on_done", on_done)
         policy = check_policy(policy)
         costs = Costs(keep_last, restores_per_save)
-        codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores))
+        codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits)
         self._objects = stateful(state or {})
         self._rng = rng
         self._audit = Audit.of(audit)

@@ -1,4 +1,4 @@
-"""Which codec a table's rows get, from `bits` and `codec`."""
+"""Which codec a table's rows get, from `bits` and `codec`, and the optimizer's state beside them, from `state_bits`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from cnr_store.bits import (
     LOSSLESS_BELOW_BYTES,
     Bits,
     ExpectedRestores,
+    StateBits,
+    StateWidths,
     auto_bits,
     check_bits,
     choose_bits,
     match_pattern,
 )
 from cnr_store.errors import OptionError
+from cnr_store.training.raised import QUANTIZABLE, RaisedRows
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
 
 
 class CodecChoice:
-    """The codec of every table, by name.
+    """The codec of every table, and of every array beside its rows, by name.
 
     Parameters
     ----------
@@ -44,6 +47,8 @@ class CodecChoice:
         a mapping from name patterns to these, beside which `bits` serves the tables that no pattern fits.
     expected
         What ``"auto"`` goes by.
+    state_bits
+        See `StateWidths`.
 
     Raises
     ------
@@ -52,9 +57,14 @@ class CodecChoice:
     """
 
     def __init__(
-        self, bits: Bits = "auto", codec: CodecOption = None, expected: ExpectedRestores | None = None
+        self,
+        bits: Bits = "auto",
+        codec: CodecOption = None,
+        expected: ExpectedRestores | None = None,
+        state_bits: StateBits = LOSSLESS,
     ) -> None:
         self._bits = check_bits(bits)
+        self._state = StateWidths(state_bits)
         self._expected = expected
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
@@ -91,6 +101,7 @@ class CodecChoice:
                 raise OptionError(
                     f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
+        self._state.check_tables(tables)
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.
@@ -108,6 +119,10 @@ class CodecChoice:
         `sizes` are (bytes, dim, element type) by table name. Kernels are compiled once an installation, and kept.
         """
         wanted = {(self.of(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()}
+        for bits in self._state.quantized:
+            wanted |= {
+                (RaisedRows(bits), dim, kind) for _, dim, kind in sizes.values() if kind in QUANTIZABLE
+            }
         for codec, dim, element in wanted:
             rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
             payload = codec.encode_rows(rows, None, 2, element=element)
@@ -122,3 +137,11 @@ class CodecChoice:
             return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
+
+    def of_state(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
+        """The codec for an array of optimizer state beside a table's rows.
+
+        Element types that have no codes, such as integers, are lossless, whatever names them.
+        """
+        width = self._state.of(table, slot, nbytes)
+        return LosslessRows() if width == LOSSLESS or element not in QUANTIZABLE else RaisedRows(width)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs import LosslessRows, RowCodec
+from cnr_codecs import RowCodec
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
@@ -24,7 +24,6 @@ from cnr_store.training.tables import Table
 
 Bitmaps = dict[str, Bitmap]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
-_LOSSLESS = LosslessRows()
 
 
 class Planner:
@@ -188,9 +187,10 @@ class Planner:
         )
 
     def _codec(self, array: RowArray) -> RowCodec:
-        table = array.table
-        is_weight = array.tensor is table.parameter
-        return self._codecs.of(table.name, table.rows * array.row_bytes) if is_weight else _LOSSLESS
+        table, nbytes = array.table, array.table.rows * array.row_bytes
+        if array.tensor is table.parameter:
+            return self._codecs.of(table.name, nbytes)
+        return self._codecs.of_state(table.name, array.slot, nbytes, array.element)
 
     def _continues(self, array: RowArray) -> bool:
         """Whether a delta of this array's table can lean on what is stored.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import StateError, UnsupportedModelError
-from cnr_store.format.layout import dense_path, slot_path
+from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.plan import DenseWrite
@@ -45,6 +45,11 @@ class RowArray:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
+
+    @property
+    def slot(self) -> str:
+        """The array's name beside the table: ``weight``, or the optimizer's key."""
+        return decode_name(self.path.rsplit("/", 1)[1])
 
     @property
     def row_bytes(self) -> int:
