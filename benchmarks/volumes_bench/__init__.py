@@ -1,0 +1,1 @@
+"""Bytes written and kept by policy and width."""
