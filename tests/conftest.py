@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,6 +10,12 @@ import pytest
 
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt, for the tests that send it: a shell has its background jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
