@@ -1,13 +1,14 @@
-"""Hooks on modules and optimizers that neither keep their owner alive nor travel with a copied model."""
+"""Hooks on modules and optimizers that neither keep a tracker alive nor travel with a copied model."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
@@ -17,24 +18,10 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-class _Hook:
-    """Calls ``call(owner, *bound, *args)`` while the owner lives.
+class Local:
+    """A hook of one module alone: copies of a model are copied with hooks (for averaging, say); theirs do nothing."""
 
-    Copies of a model are copied with its hooks (for averaging, say); theirs do nothing.
-    """
-
-    def __init__(self, owner: object, call: Callable[..., None], *bound: object) -> None:
-        self._owner = weakref.ref(owner)
-        self._call = call
-        # Compiled code must leave here, rather than trace through kernels that it does not know.
-        self._uncompiled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        self._bound = bound
-
-    def __call__(self, *args: object) -> None:
-        owner = self._owner()
-        if owner is not None:
-            call = self._uncompiled if torch.compiler.is_compiling() else self._call
-            call(owner, *self._bound, *args)
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
@@ -45,32 +32,59 @@ class _NoHook:
         return None
 
 
-def hook_module(
-    module: nn.Module,
-    owner: object,
-    before: Callable[..., None],
-    after: Callable[..., None],
-    loaded: Callable[..., None],
-    *bound: object,
-) -> list[Handle]:
-    """Call `before`, `after` and `loaded` at lookups and after ``load_state_dict``.
+class StepWatcher(Protocol):
+    """Who is told of steps."""
 
-    Each is a function of the owner, `bound`, and what torch passes to such hooks.
-    """
-    register_loaded: Callable[..., Handle] = module.register_load_state_dict_post_hook
-    return [
-        module.register_forward_pre_hook(_Hook(owner, before, *bound), with_kwargs=True),
-        module.register_forward_hook(_Hook(owner, after, *bound), with_kwargs=True),
-        register_loaded(_Hook(owner, loaded, *bound)),
-    ]
+    def before_step(self, optimizer: Optimizer) -> None: ...
+
+    def after_step(self, optimizer: Optimizer) -> None: ...
 
 
-def hook_steps(owner: object, before: Callable[..., None], after: Callable[..., None]) -> list[Handle]:
-    """Call ``before(owner, optimizer, ...)`` and ``after(...)`` around every step of every optimizer."""
-    return [
-        register_optimizer_step_pre_hook(_Hook(owner, before)),
-        register_optimizer_step_post_hook(_Hook(owner, after)),
-    ]
+_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+
+
+def watch_steps(watcher: StepWatcher) -> None:
+    """Tell `watcher` of every step of every optimizer, for as long as it lives or until `unwatch_steps`."""
+    _hook_steps()
+    _watchers.add(watcher)
+
+
+def unwatch_steps(watcher: StepWatcher) -> None:
+    """Tell it no more."""
+    _watchers.discard(watcher)
+
+
+@functools.cache
+def _hook_steps() -> None:
+    # Once and for good: torch fails if these hooks come or go while it calls them, and a watcher may be collected
+    # at any time.
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    call = _tell_before_uncompiled if torch.compiler.is_compiling() else _tell_before
+    call(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    call = _tell_after_uncompiled if torch.compiler.is_compiling() else _tell_after
+    call(optimizer)
+
+
+def _tell_before(optimizer: Optimizer) -> None:
+    for watcher in list(_watchers):
+        watcher.before_step(optimizer)
+
+
+def _tell_after(optimizer: Optimizer) -> None:
+    for watcher in list(_watchers):
+        watcher.after_step(optimizer)
+
+
+# Compiled code must leave here, rather than trace through kernels that it does not know.
+_tell_before_uncompiled: Callable[..., None] = torch.compiler.disable(_tell_before)  # type: ignore[no-untyped-call]
+_tell_after_uncompiled: Callable[..., None] = torch.compiler.disable(_tell_after)  # type: ignore[no-untyped-call]
 
 
 def remove_all(handles: list[Handle]) -> None:

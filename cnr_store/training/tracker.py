@@ -17,25 +17,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.hooks import hook_module, hook_steps, remove_all
+from cnr_store.training.hooks import Handle, remove_all, unwatch_steps, watch_steps
+from cnr_store.training.lookups import hook_lookups
 from cnr_store.training.optimizers import counted_changes, group_moves_untouched
 from cnr_store.training.stepped import SteppedTables
-from cnr_store.training.tables import Lookup, Table
-from cnr_store.training.watch import Watch
+from cnr_store.training.tables import Table
+from cnr_store.training.watch import OUTSIDE, STATE_OUTSIDE, Watch
 
 logger = logging.getLogger("cnr_store")
-
-_LOOKUPS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-_OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
-_STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 
 
 class Tracker:
@@ -57,58 +52,34 @@ class Tracker:
         self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._watches.values())
         self._logged: set[tuple[str, str]] = set()
-        self._owned = self._find_owned()
-        handles = hook_steps(self, Tracker._before_step, Tracker._after_step)
-        calls = (Tracker._before_lookup, Tracker._after_lookup, Tracker._after_load)
+        self._find_owned()
+        handles: list[Handle] = []
         for watch in self._watches.values():
             for module in watch.table.modules:
-                handles += hook_module(module, self, *calls, watch)
+                hook_lookups(module, watch, handles)
         self._close = weakref.finalize(self, remove_all, handles)
+        watch_steps(self)
 
     def close(self) -> None:
         """Remove every hook; nothing is flagged any more."""
+        unwatch_steps(self)
         self._close()
 
     # Hooks
 
-    def _before_lookup(self, watch: Watch, module: Lookup, *_: object) -> None:
-        # A lookup with max_norm changes rows itself; what is not accounted for by now came from elsewhere.
-        if module.max_norm is not None and self._changed_elsewhere(watch):
-            watch.make_whole(_OUTSIDE)
-
-    def _after_lookup(
-        self, watch: Watch, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: object
-    ) -> None:
-        renorms = module.max_norm is not None
-        if not (renorms or torch.is_grad_enabled()):
-            return
-        if module._parameters.get("weight") is not watch.table.parameter or watch.resized:
-            watch.make_whole("a module looked up another tensor in its place, or it has other rows now")
-        elif _overrides_forward(module):
-            # Its ids need not be rows. Steps still flag what they change; nothing else would.
-            if renorms or watch.table.name not in self._owned:
-                watch.make_whole(
-                    f"{type(module).__name__} has a forward of its own, so its rows are not known"
-                )
-        else:
-            watch.mark(args[0] if args else kwargs["input"])
-        if renorms:
-            watch.account()
-
-    def _after_load(self, watch: Watch, *_: object) -> None:
-        watch.make_whole("a state dict was loaded into it")
-
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Notice what was changed since the last step, and by none."""
         for _position, watch in self._stepped.of(optimizer):
             if watch.unaccounted:
-                if self._changed_elsewhere(watch):
-                    watch.make_whole(_OUTSIDE)
+                if watch.changed_elsewhere:
+                    watch.make_whole(OUTSIDE)
                 watch.account()
             if watch.slot_changes(optimizer):
-                watch.make_whole(_STATE_OUTSIDE)
+                watch.make_whole(STATE_OUTSIDE)
                 watch.account_slots(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Flag the rows that the step had gradients for."""
         reasons: dict[tuple[int, torch.dtype], str | None] = {}
         for position, watch in self._stepped.of(optimizer):
             parameter, gradient = watch.table.parameter, watch.table.parameter.grad
@@ -128,17 +99,11 @@ class Tracker:
             else:
                 watch.mark_gradient(gradient)
 
-    def _changed_elsewhere(self, watch: Watch) -> bool:
-        # With no optimizer given, who updates a table is unknown: its lookups are trusted if there are any. With
-        # some, and of a table that takes no gradient, a change that no step made is another's: an average's, say.
-        if self._optimizers or not watch.table.parameter.requires_grad:
-            return watch.unaccounted
-        return watch.unexplained
-
-    def _find_owned(self) -> frozenset[str]:
-        """Names of the tables that the given optimizers own; parameter groups may be added at any time."""
-        found = (watch for optimizer in self._optimizers for _, watch in self._stepped.of(optimizer))
-        return frozenset(watch.table.name for watch in found)
+    def _find_owned(self) -> None:
+        """Tell watches whether the given optimizers own their tables; parameter groups may be added at any time."""
+        found = {id(watch) for optimizer in self._optimizers for _, watch in self._stepped.of(optimizer)}
+        for watch in self._watches.values():
+            watch.owned = id(watch) in found
 
     # What a checkpointer asks
 
@@ -197,7 +162,7 @@ class Tracker:
         Each reason is logged once for a table.
         """
         self.adopt_replaced()
-        self._owned = self._find_owned()
+        self._find_owned()
         moved = self._moved()
         reasons: dict[str, str] = {}
         for name, watch in self._watches.items():
@@ -219,9 +184,9 @@ class Tracker:
             return "it was made in inference mode, where torch counts no changes"
         if watch.resized:
             return "its number of rows changed"
-        if self._changed_elsewhere(watch):
-            return _OUTSIDE
-        return _STATE_OUTSIDE if watch.slots_changed else None
+        if watch.changed_elsewhere:
+            return OUTSIDE
+        return STATE_OUTSIDE if watch.slots_changed else None
 
     def _moved(self) -> dict[str, str]:
         """Tables whose given optimizer, with its present settings, may move any row."""
@@ -244,8 +209,8 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: watch.flagged(name in whole) for name, watch in self._watches.items()})
         try:
-            for name, watch in self._watches.items():
-                watch.begin(carry=name not in self._owned)
+            for watch in self._watches.values():
+                watch.begin(carry=not watch.owned)
             return flagged
         except BaseException:
             # Interrupted between two tables, say: those that have begun would forget their rows.
@@ -294,7 +259,3 @@ class Tracker:
                 watch.make_whole("its parameter was replaced in the model")
                 self._stepped.follow(watch, weight)
                 watch.table.parameter = weight
-
-
-def _overrides_forward(module: nn.Module) -> bool:
-    return type(module).forward not in _LOOKUPS or "forward" in vars(module)

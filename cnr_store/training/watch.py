@@ -15,6 +15,9 @@ from cnr_store.training.optimizers import row_slots
 from cnr_store.training.rowbits import RowBits
 from cnr_store.training.tables import Table
 
+OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
+STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
+
 
 class Watch:
     """Flags of one table, and how far its changes, and those of what optimizers keep beside it, are accounted for.
@@ -32,6 +35,8 @@ class Watch:
         Rows flagged in this interval.
     carried
         Rows flagged although not in this interval: looked up in the last one, or given back by a failed save.
+    owned
+        Whether an optimizer whose state is saved with the table updates it.
     whole
         Why the rows that changed in this interval are not known; None if they are.
     """
@@ -40,6 +45,7 @@ class Watch:
         self.table = table
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._seen_slots: dict[int, dict[str, Fingerprint]] = {}
+        self.owned = False
         self.bits = RowBits(table.rows, table.parameter.device)
         self._seen = Fingerprint(table.parameter)
         self.begin()
@@ -81,9 +87,14 @@ class Watch:
         return self.changes != 0
 
     @property
-    def unexplained(self) -> bool:
-        """Whether it changed although no row is flagged."""
-        return self.unaccounted and not self._marked and not self.carried.any()
+    def changed_elsewhere(self) -> bool:
+        """Whether the parameter changed by something that flags no rows."""
+        if not self.changes:
+            return False
+        # With no optimizer given, who updates a table is unknown: its lookups are trusted if there are any. With
+        # some, and of a table that takes no gradient, a change that no step made is another's: an average's, say.
+        trusted = not self._optimizers and self.table.parameter.requires_grad
+        return not (trusted and (self._marked or self.carried.any()))
 
     def account(self) -> None:
         """Declare every change so far flagged."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cnr_store
 from cnr_store import Checkpointer
@@ -378,3 +379,31 @@ def test_a_bfloat16_table_keeps_every_bit_with_lossless_rows(tmp_path: Path) -> 
     cnr_store.save(tmp_path, table, bits=32)
     cnr_store.load(tmp_path, other)
     assert torch.equal(other.weight.view(torch.int16), table.weight.view(torch.int16))
+
+
+def test_max_norm_that_is_set_later_makes_the_table_whole_once() -> None:
+    bench = Bench()
+    bench.train(1)
+    bench.table.max_norm = 0.01
+    bench.forward(2)
+    assert bench.swap() == ALL
+    bench.forward(3)
+    assert bench.swap() == [3]
+    bench.write(4)
+    bench.forward(3)
+    assert bench.swap() == ALL
+
+
+def test_a_tracker_may_be_collected_within_a_step() -> None:
+    bench, other = Bench(), Bench()
+
+    def collect(*_: object) -> None:
+        del other.tracker
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        bench.train(1)
+    finally:
+        handle.remove()
+    assert bench.swap() == [1]
+    assert not other.table._forward_hooks

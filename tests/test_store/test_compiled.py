@@ -1,0 +1,228 @@
+"""Rows that compiled code looks up are flagged and saved, whether or not it may leave the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import cnr_store
+from cnr_store.training.tables import find_tables
+from cnr_store.training.tracker import Tracker
+from tests.test_store.tracked_table import ROWS, backward, listed
+
+pytestmark = [
+    # The compiler itself looks at every tensor's gradient where it leaves compiled code.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # Of the compiler's own modules, when it is first used.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+INDUCTOR = pytest.param("inductor", None, marks=pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    """A table, a bag over another one, and a layer on top."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 3, **options)
+        self.bag = nn.EmbeddingBag(ROWS, 3, mode="sum")
+        self.top = nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.top(self.table(ids) + self.bag(ids.view(-1, 1))).square().sum())
+
+
+class Job:
+    """A `Net` that trains compiled, under a tracker."""
+
+    def __init__(self, given: bool = True, net: Net | None = None, **compiled: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net() if net is None else net
+        self.optimizer: Optimizer = SGD(self.net.parameters(), lr=0.1)
+        self.tracker = Tracker(find_tables(self.net), [self.optimizer] if given else [])
+        self.forward: Callable[..., Any] = torch.compile(self.net, **compiled)
+
+    def looked_up(self, *rows: int) -> torch.Tensor:
+        return torch.as_tensor(self.forward(torch.tensor(rows)))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def swap(self) -> list[int]:
+        """Rows flagged, the same of both tables, none of which is whole."""
+        assert self.tracker.whole_reasons() == {}
+        first, second = (listed(rows) for rows in self.tracker.swap().values())
+        assert first == second
+        return first
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [*product(["eager", "aot_eager"], [True, False]), INDUCTOR])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_lookups_and_steps_flag_the_same_rows_as_in_eager_code(
+    backend: str, fullgraph: bool, dynamic: bool | None
+) -> None:
+    job = Job(backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    for rows in ([1, 2], [5, 6, 7], [8, 9, 10, 11]):
+        loss = job.looked_up(*rows)
+        assert job.swap() == rows
+        backward(loss)
+        job.step()
+        assert job.swap() == rows
+    with torch.no_grad():
+        job.looked_up(20, 21)
+    assert job.swap() == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_without_an_optimizer_lookups_alone_flag_rows(backend: str, fullgraph: bool) -> None:
+    job = Job(given=False, backend=backend, fullgraph=fullgraph)
+    for rows in ([1, 2], [5, 6]):
+        backward(job.looked_up(*rows))
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter.sub_(torch.as_tensor(parameter.grad), alpha=0.1)
+        assert {*rows} <= {*job.swap()} <= {1, 2, 5, 6}
+
+
+def call(module: nn.Module, ids: torch.Tensor) -> object:
+    return module(ids)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("each", [True, False])
+def test_modules_that_share_compiled_code_are_told_apart(fullgraph: bool, each: bool) -> None:
+    nets = nn.ModuleDict({"a": Net(), "b": Net()})
+    tracker = Tracker(find_tables(nets))
+    run = call
+    if each:
+        for net in nets.values():
+            net.compile(backend="eager", fullgraph=fullgraph)
+    else:
+        run = torch.compile(call, backend="eager", fullgraph=fullgraph)
+    for name, rows in (("a", [1, 2]), ("b", [5, 6]), ("a", [3, 4])):
+        run(nets[name], torch.tensor(rows))
+        flagged = {key: listed(value) for key, value in tracker.swap().items()}
+        assert {*rows} <= {*flagged[f"{name}.table"]}
+        assert {*rows} <= {*flagged[f"{name}.bag"]}
+
+
+class Again(nn.Module):
+    """Computes the activations of a net again in the backward pass."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: torch.Tensor) -> object:
+        return checkpoint(self.net, ids, use_reentrant=False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_activations_that_are_computed_again_in_compiled_code(backend: str, fullgraph: bool) -> None:
+    job = Job()
+    job.forward = torch.compile(Again(job.net), backend=backend, fullgraph=fullgraph)
+    for rows in ([1, 2], [5, 6]):
+        loss = job.looked_up(*rows)
+        assert job.swap() == rows
+        backward(loss)
+        job.step()
+        assert job.swap() == rows
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_gradients_that_gather_over_saves_under_autocast(fullgraph: bool) -> None:
+    job = Job(backend="aot_eager", fullgraph=fullgraph)
+    for rows in ([1, 2], [5, 6]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = job.looked_up(*rows)
+        backward(loss)
+        assert job.swap() == rows
+    job.step()
+    assert job.swap() == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_tracker_newer_than_the_compiled_code_is_told_and_a_closed_one_is_not(fullgraph: bool) -> None:
+    job = Job(given=False, backend="eager", fullgraph=fullgraph)
+    job.looked_up(1, 2)
+    closed, job.tracker = job.tracker, Tracker(find_tables(job.net))
+    closed.close()
+    job.looked_up(5, 6)
+    assert job.swap() == [5, 6]
+    assert {*map(tuple, map(listed, closed.swap().values()))} == {(1, 2)}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_other_tensors_looked_up_in_a_tables_place_make_it_whole(fullgraph: bool) -> None:
+    job = Job(given=False)
+    others = {name: parameter * 2 for name, parameter in job.net.named_parameters()}
+
+    def run(ids: torch.Tensor) -> object:
+        return torch.func.functional_call(job.net, others, (ids,))
+
+    torch.compile(run, backend="eager", fullgraph=fullgraph)(torch.tensor([1, 2]))
+    assert job.tracker.whole_reasons().keys() == {"table", "bag"}
+
+
+@pytest.mark.parametrize("part", ["optimizer's step", "training step"])
+def test_compiled_steps_flag_rows(part: str) -> None:
+    job = Job()
+
+    def train(ids: torch.Tensor) -> None:
+        backward(job.net(ids))
+        job.tracker.swap()
+        job.optimizer.step()
+
+    run: Callable[..., object] = train
+    if part == "training step":
+        run = torch.compile(train, backend="eager")
+    else:
+        job.optimizer.step = torch.compile(job.optimizer.step, backend="eager")  # type: ignore[assignment]
+    for rows in ([1, 2], [5, 6]):
+        job.optimizer.zero_grad()
+        run(torch.tensor(rows))
+        assert job.swap() == rows
+
+
+def test_max_norm_can_not_be_tracked_without_leaving_the_graph() -> None:
+    job = Job(net=Net(max_norm=0.5), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="max_norm"):
+        job.looked_up(1, 2)
+
+
+def test_exported_programs_are_free_of_hooks() -> None:
+    job = Job()
+    program = torch.export.export(job.net, (torch.tensor([1, 2]),))
+    assert "cnr_store" not in str(program.graph)
+    assert job.swap() == []
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
+def test_what_a_full_graph_trains_is_restored(tmp_path: Path, policy: str) -> None:
+    job = Job(backend="aot_eager", fullgraph=True)
+    with cnr_store.Checkpointer(tmp_path, job.net, job.optimizer, policy=policy, bits=32) as ckpt:
+        for step, rows in enumerate(([1, 2], [5, 6], [2, 39])):
+            backward(job.looked_up(*rows))
+            job.step()
+            info = ckpt.save(step).result()
+    assert info.kind == "delta"
+    other = Job()
+    cnr_store.load(tmp_path, other.net, other.optimizer)
+    for name, value in job.net.state_dict().items():
+        assert torch.equal(value, other.net.state_dict()[name])
