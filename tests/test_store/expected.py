@@ -6,16 +6,20 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from cnr_codecs import UniformRows, decode_into, parse
+from cnr_store.training.raised import RaisedRows
 from tests.test_store.small_model import SHAPES, Array
 
-Row = tuple[int, bytes]
-"""A row at its last save: the width it was saved with, and its bytes."""
+Codec = UniformRows | RaisedRows | None
+Row = tuple[Codec, bytes]
+"""A row at its last save: what it was saved by, None for lossless, and its bytes."""
 
 Bits = int | str | dict[str, int | str]
+StateBits = int | dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Content:
 
     Attributes
     ----------
+    kind
+        ``full``, or what a delta holds changes since: ``baseline`` or ``previous``.
     arrays
         By path and row number, the row at its last save.
     written
@@ -41,7 +47,7 @@ class Content:
     """
 
     step: int
-    policy: str
+    kind: str
     arrays: dict[str, dict[int, Row]]
     written: dict[str, set[int]]
     whole: set[str]
@@ -49,6 +55,27 @@ class Content:
     flagged: dict[str, set[int]]
     other: dict[str, bytes]
     earlier_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A save that has begun: what it asks for, by what the policy may decide. Only ``auto`` leaves that open.
+
+    Attributes
+    ----------
+    contents
+        By ``full``, ``baseline`` or ``previous``: what a delta holds changes since.
+    """
+
+    contents: dict[str, Content]
+
+    @property
+    def flagged(self) -> dict[str, set[int]]:
+        return next(iter(self.contents.values())).flagged
+
+    def made(self, decision: Mapping[str, Any]) -> Content:
+        """What was asked for, as the version's record says that it was decided."""
+        return self.contents["full" if decision["full"] else decision["since"]]
 
 
 @dataclass
@@ -72,24 +99,41 @@ class Expected:
         policy: str,
         bits: Bits,
         ask_full: bool,
-    ) -> Content:
-        """The content of a save that begins now; what it takes along is no longer flagged."""
-        full = ask_full or asks_for_full(policy, self._sizes)
+        state_bits: StateBits = 32,
+    ) -> Attempt:
+        """What a save that begins now asks for; what it takes along is no longer flagged."""
+        if ask_full or asks_for_full(policy, self._sizes):
+            kinds = ["full"]
+        elif policy == "auto":
+            kinds = ["full", "baseline", "previous"]
+        else:
+            kinds = ["previous" if policy == "consecutive" else "baseline"]
         flagged, self.flagged = self.flagged, _nothing()
+        codecs = {path: codec_of(path, bits, state_bits) for path in rows}
+        return Attempt({kind: self._content(kind, step, rows, other, codecs, flagged) for kind in kinds})
+
+    def _content(
+        self,
+        kind: str,
+        step: int,
+        rows: Mapping[str, Array],
+        other: dict[str, bytes],
+        codecs: Mapping[str, Codec],
+        flagged: dict[str, set[int]],
+    ) -> Content:
         changed = {
             name: flagged[name] | (self._head.changed[name] if self._head else set()) for name in SHAPES
         }
-        due = flagged if policy == "consecutive" else changed
-        content = Content(step, policy, {}, {}, set(), changed, flagged, other)
+        due = flagged if kind == "previous" else changed
+        content = Content(step, kind, {}, {}, set(), changed, flagged, other)
         for path, values in rows.items():
-            _, table, slot = path.split("/")
+            table = path.split("/")[1]
             older = self._head.arrays.get(path) if self._head else None
             everything = set(range(len(values)))
-            if full or older is None or due[table] == everything:
+            if kind == "full" or older is None or due[table] == everything:
                 content.whole.add(path)
             written = everything if path in content.whole else due[table]
-            width = width_of(bits, table) if slot == "weight" else 32
-            saved = {row: (width, values[row].tobytes()) for row in written}
+            saved = {row: (codecs[path], values[row].tobytes()) for row in written}
             content.arrays[path] = {**(older or {}), **saved}
             content.written[path] = written
         for table in SHAPES:
@@ -108,9 +152,9 @@ class Expected:
         self.versions[version] = content
         self._sizes_of[version] = (*content.earlier_sizes, nbytes)
 
-    def failed(self, content: Content) -> None:
+    def failed(self, attempt: Attempt) -> None:
         """A save has told of its failure: what it took along is flagged again."""
-        for table, rows in content.flagged.items():
+        for table, rows in attempt.flagged.items():
             self.flag(table, rows)
 
     def loaded(self, version: str) -> Content:
@@ -131,6 +175,8 @@ def _nothing() -> dict[str, set[int]]:
 FORETOLD = ("full", "one-shot", "consecutive", "intermittent")
 """Policies whose decisions this account makes on its own."""
 
+POLICIES = (*FORETOLD, "auto")
+
 
 def asks_for_full(policy: str, sizes_bytes: tuple[int, ...]) -> bool:
     """Whether a policy wants all tables whole, from the sizes of the last full version and the deltas since.
@@ -146,24 +192,34 @@ def asks_for_full(policy: str, sizes_bytes: tuple[int, ...]) -> bool:
     return 1 + sum(shares) <= (len(shares) + 1) * shares[-1]
 
 
-def width_of(bits: Bits, table: str) -> int:
-    """Bits that a table's weight is stored with: those of its name, else 32 under 16 KiB."""
+def codec_of(path: str, bits: Bits, state_bits: StateBits) -> Codec:
+    """What an array's rows are stored by: what its table, or its name, is given, else lossless under 16 KiB."""
+    _, table, slot = path.split("/")
     rows, dim = SHAPES[table]
-    if isinstance(bits, dict):
-        chosen = bits.get(table, 8 if rows * dim * 4 >= 16 * 1024 else 32)
-    else:
-        chosen = bits if rows * dim * 4 >= 16 * 1024 else 32
-    return 8 if chosen == "auto" else int(chosen)
+    is_large = rows * dim * 4 >= 16 * 1024
+    if slot != "weight":
+        width = _width_of_state(state_bits, table, slot, is_large)
+        return None if width == 32 else RaisedRows(width)
+    unnamed = bits if is_large and not isinstance(bits, dict) else 8 if is_large else 32
+    chosen = bits.get(table, unnamed) if isinstance(bits, dict) else unnamed
+    width = 8 if chosen == "auto" else int(chosen)
+    return None if width == 32 else UniformRows(scheme="adaptive", bits=width)
+
+
+def _width_of_state(bits: StateBits, table: str, slot: str, is_large: bool) -> int:
+    if isinstance(bits, int):
+        return bits if is_large else 32
+    names = (f"{table}/{slot}", f"{table}/*", f"*/{slot}", table)
+    return next((bits[name] for name in names if name in bits), 32)
 
 
 @functools.lru_cache(maxsize=1 << 18)
 def restored(row: Row) -> bytes:
-    """dequantize(quantize(row)), of this row alone; with 32 bits nothing may change."""
-    width, data = row
-    if width == 32:
+    """dequantize(quantize(row)), of this row alone; where it is lossless nothing may change."""
+    codec, data = row
+    if codec is None:
         return data
     values = np.frombuffer(data, np.float32)[None]
-    codec = UniformRows(scheme="adaptive", bits=width)
     payload = parse(codec.encode_rows(values, None, 1, element="float32"))
     out = np.empty_like(values)
     decode_into(payload, out, np.ones(1, np.uint8))

@@ -17,7 +17,7 @@ from cnr_store.catalog import Catalog
 from cnr_store.format.arrays import parse_rows_document
 from cnr_store.format.layout import record_key, version_key
 from cnr_store.format.record import Record
-from tests.test_store.expected import Bits, Content, Expected, restored
+from tests.test_store.expected import Attempt, Bits, Content, Expected, StateBits, restored
 from tests.test_store.small_model import (
     SHAPES,
     Ids,
@@ -42,6 +42,8 @@ class Setting:
     bits: Bits = "auto"
     workers: int = 1
     snapshot_bytes: int = ENOUGH_BYTES
+    state_bits: StateBits = 32
+    restores_per_save: float = 0.1
 
 
 class Job:
@@ -83,6 +85,8 @@ class Job:
             optimizers,
             policy=self.setting.policy,
             bits=self.setting.bits,
+            state_bits=self.setting.state_bits,
+            restores_per_save=self.setting.restores_per_save,
             workers=self.setting.workers,
             snapshot_bytes=self.setting.snapshot_bytes,
             rng=False,
@@ -121,13 +125,14 @@ class Job:
         Returns None if the save failed, as it may if `spoil` strikes.
         """
         self.step += 1
-        content = self.expected.attempt(
+        attempt = self.expected.attempt(
             self.step,
             row_state(self.model, self.optimizers),
             other_state(self.model, self.optimizers),
             self.setting.policy,
             self.setting.bits,
             full,
+            self.setting.state_bits,
         )
         # Rows that are not copied must be taken before `save` returns, so storage has to answer.
         stages_all = self.setting.snapshot_bytes == ENOUGH_BYTES
@@ -143,26 +148,29 @@ class Job:
         try:
             info = pending.result(WAIT_SECONDS)
         except SaveError:
-            self._after_failure(content, spoil)
+            self._after_failure(attempt, spoil)
             return None
         finally:
             self.weather.change(None)
         assert spoil is None or not spoil.fatal
-        self.expected.committed(info.id, content, info.bytes)
+        self.expected.committed(info.id, self._made(attempt, info.id), info.bytes)
         assert cnr_store.versions(self.backend)[-1] == info
         assert (info.step, info.metadata) == (self.step, {"step": self.step})
         self.check(info.id)
         return info
 
-    def _after_failure(self, content: Content, spoil: Spoil | None) -> None:
+    def _made(self, attempt: Attempt, version: str) -> Content:
+        return attempt.made(Catalog(self.backend).record(version).policy)
+
+    def _after_failure(self, attempt: Attempt, spoil: Spoil | None) -> None:
         assert spoil is not None
         assert spoil.struck
-        self.expected.failed(content)
+        self.expected.failed(attempt)
         if spoil.unknown:
             # The commit landed, but neither its answer nor any later one came: no writer could know.
             newest = cnr_store.versions(self.backend)[-1]
             assert record_key(newest.id) == spoil.key
-            self.expected.appeared(newest.id, content, newest.bytes)
+            self.expected.appeared(newest.id, self._made(attempt, newest.id), newest.bytes)
         self.check_listed()
         if self.expected.newest is not None:
             self.check(self.expected.newest)
@@ -213,7 +221,7 @@ class Job:
         """A version leans on those that its record names, as its policy wants."""
         leant_on = {path: bases(catalog, record, path) for path in content.written}
         assert set(record.needs) == set().union(*leant_on.values())
-        if content.policy != "consecutive":
+        if content.kind != "previous":
             assert all(len(leant) <= 1 for leant in leant_on.values())
 
     def check_all(self) -> None:

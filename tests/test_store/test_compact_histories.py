@@ -21,7 +21,7 @@ from cnr_store.catalog import Catalog
 from cnr_store.format import grid, layout
 from cnr_store.format.record import Record
 from cnr_store.upkeep import folding
-from tests.test_store.expected import FORETOLD, Content, Expected
+from tests.test_store.expected import POLICIES, Content, Expected
 from tests.test_store.job import Job, Setting
 from tests.test_store.small_model import OPTIMIZERS, SHAPES, Ids
 from tests.test_store.spoiling import forget
@@ -130,7 +130,7 @@ class FoldedJobs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def reopen(self, data: st.DataObject) -> None:
-        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*FORETOLD]), label="setting"))
+        self.job.reopen(data.draw(settings_of([self.policy] * 3 + [*POLICIES]), label="setting"))
 
     @rule(number=st.integers(0, 1000), back=st.booleans())
     def fold_any(self, number: int, back: bool) -> None:
@@ -177,12 +177,12 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("policy", FORETOLD)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_folding_changes_no_bit(policy: str) -> None:
     run_state_machine_as_test(
         type(f"FoldedJobs of policy {policy}", (FoldedJobs,), {"policy": policy}),
         settings=settings(
-            max_examples=3,
+            max_examples=2 if policy == "auto" else 3,
             stateful_step_count=16,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -192,13 +192,14 @@ def test_commit_between_the_look_and_the_newer_claim_is_whole(root: str) -> None
 
     job.weather.change(hold_commit)
     rows, other = row_state(job.model, job.optimizers), other_state(job.model, job.optimizers)
-    content = job.expected.attempt(2, rows, other, SETTING.policy, SETTING.bits, False)
+    attempt = job.expected.attempt(2, rows, other, SETTING.policy, SETTING.bits, False)
     pending = job.checkpointer.save(2)
     assert reached.wait(WAIT_SECONDS)
     newer = Writer(job.backend)
     newest = newer.save(10)
     go_on.set()
     slipped = pending.result(WAIT_SECONDS)
+    content = attempt.made({"full": False, "since": "previous"})
     job.expected.committed(slipped.id, content, slipped.bytes)
     job.check(slipped.id)
     assert cnr_store.versions(job.backend)[-1].id == newest

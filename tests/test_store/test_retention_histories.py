@@ -50,13 +50,13 @@ class Histories(RuleBasedStateMachine):
         self.loaded: str | None = None  # what the next claim's will
         self.trainer = self.new_trainer()
 
-    def new_trainer(self) -> Trainer:
+    def new_trainer(self, policy: str = "consecutive") -> Trainer:
         self.runs += 1
 
         def fault(operation: str, key: str, _: int) -> Fault:
             return self.failing if operation == "put" and key.endswith("/manifest") else None
 
-        return Trainer(FaultyBackend(self.backend, fault), seed=self.runs)
+        return Trainer(FaultyBackend(self.backend, fault), self.runs, policy=policy, restores_per_save=0)
 
     def committed(self, version: str) -> None:
         record = Catalog(self.backend).record(version)
@@ -92,12 +92,12 @@ class Histories(RuleBasedStateMachine):
             self.base = self.loaded
 
     @precondition(lambda self: self.versions)
-    @rule(number=NUMBER, anew=st.booleans())
-    def load(self, number: int, anew: bool) -> None:
-        """Roll back in the same process, or in another one."""
-        if anew:
+    @rule(number=NUMBER, anew=st.sampled_from([None, "auto", "consecutive"]))
+    def load(self, number: int, anew: str | None) -> None:
+        """Roll back in the same process, or in another one of a policy."""
+        if anew is not None:
             self.trainer.close()
-            self.trainer = self.new_trainer()
+            self.trainer = self.new_trainer(anew)
         version = sorted(self.versions)[number % len(self.versions)]
         restored = self.trainer.checkpointer.load(version)
         self.step, self.loaded = restored.step, version
