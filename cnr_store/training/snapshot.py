@@ -21,8 +21,7 @@ from cnr_store.training.optimizers import optimizer_tree, row_slots
 from cnr_store.training.rng import rng_state
 from cnr_store.training.tables import (
     Table,
-    dense_aliases,
-    dense_tensors,
+    dense_items,
     extra_state,
     parameter_names,
     state_names,
@@ -54,7 +53,7 @@ class RowArray:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in the array type."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * array_dtype(self.tensor.dtype).itemsize
+        return math.prod(self.shape[1:]) * array_dtype(self.tensor.dtype).itemsize
 
 
 class StagedRows:
@@ -173,11 +172,13 @@ def snapshot_dense(
         A state holds something that can't be stored exactly, with its path.
     """
     taken = DenseSnapshot(metadata=encode_metadata(metadata))
-    aliases = dense_aliases(model, tables)
-    for name, tensor in dense_tensors(model, tables).items():
-        values, torch_dtype = dense_numpy(tensor)
-        other = tuple(alias for alias, owner in aliases.items() if owner == name)
-        taken.dense.append(DenseWrite(dense_path("model", name), values, torch_dtype, other))
+    entries = list(dense_items(model, tables))
+    tied = [(name, owner) for name, owner, _ in entries if name != owner]
+    for name, owner, tensor in entries:
+        if name == owner:
+            values, torch_dtype = dense_numpy(tensor)
+            others = tuple(other for other, of in tied if of == name)
+            taken.dense.append(DenseWrite(dense_path("model", name), values, torch_dtype, others))
     names = parameter_names(model)
     tree = {
         "reader": state_of(reader),

@@ -217,8 +217,14 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.numel() > 0 and start < other_stop and other_start < stop
 
 
-def _dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Name, first name of the same tensor, and tensor, of every entry that is no table and no extra state."""
+def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Name, first name of the same tensor, and tensor, of every entry that is no table and no extra state.
+
+    Raises
+    ------
+    UnsupportedModelError
+        An entry of the state dict is not a dense tensor with values, or two have one name.
+    """
     state = model.state_dict(keep_vars=True)
     names = _clean_keys(model, state)
     of_tables = {id(table.parameter) for table in tables}
@@ -247,12 +253,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.
     UnsupportedModelError
         An entry of the state dict is not a dense tensor with values, or two have one name.
     """
-    return {name: tensor for name, owner, tensor in _dense_items(model, tables) if name == owner}
-
-
-def dense_aliases(model: nn.Module, tables: Sequence[Table]) -> dict[str, str]:
-    """Names of tied dense tensors that `dense_tensors` leaves out, each with the name that it gives."""
-    return {name: owner for name, owner, _ in _dense_items(model, tables) if name != owner}
+    return {name: tensor for name, owner, tensor in dense_items(model, tables) if name == owner}
 
 
 def _is_extra_state(key: str) -> bool:
