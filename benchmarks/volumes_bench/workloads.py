@@ -16,7 +16,7 @@ from cnr_store.demo.reader import TimeOrderedReader
 
 DIM = 64
 LOOKUPS_A_ROW = 3.9
-"""In an interval. With the popularity below, 26 % of the rows are looked up in one interval and 52 % in nine."""
+"""In an interval. With the popularity below, 26 % of the rows are looked up in one interval and 53 % in nine."""
 
 _STEEPNESS, _PLATEAU = 3.3, 0.05
 _LEARNING_RATE = 0.02
