@@ -154,7 +154,20 @@ def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: s
 
 
 def commit(backend: Backend, record: Record) -> Record:
-    """Create the record's object, exclusively: from here on the version exists."""
+    """Create the record's object, exclusively: from here on the version exists.
+
+    Raises
+    ------
+    SaveError
+        No reader would take the record, and with it in the listing none could look past it. Nothing was created.
+    """
     data = encode_record(record)
+    try:
+        decode_record(data, record.id)
+    except CheckpointError as error:
+        raise SaveError(
+            f"step {record.step} was not saved as version {record.id} of {backend.url}, as no reader would take it: "
+            f"{error}. The versions before it are untouched and its rows stay marked for the next save"
+        ) from error
     backend.create(record.key(), data)
     return replace(record, record_bytes=len(data))

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from cnr_store.errors import OptionError, UnsupportedModelError
+from cnr_store.format.proof import MOST
 
 Overlap = Literal["wait", "skip"]
 Called = TypeVar("Called", bound=Callable[..., object])
@@ -29,9 +30,9 @@ def callback(name: str, function: Called | None) -> Called | None:
 
 
 def count(name: str, value: object, least: int) -> int:
-    """An integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise OptionError(f"{name}={value!r}: give an integer of at least {least}")
+    """An integer of at least `least` that a commit record can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= MOST:
+        raise OptionError(f"{name}={value!r}: give an integer of at least {least} and at most 2**62")
     return int(value)
 
 

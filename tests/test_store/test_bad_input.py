@@ -157,7 +157,7 @@ def test_option_out_of_range(tmp_path: Path, options: dict[str, Any], message: s
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "3", None, True, math.nan, np.int64(-2), np.float64(3)])
+@pytest.mark.parametrize("step", [-1, 2**62 + 1, 1.0, "3", None, True, math.nan, np.int64(-2), np.float64(3)])
 def test_step_that_is_no_count(stored: Path, step: Any) -> None:
     count: Any = np.int64(7)
     with Checkpointer(stored, make_model()) as checkpointer:
