@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
 
+SHARED_MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30
+"""What the temporary files of a whole run have room in."""
+
 
 def pytest_configure() -> None:
-    """Let Ctrl-C interrupt, for the tests that send it: a shell has its background jobs ignore it."""
+    """Keep temporary files in memory where there is room, since every object is synced.
+
+    And let Ctrl-C interrupt, for the tests that send it: a shell has its background jobs ignore it.
+    """
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
