@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/cnr demo $(URL)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
