@@ -19,6 +19,7 @@ from cnr_store.training.tensors import dtype_name, dtype_named
 Strict = Literal["raise", "ignore", "report"]
 Ids = npt.NDArray[np.int64]
 Patterns = tuple[str, ...]
+_MOST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -68,31 +69,77 @@ class Selection:
         )
 
     def rows_of(self, table: str) -> Ids | None:
-        """The rows chosen of a table; None for all."""
+        """The rows chosen of a table, by the first pattern that fits; None for all."""
         if self.rows is None:
             return None
         return next((ids for pattern, ids in self.rows.items() if fnmatch.fnmatchcase(table, pattern)), None)
 
+    def check_rows_of(self, tables: Collection[str]) -> None:
+        """Prove that rows are chosen of exactly these tables, the ones chosen by name: a typo must not load all rows.
+
+        Raises
+        ------
+        ModelMismatchError
+            Rows are chosen of no table, or none of a table.
+        """
+        if self.rows is None:
+            return
+        for pattern in self.rows:
+            if pattern != "*" and not fnmatch.filter(tables, pattern):
+                raise ModelMismatchError(
+                    f"rows: {pattern!r} fits none of the tables chosen, {sorted(tables)}; give rows of these"
+                )
+        for table in sorted(tables):
+            if self.rows_of(table) is None:
+                raise ModelMismatchError(
+                    f"table {table!r} is chosen, but rows={{...}} has none of it: name its rows there, or load it "
+                    "whole by a call of its own"
+                )
+
 
 def _patterns(name: str, given: Any) -> Patterns:
-    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if given is None:
+        return ()
+    try:
+        found = (given,) if isinstance(given, str) else tuple(given)
+    except TypeError:
+        found = (None,)
     if not all(isinstance(pattern, str) for pattern in found):
         raise OptionError(f"{name}={given!r}: give names, or patterns like 'user*'")
-    return found
+    return tuple(map(str, found))  # numpy's own kind of text looks otherwise in messages
 
 
 def _rows(given: Any) -> dict[str, Ids] | None:
     if given is None:
         return None
     by_pattern = given if isinstance(given, Mapping) else {"*": given}
+    if not all(isinstance(pattern, str) for pattern in by_pattern):
+        raise OptionError(f"rows={given!r}: give rows by names of tables, or by patterns like 'user*'")
     return {pattern: _ids(pattern, rows) for pattern, rows in by_pattern.items()}
 
 
 def _ids(pattern: str, rows: Any) -> Ids:
-    found = np.asarray(rows.cpu() if isinstance(rows, torch.Tensor) else rows)
-    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+    found = _integers(rows)
+    if found is None or found.ndim != 1 or (found.size and (found.min() < 0 or found.max() > _MOST)):
         raise OptionError(f"rows of {pattern!r}: give a range, or a list of row numbers from 0 on")
-    return np.unique(found).astype(np.int64)
+    return np.unique(found.astype(np.int64))
+
+
+def _integers(rows: Any) -> npt.NDArray[np.integer[Any]] | None:
+    """What was given, as an array; None if it holds anything but integers, or some that don't count."""
+    if isinstance(rows, np.ma.MaskedArray):  # as an array it would have forgotten its mask
+        return None
+    if isinstance(rows, torch.Tensor):
+        if rows.is_meta or rows.layout is not torch.strided or rows.is_quantized:
+            return None
+        rows = rows.detach().cpu()
+    try:
+        found = np.asarray(rows)
+    except (TypeError, ValueError):  # of a type that numpy lacks; lists of different lengths
+        return None
+    if found.size == 0:
+        return found.astype(np.int64)
+    return found if found.dtype.kind in "iu" else None
 
 
 @dataclass(frozen=True)
@@ -143,9 +190,11 @@ class Match:
         Raises
         ------
         ModelMismatchError
-            A pattern fits nothing, or a table can't be loaded: other columns, fewer rows, rows that aren't there.
+            A pattern fits nothing, rows are chosen of other tables than those chosen, or a table can't be loaded: other
+            columns, fewer rows, rows that aren't there.
         """
         there = {table.name: table for table in tables}
+        selection.check_rows_of(self._chosen("table", selection.tables, {*stored, *there}))
         for name in self._both("table", selection.tables, stored, there):
             table, entry = there[name], stored[name]
             if entry.shape[1] != table.dim:
@@ -210,17 +259,20 @@ class Match:
         self, kind: str, patterns: Patterns, stored: Collection[str], there: Collection[str]
     ) -> list[str]:
         """Names that a pattern fits and both sides have, in the model's order."""
-        names = {*stored, *there}
+        chosen = self._chosen(kind, patterns, {*stored, *there})
+        self.missing += sorted(chosen - {*stored})
+        self.unexpected += sorted(chosen - {*there})
+        return [name for name in there if name in chosen and name in stored]
+
+    def _chosen(self, kind: str, patterns: Patterns, names: Collection[str]) -> set[str]:
+        """The names that a pattern fits."""
         for pattern in patterns:
             if pattern != "*" and not fnmatch.filter(names, pattern):
                 raise ModelMismatchError(
                     f"no {kind} is called {pattern!r}, neither in the model nor in {self.where}; there are "
                     f"{sorted(names)}"
                 )
-        chosen = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-        self.missing += sorted(chosen - {*stored})
-        self.unexpected += sorted(chosen - {*there})
-        return [name for name in there if name in chosen and name in stored]
+        return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
 
     def differences(self) -> str:
         """All that doesn't fit, in words; empty if all does."""
