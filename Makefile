@@ -26,6 +26,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/following.py $(ARGS)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/storage.py $(ARGS)
+	$(BIN)/python benchmarks/saving.py $(ARGS)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
 
 lint: $(STAMP)

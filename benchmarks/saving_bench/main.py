@@ -1,0 +1,47 @@
+"""The command: measures, prints and writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.codec_bench.machine import describe
+from benchmarks.saving_bench import pace, stall
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        description="How long a save holds training, and how fast training is while it is written."
+    )
+    parser.add_argument("--quick", action="store_true", help="small tables: to see that it runs")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of saving.json")
+    options = parser.parse_args()
+    rows, rounds, seconds = (_QUICK_ROWS, 2, 0.2) if options.quick else (_ROWS, 5, 4.0)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled|Sparse invariant checks", UserWarning)
+    print(stall.Line.HEAD)
+    stalls = []
+    for optimizer, tables in (("sgd", 4), ("adagrad", 2)):
+        with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
+            stalls += stall.measure(optimizer, tables, rows, rounds, Path(folder))
+    print(pace.Line.HEAD)
+    with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
+        paces = pace.measure(4, rows, seconds, Path(folder))
+    targets = [*stall.targets(stalls), *pace.targets(paces)]
+    print(*targets, sep="\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    document = {
+        **describe(),
+        "stall": [asdict(line) for line in stalls],
+        "pace": [asdict(line) for line in paces],
+        "targets": [target.to_json() for target in targets],
+    }
+    (options.out / "saving.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"Results are in {options.out}")
