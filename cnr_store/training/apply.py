@@ -19,7 +19,7 @@ from cnr_store.reading.follow import Block
 from cnr_store.training.restore import Restore
 from cnr_store.training.statetree import accepted, decode_tree
 from cnr_store.training.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
-from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, has_numpy_type
+from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, has_numpy_type, overwriting
 
 Array = np.ndarray[Any, Any]
 
@@ -63,14 +63,15 @@ def assign_ids(tensor: torch.Tensor, ids: Array, values: Array) -> None:
     if ids[-1] - ids[0] == len(ids) - 1:
         assign_rows(tensor, int(ids[0]), values)
         return
-    source = torch.empty(values.shape, dtype=tensor.dtype)
+    source = torch.empty(values.shape, dtype=tensor.dtype, device="cpu")
     assign_rows(source, 0, values)
-    tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
+    with overwriting(tensor):
+        tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
 
 
 def _assign_dense(tensor: torch.Tensor, values: Array) -> None:
     stored = None if has_numpy_type(tensor.dtype) else dtype_name(tensor.dtype)
-    with torch.no_grad():
+    with overwriting(tensor):
         tensor.detach().copy_(dense_tensor(values, stored))
 
 

@@ -66,7 +66,7 @@ def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtyp
 
 @functools.lru_cache(maxsize=256)
 def _vanishes(eps: float, dtype: torch.dtype) -> bool:
-    return bool(torch.tensor(eps, dtype=dtype) == 0)
+    return bool(torch.tensor(eps, dtype=dtype, device="cpu") == 0)
 
 
 def counted_changes(optimizer: Optimizer, position: int) -> int:

@@ -31,7 +31,7 @@ from cnr_store.training.rowreads import Fill, RowsRead
 from cnr_store.training.rowstate import OptimizerFit, fit_optimizer
 from cnr_store.training.statetree import accepted, decode_tree
 from cnr_store.training.tables import Table, dense_tensors, extra_state, load_extra_state, parameter_names
-from cnr_store.training.tensors import dense_tensor
+from cnr_store.training.tensors import dense_tensor, overwriting
 
 Array = np.ndarray[Any, Any]
 log = logging.getLogger("cnr_store")
@@ -91,6 +91,7 @@ class PartialRestore:
         self._extra = False
         self._exact: set[str] = set()
 
+    @torch.inference_mode(False)  # what optimizers are given is theirs, to be trained with
     def check(self, objects: Mapping[str, Any]) -> None:
         """Find what is to be loaded, and compare it with the model.
 
@@ -177,6 +178,7 @@ class PartialRestore:
             self._match.missing += sorted(own)
             self._match.unexpected += sorted(other)
 
+    @torch.inference_mode(False)
     def run(
         self, objects: Mapping[str, Any], rng: bool, transfer: Transfer
     ) -> tuple[Restored, dict[str, Bitmap]]:
@@ -226,7 +228,7 @@ class PartialRestore:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
         for tensor, (values, torch_dtype) in zip(tensors.values(), transfer.map(read, tensors), strict=True):
-            with torch.no_grad():
+            with overwriting(tensor):
                 tensor.detach().copy_(dense_tensor(values, torch_dtype))
 
     def _load_beside(self, objects: Mapping[str, Any], rng: bool) -> None:

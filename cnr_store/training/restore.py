@@ -33,7 +33,7 @@ from cnr_store.training.tables import (
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import dense_tensor, dtype_name
+from cnr_store.training.tensors import dense_tensor, dtype_name, overwriting
 
 Array = np.ndarray[Any, Any]
 
@@ -92,6 +92,7 @@ class Restore:
         self._state: Any = None
         self._info: VersionInfo | None = None
 
+    @torch.inference_mode(False)  # what optimizers are given is theirs, to be trained with
     def check(self, objects: Mapping[str, Any]) -> None:
         """Compare names, shapes and types of the model, its optimizers and `objects` with what is stored.
 
@@ -172,6 +173,7 @@ class Restore:
                     f"{self._where}; give the model that was saved"
                 )
 
+    @torch.inference_mode(False)
     def run(
         self, objects: Mapping[str, Any], rng: bool, transfer: Transfer
     ) -> tuple[Restored, dict[str, Bitmap]]:
@@ -276,7 +278,7 @@ class Restore:
 
         found = transfer.map(read, tensors)
         for tensor, (values, torch_dtype) in zip(tensors.values(), found, strict=True):
-            with torch.no_grad():
+            with overwriting(tensor):
                 tensor.detach().copy_(dense_tensor(values, torch_dtype))
 
 

@@ -1,11 +1,13 @@
 """Rows and values between torch tensors and numpy arrays.
 
 Tables appear to the store in an *array type*: float32 and float16 as they are, bfloat16 widened exactly to
-float32, integers as they are.
+float32, integers as they are. Tensors made here are on the CPU, whatever torch's default device is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,7 @@ def dtype_named(name: str) -> torch.dtype:
 def has_numpy_type(dtype: torch.dtype) -> bool:
     """Whether numpy has the same element type."""
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
         return False
     return True
@@ -61,7 +63,7 @@ def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The array type that stands for rows of a tensor of `dtype`."""
     if dtype is torch.bfloat16:
         return np.dtype(np.float32)
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def numpy_view(tensor: torch.Tensor) -> AnyArray:
@@ -104,6 +106,13 @@ def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | Non
     return out
 
 
+@contextmanager
+def overwriting(tensor: torch.Tensor) -> Iterator[None]:
+    """Where `tensor` may be written: without autograd, and in inference mode if it was made there, but only then."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        yield
+
+
 def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
     """Write `values`, ``(n, ...)`` of the array type, over the rows ``start`` to ``start + n`` of a tensor.
 
@@ -111,8 +120,8 @@ def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
     restored bit for bit.
     """
     source = np.ascontiguousarray(values)
-    target = tensor.detach()[start : start + len(source)]
-    with torch.no_grad():
+    with overwriting(tensor):
+        target = tensor.detach()[start : start + len(source)]
         target.copy_(torch.from_numpy(source))
         if target.dtype is torch.bfloat16:
             _keep_nans(target, source)
@@ -156,7 +165,7 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
             "to store; convert it to a dense tensor"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
-    copy = torch.empty(plain.shape, dtype=plain.dtype)
+    copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
     name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)
     # A tensor without dimensions can be viewed as another type only through one with a dimension.
