@@ -93,7 +93,7 @@ class Contenders:
 
 
 def measure(optimizer: str, tables: int, rows: int, rounds: int, folder: Path) -> list[Line]:
-    """Every contender's stall at each share of rows changed; they take turns, and each is first as often."""
+    """Every contender's stall at each share of rows changed; they take turns, and another one begins each round."""
     training = Training(optimizer, tables, rows)
     lines = []
     with cnr_store.Checkpointer(
