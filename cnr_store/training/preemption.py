@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -24,13 +25,18 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._process = os.getpid()
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def _notice(self, number: int, _: object) -> None:
         # A handler runs between any two lines, within a step or a save: it must not do more than this.
-        if self.signal is None:
+        if os.getpid() != self._process:
+            # A fork, as a data loader's worker is, asks nobody whether it is to end: it does so as others do.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif self.signal is None:
             self.signal = signal.Signals(number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -97,3 +98,18 @@ def test_a_closed_checkpointer_watches_nothing(tmp_path: Path) -> None:
     checkpointer.close()
     with pytest.raises(ClosedError):
         checkpointer.preemption()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """As a pool's workers are, when the block that made them is left."""
+    with Checkpointer(tmp_path, make_model()) as checkpointer, checkpointer.preemption() as preempted:
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        child.start()
+        child.terminate()
+        child.join(60)
+        ended = child.exitcode
+        child.kill()
+        assert not preempted
+    assert ended == -signal.SIGTERM
