@@ -40,6 +40,7 @@ class PendingSave:
         self.future: Future[Record] = Future()
         self.abandoned = threading.Event()
         self.told = threading.Event()
+        self._process = os.getpid()
 
     @classmethod
     def skip(cls, step: int, under_way: int) -> PendingSave:
@@ -65,22 +66,28 @@ class PendingSave:
         ------
         SaveError, SupersededError
             Why there is no such version. Its rows are part of the next save.
+        ClosedError
+            This is a fork of the process that writes it, which is not told what comes of it.
         TimeoutError
             It is still being written.
         """
-        try:
-            return VersionInfo.of(self.future.result(timeout))
-        finally:
-            self.asked = self.future.done()
+        self.exception(timeout)
+        return VersionInfo.of(self.future.result())
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `result` would raise, or None if the version was committed. Waits at most `timeout` seconds.
 
         Raises
         ------
+        ClosedError
+            This is a fork of the process that writes it, which is not told what comes of it.
         TimeoutError
             It is still being written.
         """
+        if os.getpid() != self._process and not self.future.done():
+            raise ClosedError(
+                f"the save of step {self.step} is written by process {self._process}: ask for its result there"
+            )
         error = self.future.exception(timeout)
         self.asked = True
         return error

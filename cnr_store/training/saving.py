@@ -127,12 +127,12 @@ class Saves:
             if any(isinstance(write.source, LeasedRows) for write in rows):
                 rows_done.wait()
         except BaseException as error:
+            pending.asked = True  # the caller has this error
             if pending.future.cancel():  # it has not begun, and never will
                 self._tracker.restore(dirty)
                 self._pending = None
             else:
                 pending.abandoned.set()
-                pending.asked = True  # the caller has this error
                 rows_done.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
@@ -175,15 +175,22 @@ class Saves:
                 return
             record = self._writer.write(plan, rows_done.set)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
-            log.error("save of step %d failed: %s", plan.step, error)
-            pending.future.set_exception(error)
+            try:
+                log.error("save of step %d failed: %s", plan.step, error)
+            finally:
+                pending.future.set_exception(error)
         else:
-            self._outcomes.committed(record)
-            pending.future.set_result(record)
+            try:
+                self._outcomes.committed(record)
+            finally:
+                pending.future.set_result(record)
         finally:
+            # Training waits for each of these; a log's handler, which is foreign code, may raise before.
             rows_done.set()
-            self._outcomes.tell(pending)
-            pending.told.set()
+            try:
+                self._outcomes.tell(pending)
+            finally:
+                pending.told.set()
 
     def settle(self, tell_before: int | None = None) -> None:
         """Wait for the save under way and take its outcome into account, on the training thread.

@@ -99,10 +99,21 @@ def test_a_child_ends_while_its_parent_is_still_saving(tmp_path: Path) -> None:
         pending = checkpointer.save(7)
         assert standing.wait(60)
         child = multiprocessing.get_context("fork").Process(target=int)
-        child.start()
-        child.join(60)
-        ended, saving = child.exitcode, not pending.done()
+        asking = multiprocessing.get_context("fork").Process(target=told_where_to_ask, args=(pending,))
+        for process in (child, asking):
+            process.start()
+            process.join(60)
+        ended, saving = (child.exitcode, asking.exitcode), not pending.done()
         child.kill()
+        asking.kill()
         goes_on.set()
-    assert (ended, saving) == (0, True)
+    assert ended == (0, 0)
+    assert saving
     assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
+
+
+def told_where_to_ask(pending: cnr_store.PendingSave) -> None:
+    """What a fork learns of its parent's save; it would wait for it without end."""
+    for ask in (pending.result, pending.exception):
+        with pytest.raises(cnr_store.ClosedError, match=r"save of step 7 is written by process \d+: ask for"):
+            ask()

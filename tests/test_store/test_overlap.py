@@ -102,6 +102,35 @@ def test_a_save_that_waits_is_never_skipped(tmp_path: Path, usual: Any, asked: A
     assert [info.step for info in cnr_store.versions(tmp_path)] == [1, 2]
 
 
+def test_who_asked_in_vain_is_told_of_the_failure_later(tmp_path: Path) -> None:
+    """Asking for no longer than it takes tells nothing; also where the save fails as the asking ends."""
+    job = Job(tmp_path)
+    with job.gate.closed(), job.gate.failing():
+        failed = job.checkpointer.save(1)
+
+        class FailsMeanwhile(type(failed.future)):  # type: ignore[misc]  # a class that is computed
+            def result(self, timeout: float | None = None) -> Any:
+                return self.late(super().result, timeout)
+
+            def exception(self, timeout: float | None = None) -> Any:
+                return self.late(super().exception, timeout)
+
+            def late(self, ask: Any, timeout: float | None) -> Any:
+                try:
+                    return ask(timeout)
+                finally:
+                    if timeout == 0:
+                        job.gate.opened.set()
+                        failed.told.wait(PATIENCE_SECONDS)
+
+        failed.future.__class__ = FailsMeanwhile
+        with pytest.raises(TimeoutError):
+            failed.result(0)
+        assert failed.done()
+    with pytest.raises(SaveError, match="injected"):
+        job.checkpointer.close()
+
+
 def test_a_failure_is_raised_by_the_next_save_once_and_nothing_is_forgotten(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.checkpointer.save(0).result()
@@ -181,6 +210,29 @@ def test_what_on_done_raises_is_only_logged(tmp_path: Path, caplog: pytest.LogCa
         f"on_done of the save of step {step} failed" for step in (1, 2)
     ]
     assert len(cnr_store.versions(tmp_path)) == 2
+
+
+class BrokenHandler(logging.Handler):
+    """A log that can't be written to, and says so by raising."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("the log's disk is full")
+
+
+def test_a_log_that_fails_keeps_nobody_waiting(tmp_path: Path) -> None:
+    def on_done(pending: PendingSave) -> None:
+        raise KeyError(pending.step)
+
+    log, handler = logging.getLogger("cnr_store"), BrokenHandler()
+    job = Job(tmp_path, on_done=on_done)
+    log.addHandler(handler)
+    try:
+        with job.gate.failing():
+            assert isinstance(job.checkpointer.save(1).exception(PATIENCE_SECONDS), SaveError)
+        assert job.checkpointer.save(2).result(PATIENCE_SECONDS).step == 2
+        job.checkpointer.close()
+    finally:
+        log.removeHandler(handler)
 
 
 def test_on_done_must_not_work_on_the_checkpointer(tmp_path: Path) -> None:
