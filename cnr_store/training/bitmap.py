@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Bitmap = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -52,6 +55,31 @@ def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     Returns -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
     """
     return int(_mark(bitmap, rows, ids))
+
+
+def _typed_pointer(_context: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+# The pointer to an address, in kernels.
+_pointer: Any = intrinsic(_typed_pointer)
+
+
+@njit(nogil=True, cache=True)
+def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
+    bitmap = carray(_pointer(bitmap_address), (rows + 7) >> 3, np.uint8)
+    return _mark(bitmap, rows, carray(_pointer(ids_address), count, np.int64))
+
+
+def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
+    """`mark` for a bitmap of `rows` rows and `count` int64 ids that lie one after the other at these addresses.
+
+    An array takes more time to make than few ids take to mark. The caller keeps both memories alive.
+    """
+    return _mark_at(bitmap_address, rows, ids_address, count)
 
 
 def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:

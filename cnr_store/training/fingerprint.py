@@ -16,10 +16,14 @@ class Fingerprint:
     is told apart, by a weak reference that keeps its identity from being used again.
     """
 
+    __slots__ = ("_memory", "_pointer", "_reference", "_strides", "_version")
+
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._memory = _memory(tensor, storage)
+        self._memory = storage._cdata
+        self._pointer = tensor.data_ptr()
+        self._strides = tensor.stride()
         self._version = None if tensor.is_inference() else tensor._version
 
     def changes_in(self, tensor: torch.Tensor) -> float:
@@ -27,17 +31,20 @@ class Fingerprint:
 
         Infinity if it has other memory now, or was made in inference mode, where torch counts no changes.
         """
-        if self._version is None or _memory(tensor, tensor.untyped_storage()) != self._memory:
+        # Asked at each step for each table, so nothing here is a call that need not be one.
+        if (
+            self._version is None
+            or tensor.untyped_storage()._cdata != self._memory
+            or tensor.data_ptr() != self._pointer
+            or tensor.stride() != self._strides
+        ):
             return math.inf
         return tensor._version - self._version
 
-    def renewed(self, tensor: torch.Tensor) -> Fingerprint:
-        """A fingerprint of `tensor` as it is now: this one, brought up to date, where the memory is the same."""
-        if self._version is None or _memory(tensor, tensor.untyped_storage()) != self._memory:
-            return Fingerprint(tensor)
-        self._version = tensor._version
-        return self
-
-
-def _memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int, tuple[int, ...]]:
-    return storage._cdata, tensor.data_ptr(), tensor.stride()
+    def followed(self, tensor: torch.Tensor) -> bool:
+        """Bring this up to date with `tensor`; False, and nothing changes, if it has other memory."""
+        changes = self.changes_in(tensor)
+        if self._version is None or changes == math.inf:
+            return False
+        self._version += int(changes)
+        return True

@@ -110,8 +110,8 @@ class _AfterLookup(Local):
         if renorms and not self._checked:
             watch.make_whole("max_norm of a module that looks rows up was set meanwhile")
             self.check_before()
-        if not own or watch.resized:
-            watch.make_whole("a module looked up another tensor in its place, or it has other rows now")
+        if not own:
+            watch.make_whole("a module looked up another tensor in its place")
         elif type(module).forward not in _FORWARDS or "forward" in module.__dict__:
             # Its ids need not be rows. Steps still flag what they change; nothing else would.
             if renorms or not watch.owned:

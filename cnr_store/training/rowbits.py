@@ -41,9 +41,12 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 class RowBits:
     """One bit a row: host memory and compiled kernels for tables on the CPU, tensors elsewhere."""
 
+    __slots__ = ("_address", "_bits", "_host", "device", "rows")
+
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
         self._host = bitmap.empty_bitmap(rows) if device.type == "cpu" else None
+        self._address = 0 if self._host is None else self._host.ctypes.data
         size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
         self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -52,6 +55,10 @@ class RowBits:
 
         Returns False if one is out of range, on the host; on another device ids must be in range.
         """
+        # What nearly all ids are. Only a plain tensor surely has its values where it says.
+        plain = type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
+        if plain and self._address and ids.is_contiguous():
+            return bitmap.mark_at(self._address, self.rows, ids.data_ptr(), ids.numel()) < 0
         if self._host is None:
             mark_on_device(self._bits, ids.detach().to(self.device, non_blocking=True))
             return True
@@ -63,7 +70,8 @@ class RowBits:
         Of a sparse gradient these are the rows it holds; of a dense one, those with a value that is not +0.
         """
         if gradient.is_sparse:
-            self.mark(gradient._indices()[0])
+            indices = gradient._indices()
+            self.mark(indices if indices.shape[0] == 1 else indices[0])
         elif self._host is None:
             mark_nonzero_on_device(self._bits, gradient.to(self.device))
         else:
@@ -80,4 +88,5 @@ class RowBits:
             self._bits.zero_()
         else:
             self._host = bitmap.empty_bitmap(self.rows)
+            self._address = self._host.ctypes.data
         return taken

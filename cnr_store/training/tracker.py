@@ -70,7 +70,7 @@ class Tracker:
     def before_step(self, optimizer: Optimizer) -> None:
         """Notice what was changed since the last step, and by none."""
         for _position, watch in self._stepped.of(optimizer):
-            if watch.unaccounted:
+            if watch.changes:
                 if watch.changed_elsewhere:
                     watch.make_whole(OUTSIDE)
                 watch.account()
@@ -80,21 +80,23 @@ class Tracker:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Flag the rows that the step had gradients for."""
-        reasons: dict[tuple[int, torch.dtype], str | None] = {}
+        asked: tuple[int, torch.dtype] | None = None
+        reason, counted = None, 0
         for position, watch in self._stepped.of(optimizer):
-            parameter, gradient = watch.table.parameter, watch.table.parameter.grad
+            parameter = watch.table.parameter
+            gradient = parameter.grad
             changes = max(watch.changes, watch.slot_changes(optimizer))
             if gradient is None and not changes:
                 continue
             watch.account()
             watch.account_slots(optimizer)
-            group = position, parameter.dtype
-            if group not in reasons:
-                reasons[group] = group_moves_untouched(optimizer, *group)
-            reason = reasons[group]
+            if asked != (position, parameter.dtype):
+                asked = position, parameter.dtype
+                reason = group_moves_untouched(optimizer, *asked)
+                counted = counted_changes(optimizer, position)
             if reason is not None:
                 watch.make_whole(reason)
-            elif watch.resized or gradient is None or changes > counted_changes(optimizer, position):
+            elif watch.resized or gradient is None or changes > counted:
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
                 watch.mark_gradient(gradient)

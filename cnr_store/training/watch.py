@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -41,10 +41,23 @@ class Watch:
         Why the rows that changed in this interval are not known; None if they are.
     """
 
+    # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
+    __slots__ = (
+        "_marked",
+        "_optimizers",
+        "_seen",
+        "_seen_slots",
+        "bits",
+        "carried",
+        "owned",
+        "table",
+        "whole",
+    )
+
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
-        self._seen_slots: dict[int, dict[str, Fingerprint]] = {}
+        self._seen_slots: dict[int, _Slots] = {}
         self.owned = False
         self.bits = RowBits(table.rows, table.parameter.device)
         self._seen = Fingerprint(table.parameter)
@@ -82,11 +95,6 @@ class Watch:
         return self._seen.changes_in(self.table.parameter)
 
     @property
-    def unaccounted(self) -> bool:
-        """Whether the parameter changed since its changes were last accounted for."""
-        return self.changes != 0
-
-    @property
     def changed_elsewhere(self) -> bool:
         """Whether the parameter changed by something that flags no rows."""
         if not self.changes:
@@ -98,7 +106,8 @@ class Watch:
 
     def account(self) -> None:
         """Declare every change so far flagged."""
-        self._seen = self._seen.renewed(self.table.parameter)
+        if not self._seen.followed(self.table.parameter):
+            self._seen = Fingerprint(self.table.parameter)
 
     def slot_changes(self, optimizer: Optimizer) -> float:
         """The most changes of one slot of `optimizer` in place since they were last accounted for.
@@ -107,10 +116,15 @@ class Watch:
         is saved whole. 0 if the optimizer is none of those that are saved.
         """
         seen = self._seen_slots.get(id(optimizer))
-        if not seen:
+        if seen is None:
             return 0
         state = optimizer.state.get(self.table.parameter, {})
-        return max(_changes(fingerprint, state.get(slot)) for slot, fingerprint in seen.items())
+        most: float = 0
+        for slot, fingerprint in seen.fingerprints.items():
+            changes = _changes(fingerprint, state.get(slot))
+            if changes > most:
+                most = changes
+        return most
 
     @property
     def slots_changed(self) -> bool:
@@ -119,15 +133,14 @@ class Watch:
 
     def account_slots(self, optimizer: Optimizer) -> None:
         """Declare that every change so far of `optimizer`'s slots is in rows that are flagged."""
-        if id(optimizer) not in self._optimizers:
+        seen = self._seen_slots.get(id(optimizer))
+        if id(optimizer) not in self._optimizers or (seen is None and not optimizer.state):
             return
-        seen = self._seen_slots.get(id(optimizer), {})
-        if not (seen or optimizer.state.get(self.table.parameter)):
-            return
-        self._seen_slots[id(optimizer)] = {
-            slot: seen[slot].renewed(tensor) if slot in seen else Fingerprint(tensor)
-            for slot, tensor in row_slots(optimizer, self.table.parameter).items()
-        }
+        state = optimizer.state.get(self.table.parameter, {})
+        if seen is None or not seen.followed(state):
+            slots = row_slots(optimizer, self.table.parameter)
+            prints = {slot: Fingerprint(tensor) for slot, tensor in slots.items()}
+            self._seen_slots[id(optimizer)] = _Slots(len(state), prints)
 
     @property
     def replaced(self) -> bool:
@@ -144,9 +157,10 @@ class Watch:
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape, in the table as it is now."""
         self._marked = True
-        if self.resized:
+        bits = self.bits
+        if bits.rows != self.table.parameter.shape[0]:
             self.make_whole("its number of rows changed")
-        elif not self.bits.mark(ids):
+        elif not bits.mark(ids):
             self.make_whole("an id out of range was looked up")
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
@@ -166,6 +180,25 @@ class Watch:
             self.carried = (self.carried | flagged) & bitmap.full_bitmap(self.table.rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
+
+
+class _Slots:
+    """What an optimizer keeps for a table's rows, by slot, and how many entries it keeps for the table in all."""
+
+    __slots__ = ("_entries", "fingerprints")
+
+    def __init__(self, entries: int, fingerprints: dict[str, Fingerprint]) -> None:
+        self._entries, self.fingerprints = entries, fingerprints
+
+    def followed(self, state: Mapping[str, object]) -> bool:
+        """Bring the fingerprints up to date; False if these are not all slots, or other tensors now."""
+        if len(state) != self._entries:
+            return False
+        for slot, fingerprint in self.fingerprints.items():
+            value = state.get(slot)
+            if not isinstance(value, torch.Tensor) or not fingerprint.followed(value):
+                return False
+        return True
 
 
 def _changes(seen: Fingerprint, slot: object) -> float:

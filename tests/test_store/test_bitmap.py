@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from torch import nn
 
 from cnr_store.training import bitmap
 from cnr_store.training.rowbits import RowBits, mark_nonzero_on_device, mark_on_device
@@ -95,6 +98,31 @@ def test_tensors_are_marked_as_by_the_kernel(case: tuple[int, list[int]], dtype:
     mark_on_device(device, torch.tensor(ids[:half], dtype=dtype))
     mark_on_device(device, torch.tensor(ids[half:], dtype=dtype).reshape(1, -1))
     np.testing.assert_array_equal(device[:-1].numpy(), host)
+
+
+LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda ids: ids,
+    lambda ids: ids.to(torch.int32),
+    lambda ids: ids.to(torch.uint8),
+    lambda ids: torch.stack([ids, ids + 1000], 1)[:, 0],
+    lambda ids: torch.stack([ids, ids]).t(),
+    lambda ids: torch.cat([ids + 1000, ids])[len(ids) :],
+    lambda ids: nn.Parameter(ids, requires_grad=False),
+]
+
+
+@compiles
+@given(st.integers(1, 200), st.lists(st.integers(0, 210), max_size=30), st.sampled_from(LAYOUTS))
+def test_ids_are_marked_alike_however_they_lie_in_memory(
+    rows: int, ids: list[int], lay_out: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    bits, reference = RowBits(rows, torch.device("cpu")), bitmap.empty_bitmap(rows)
+    for _ in range(2):
+        laid_out = lay_out(torch.tensor(ids, dtype=torch.int64))
+        outside = bitmap.mark_reference(reference, rows, laid_out.numpy().reshape(-1).astype(np.int64))
+        assert bits.mark(laid_out) == (outside < 0)
+        np.testing.assert_array_equal(bits.take(), reference)
+        reference[:] = 0
 
 
 @pytest.mark.gpu
