@@ -1,8 +1,12 @@
 """Benchmark of tracking: `python benchmarks/tracking.py [--quick] [--out FOLDER]`.
 
 A training step with tracked tables beside the same step without, on one thread: the model of the demo at batch 4,096,
-and 1,000 small tables. Seconds are of the processor, so that other work on the machine counts little; each is the
-best of a few rounds, in which the two take turns.
+and 1,000 small tables. Seconds are of the processor, and the two take turns in short rounds, so that other work on the
+machine counts little; `adds` compares their medians.
+
+A step varies by more than tracking adds to it, so its parts are timed alone, too: `lookup` is what a call of
+a table takes longer with hooks than without, `step` what the hooks around an optimizer's step take, in microseconds a
+table. `share` is both, of a step without tracking.
 """
 
 import sys
@@ -17,6 +21,7 @@ import time  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
+from statistics import median  # noqa: E402
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -31,7 +36,7 @@ from cnr_store.training.tracker import Tracker  # noqa: E402
 _RESULTS = Path(__file__).parent / "results"
 _BATCH = 4096
 _BATCHES = 8
-_STEPS = 5
+_STEPS = 4
 # What MovieLens-100k has of each feature.
 _ML_ROWS = {"user": 943, "item": 1682, "age": 8, "gender": 2, "occupation": 21, "year": 73, "genre": 20}
 _COUNT_ROWS = {"hour": 24, "weekday": 7, "user_count": 11, "item_count": 11}
@@ -39,7 +44,7 @@ _COUNT_ROWS = {"hour": 24, "weekday": 7, "user_count": 11, "item_count": 11}
 
 @dataclass(frozen=True)
 class Line:
-    """One model, with and without tracking; `share` is what tracking adds to a step."""
+    """One model, with and without tracking; `adds` and `share` are of a step without; see above."""
 
     model: str
     tables: int
@@ -47,39 +52,74 @@ class Line:
     bitmap_bytes: int
     step_seconds: float
     tracked_seconds: float
+    adds: float
+    lookup_us: float
+    step_us: float
     share: float
 
-    HEAD = "model         tables      rows  bits a row   step ms  tracked ms   adds"
+    HEAD = (
+        "model         tables      rows  bits a row   step ms  tracked ms    adds  lookup us  step us  share"
+    )
 
     def show(self) -> str:
         return (
             f"{self.model:12} {self.tables:7d} {self.rows:9d} {self.bitmap_bytes * 8 / self.rows:11.2f} "
-            f"{self.step_seconds * 1e3:9.2f} {self.tracked_seconds * 1e3:11.2f} {self.share:6.2%}"
+            f"{self.step_seconds * 1e3:9.2f} {self.tracked_seconds * 1e3:11.2f} {self.adds:7.2%} "
+            f"{self.lookup_us:10.2f} {self.step_us:8.2f} {self.share:6.2%}"
         )
 
 
-def measure(
-    name: str, model: nn.Module, optimizer: Optimizer, step: Callable[[], object], rounds: int
-) -> Line:
-    """The best round of each kind; they take turns."""
-    tables = find_tables(model)
-    step()
-    plain, tracked = [], []
-    for _ in range(rounds):
-        plain.append(_seconds(step))
-        with _tracker(model, optimizer):
-            tracked.append(_seconds(step))
-    best, beside = min(plain), min(tracked)
-    sizes = [(table.rows + 7) // 8 for table in tables]
+@dataclass(frozen=True)
+class Training:
+    """A model that trains, and what one of its steps looks up."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[], object]
+    lookups: list[tuple[nn.Module, torch.Tensor]]
+
+    def look_up(self) -> None:
+        for table, ids in self.lookups:
+            table(ids)
+
+
+def measure(training: Training, rounds: int) -> Line:
+    """Medians of rounds with and without tracking, which take turns."""
+    plain, tracked, calls, hooked, around = [], [], [], [], []
+    tables = find_tables(training.model)
+    training.step()
+    for turn in range(2 * rounds):
+        if turn % 4 in (0, 3):
+            plain.append(_seconds(training.step))
+            calls.append(_seconds(training.look_up))
+            continue
+        with _tracker(training.model, training.optimizer) as tracker:
+            tracked.append(_seconds(training.step))
+            hooked.append(_seconds(training.look_up))
+            around.append(_seconds(lambda: _around_step(tracker, training.optimizer)))
+    step, beside = median(plain), median(tracked)
+    lookup_us, step_us = (
+        seconds / len(tables) * 1e6 for seconds in (median(hooked) - median(calls), median(around))
+    )
     rows = sum(table.rows for table in tables)
-    return Line(name, len(tables), rows, sum(sizes), best, beside, beside / best - 1)
+    size = sum((table.rows + 7) // 8 for table in tables)
+    share = (lookup_us + step_us) * 1e-6 * len(tables) / step
+    return Line(
+        training.name, len(tables), rows, size, step, beside, beside / step - 1, lookup_us, step_us, share
+    )
+
+
+def _around_step(tracker: Tracker, optimizer: Optimizer) -> None:
+    tracker.before_step(optimizer)
+    tracker.after_step(optimizer)
 
 
 @contextmanager
-def _tracker(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def _tracker(model: nn.Module, optimizer: Optimizer) -> Iterator[Tracker]:
     tracker = Tracker(find_tables(model), [optimizer])
     try:
-        yield
+        yield tracker
     finally:
         tracker.close()
 
@@ -92,7 +132,7 @@ def _seconds(step: Callable[[], object]) -> float:
     return (time.process_time() - begin) / _STEPS
 
 
-def of_the_demo(rounds: int) -> Line:
+def of_the_demo() -> Training:
     rows = {**_ML_ROWS, **_COUNT_ROWS, **CROSS_ROWS}
     model, optimizer = new_training(rows, seed=0)
     random = torch.Generator().manual_seed(1)
@@ -112,10 +152,11 @@ def of_the_demo(rounds: int) -> Line:
         torch.autograd.backward(nn.functional.binary_cross_entropy_with_logits(logits, labels))
         optimizer.step()
 
-    return measure("demo", model, optimizer, step, rounds)
+    lookups = [(table, batches[0][name]) for name, table in model.embed.items()]
+    return Training("demo", model, optimizer, step, lookups)
 
 
-def of_small_tables(rounds: int, tables: int = 1000) -> Line:
+def of_small_tables(tables: int = 1000) -> Training:
     model = nn.ModuleList(nn.Embedding(1000, 16, sparse=True) for _ in range(tables))
     optimizer = SGD(model.parameters(), lr=0.1)
     ids = torch.randint(1000, (128,), generator=torch.Generator().manual_seed(1))
@@ -125,7 +166,7 @@ def of_small_tables(rounds: int, tables: int = 1000) -> Line:
         torch.autograd.backward(torch.stack([table(ids) for table in model]).square().sum())
         optimizer.step()
 
-    return measure("small tables", model, optimizer, step, rounds)
+    return Training("small tables", model, optimizer, step, [(table, ids) for table in model])
 
 
 def main() -> None:
@@ -134,11 +175,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of tracking.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rounds = 4 if options.quick else 15
+    rounds = 4 if options.quick else 24
     print(Line.HEAD)
     lines = []
-    for run in (of_the_demo, of_small_tables):
-        lines.append(run(rounds))
+    for make in (of_the_demo, of_small_tables):
+        lines.append(measure(make(), rounds))
         print(lines[-1].show(), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     document = {**describe(), "lines": [asdict(line) for line in lines]}
