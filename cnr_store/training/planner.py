@@ -24,6 +24,9 @@ from cnr_store.training.tables import Table
 
 Bitmaps = dict[str, Bitmap]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+_FAIR_SHARE = (
+    1 / 8
+)  # of all tables' bytes: below it, tables whose rows all changed are no reason to keep a version
 
 
 class Planner:
@@ -155,7 +158,7 @@ class Planner:
         """
         self._staging.begin()
         ids = {table.name: self._changed_ids(table, decision, dirty[table.name]) for table in self._tables}
-        whole = {table.name for table in self._tables if decision.full or len(ids[table.name]) == table.rows}
+        whole = {table.name for table in self._tables} if decision.full else self._worth_whole(decision, ids)
         whole |= {array.table.name for array in arrays if not self._continues(array)}
         whole |= set(unsafe)
         writes = [self._write(array, decision, whole, ids[array.table.name], pending) for array in arrays]
@@ -201,6 +204,20 @@ class Planner:
         if line is None:
             return array.tensor is not array.table.parameter
         return (line.shape, line.element) == (array.shape, array.element)
+
+    def _worth_whole(self, decision: Decision, ids: Mapping[str, Ids]) -> set[str]:
+        """Tables of which every row changed, so that a whole takes no more than a delta.
+
+        Later deltas lean on a whole, so that retention keeps this version with everything in it. Small tables are
+        not worth that, where a delta would lean on the baseline, which is kept anyway.
+        """
+        changed = [table for table in self._tables if len(ids[table.name]) == table.rows]
+        nbytes = sum(table.parameter.nbytes for table in changed)
+        if decision.since == "baseline" and nbytes < _FAIR_SHARE * sum(
+            t.parameter.nbytes for t in self._tables
+        ):
+            changed = [table for table in changed if table.name not in self.since_whole]
+        return {table.name for table in changed}
 
     def _changed_ids(self, table: Table, decision: Decision, dirty: Bitmap) -> Ids:
         if decision.since == "baseline":

@@ -130,7 +130,7 @@ class Expected:
             table = path.split("/")[1]
             older = self._head.arrays.get(path) if self._head else None
             everything = set(range(len(values)))
-            if kind == "full" or older is None or due[table] == everything:
+            if kind == "full" or older is None or (due[table] == everything and _worth_whole(kind, due)):
                 content.whole.add(path)
             written = everything if path in content.whole else due[table]
             saved = {row: (codecs[path], values[row].tobytes()) for row in written}
@@ -166,6 +166,13 @@ class Expected:
     @property
     def newest(self) -> str | None:
         return list(self.versions)[-1] if self.versions else None
+
+
+def _worth_whole(kind: str, due: Mapping[str, set[int]]) -> bool:
+    """Whether tables of which all rows are due are whole: not a few rows, if others lean on the baseline anyway."""
+    sizes = {name: rows * dim for name, (rows, dim) in SHAPES.items()}
+    changed = sum(sizes[name] for name, (rows, _) in SHAPES.items() if len(due[name]) == rows)
+    return kind == "previous" or 8 * changed >= sum(sizes.values())
 
 
 def _nothing() -> dict[str, set[int]]:

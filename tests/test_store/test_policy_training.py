@@ -113,3 +113,39 @@ def test_widths_that_are_given_leave_nothing_to_expectations(tmp_path: Path) -> 
         Checkpointer(tmp_path, make()[0], bits=4, expected_restores=ExpectedRestores(0.01, 1, 1))
     cnr_store.save(tmp_path, make()[0], bits=4)
     assert policies_of(tmp_path)[0]["bits"] is None
+
+
+def two_tables(rows: int) -> tuple[nn.Module, nn.Embedding, nn.Embedding, SGD]:
+    large, other = nn.Embedding(ROWS, DIM), nn.Embedding(rows, DIM)
+    model = nn.ModuleDict({"large": large, "other": other})
+    return model, large, other, SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("policy", ["one-shot", "intermittent"])
+def test_a_small_table_that_changes_as_a_whole_keeps_no_version_beside_the_baseline(
+    tmp_path: Path, policy: str
+) -> None:
+    model, large, other, optimizer = two_tables(7)
+    with Checkpointer(tmp_path, model, optimizer, policy=policy, bits=32, keep_last=1) as checkpointer:
+        checkpointer.save(0)
+        for step in range(1, 6):
+            train(large, optimizer, np.array([step]))
+            train(other, optimizer, np.arange(7 if step == 2 else 1))
+            checkpointer.save(step).result()
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [0, 5]
+    found = cnr_store.state_dict(tmp_path)
+    for name, values in model.state_dict().items():
+        assert torch.equal(torch.from_numpy(found[name]), values)
+
+
+def test_a_large_table_that_changes_as_a_whole_is_a_base_of_its_own(tmp_path: Path) -> None:
+    model, _, _, optimizer = two_tables(ROWS)
+    with Checkpointer(tmp_path, model, optimizer, policy="one-shot", bits=32) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.touch("large", range(ROWS))
+        second = checkpointer.save(1).result()
+        checkpointer.touch("large", [3])
+        checkpointer.touch("other", [4])
+        record = Catalog(open_backend(tmp_path)).record(checkpointer.save(2).result().id)
+    assert record.arrays["tables/large/weight"].base == second.id
+    assert record.rows == 2
