@@ -28,6 +28,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/storage.py $(ARGS)
 	$(BIN)/python benchmarks/saving.py $(ARGS)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
+	$(BIN)/python benchmarks/state_bits.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
