@@ -24,9 +24,8 @@ from cnr_store.training.tables import Table
 
 Bitmaps = dict[str, Bitmap]
 Ids = np.ndarray[Any, np.dtype[np.int64]]
-_FAIR_SHARE = (
-    1 / 8
-)  # of all tables' bytes: below it, tables whose rows all changed are no reason to keep a version
+_FAIR_SHARE = 1 / 8
+"""Of all tables' bytes: below it, tables whose rows all changed are no reason to keep a version."""
 
 
 class Planner:
@@ -212,10 +211,10 @@ class Planner:
         not worth that, where a delta would lean on the baseline, which is kept anyway.
         """
         changed = [table for table in self._tables if len(ids[table.name]) == table.rows]
-        nbytes = sum(table.parameter.nbytes for table in changed)
-        if decision.since == "baseline" and nbytes < _FAIR_SHARE * sum(
-            t.parameter.nbytes for t in self._tables
-        ):
+        their_bytes, all_bytes = (
+            sum(each.parameter.nbytes for each in tables) for tables in (changed, self._tables)
+        )
+        if decision.since == "baseline" and their_bytes < _FAIR_SHARE * all_bytes:
             changed = [table for table in changed if table.name not in self.since_whole]
         return {table.name for table in changed}
 
