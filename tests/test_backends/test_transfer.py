@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -139,6 +141,66 @@ def test_a_closed_transfer_does_not_pretend_to_work() -> None:
         assert list(transfer.map(str, [1])) == ["1"]
     with pytest.raises(BackendError, match="closed"):
         list(transfer.map(str, [1]))
+
+
+def test_an_interrupt_leaves_no_call_that_close_does_not_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a thread is being started: the pool has not noted it, and it runs."""
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    calls: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("cnr-transfer"):
+            assert began.wait(30)
+            raise KeyboardInterrupt
+
+    def call(item: int) -> None:
+        calls.append(item)
+        began.set()
+        assert goes_on.wait(30)
+        ended.set()
+
+    transfer = Transfer(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(transfer.map(call, range(3)))
+    closing = threading.Thread(target=transfer.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join(30)
+    assert ended.is_set()
+    assert calls == [0]
+
+
+def test_a_call_that_an_interrupt_left_behind_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before a started thread has come to its first line of ours: it comes there when all is closed."""
+    closed, calls = threading.Event(), list[int]()
+    threads: list[threading.Thread] = []
+    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("cnr-transfer"):
+            threads.append(thread)
+            raise KeyboardInterrupt
+
+    def late(pool: ThreadPoolExecutor, call: Any, /, *arguments: Any) -> Any:
+        return submit(pool, lambda: closed.wait(30) and call(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", late)
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt), Transfer(1, 2) as transfer:
+            list(transfer.map(calls.append, range(3)))
+    closed.set()
+    for thread in threads:
+        thread.join(30)
+    assert calls == []
+    assert threads
 
 
 def test_results_left_untaken_do_not_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -50,6 +51,8 @@ class Transfer:
         self.in_flight = in_flight
         self.in_flight_bytes = in_flight_bytes
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="cnr-transfer")
+        self._closed = False
+        self._running: set[threading.Lock] = set()
 
     def map(
         self,
@@ -112,13 +115,30 @@ class Transfer:
 
     def _submit(self, call: Callable[[Item], Result], item: Item) -> Future[Result]:
         try:
-            return self._pool.submit(call, item)
+            return self._pool.submit(self._run, call, item)
         except RuntimeError as error:  # the pool's word for it
             raise BackendError(_CLOSED) from error
 
+    def _run(self, call: Callable[[Item], Result], item: Item) -> Result:
+        # An interrupt within `submit` can leave a thread that the pool does not know, and a call without a future: so
+        # each says that it runs by a lock that it holds. It does so before it asks, or `close` could miss it.
+        running = threading.Lock()
+        with running:
+            self._running.add(running)
+            try:
+                if self._closed:
+                    raise BackendError(_CLOSED)
+                return call(item)
+            finally:
+                self._running.discard(running)
+
     def close(self) -> None:
-        """Cancel what has not begun and wait for what runs."""
+        """Cancel what has not begun and wait for what runs, also where an interrupt came between."""
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for running in tuple(self._running):
+            with running:
+                pass
 
     def __enter__(self) -> Self:
         return self
