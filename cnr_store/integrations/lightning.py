@@ -6,10 +6,10 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cnr_store.errors import EmptyStoreError, OptionError
+from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.reading.access import Url
 from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.options import count
+from cnr_store.training.options import Overlap, count
 from cnr_store.training.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class CnrCheckpoint(Callback):
     url
         Any fsspec URL, a path, or a Zarr store.
     every_n_steps
-        Optimizer steps between two saves. The end of `fit` is saved, too.
+        Optimizer steps between two saves; a save waits for the end of its batch, and is never in the middle of an
+        accumulation of gradients. The end of `fit` is saved, too.
     resume
         Whether `fit` goes on from the newest version, if there is one. Then give no `ckpt_path`.
     options
@@ -61,7 +62,8 @@ class CnrCheckpoint(Callback):
         self._resume = resume
         self._options = options
         self._checkpointer: Checkpointer | None = None
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # or loaded
+        self._step_before = 0  # this batch
         self._random: dict[str, Any] | None = None  # of the version, until the first batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,6 +88,7 @@ class CnrCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Set the random numbers again: making loaders has drawn some since they were restored."""
+        self._step_before = trainer.global_step
         random, self._random = self._random, None
         if random is not None and self._options.get("rng", True):
             set_rng_state(random)
@@ -94,17 +97,17 @@ class CnrCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if it is time; behind the last batch only when Lightning has ended the epoch, or it could not resume."""
-        if trainer.global_step % self._every == 0 and not trainer.is_last_batch:
+        if self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if the last batch's step was due."""
-        if trainer.global_step % self._every == 0:
+        if self._is_due(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end."""
-        self._save(trainer)
+        """Save the end, if need be after the save before it."""
+        self._save(trainer, overlap="wait")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for what is being written, and stop tracking."""
@@ -112,12 +115,23 @@ class CnrCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish what is being written, and save nothing of a step that failed."""
-        self._close()
+        with contextlib.suppress(CheckpointError):  # logged; the exception that ends training says more
+            self._close()
 
-    def _save(self, trainer: Trainer) -> None:
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether this batch took a step, and one that comes to or goes beyond the next multiple.
+
+        One batch can take several steps, and several batches take one: between them gradients are not saved.
+        """
         step = trainer.global_step
-        if self._checkpointer is not None and step != self._saved_step:
-            self._checkpointer.save(step, metadata={"epoch": trainer.current_epoch})
+        return step > self._step_before and step // self._every > (self._saved_step or 0) // self._every
+
+    def _save(self, trainer: Trainer, overlap: Overlap | None = None) -> None:
+        step = trainer.global_step
+        if self._checkpointer is None or step == self._saved_step:
+            return
+        pending = self._checkpointer.save(step, metadata={"epoch": trainer.current_epoch}, overlap=overlap)
+        if not pending.skipped:
             self._saved_step = step
 
     def _close(self) -> None:

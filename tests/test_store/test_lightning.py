@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError
 from cnr_store.integrations.lightning import CnrCheckpoint
 
@@ -54,8 +57,48 @@ class StopAt(Callback):
             raise MemoryError("out of memory")
 
 
-def fit(folder: Path, *callbacks: Callback, max_epochs: int = EPOCHS) -> tuple[Module, Trainer]:
-    module = Module()
+class ManualModule(Module):
+    """An optimizer for the table and one for the rest; each batch takes the steps that `stepping` says."""
+
+    def __init__(self, stepping: Callable[[int], tuple[bool, bool]]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self._stepping = stepping
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizers: Any = self.optimizers()
+        for optimizer, steps in zip(optimizers, self._stepping(batch_idx), strict=True):
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.table, self.top)]
+
+
+class SavedBatches(Callback):
+    """Notes behind which batch each save comes; to be listed behind the callback that saves."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.found: dict[int, int] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for version in cnr_store.versions(self._url):
+            self.found.setdefault(version.step, batch_idx)
+
+
+def fit(
+    folder: Path,
+    *callbacks: Callback,
+    max_epochs: int = EPOCHS,
+    module: Module | None = None,
+    **options: Any,
+) -> tuple[Module, Trainer]:
+    module = module or Module()
     ids = torch.arange(BATCHES * 16) * 3 % 200
     loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True)
     trainer = Trainer(
@@ -67,6 +110,7 @@ def fit(folder: Path, *callbacks: Callback, max_epochs: int = EPOCHS) -> tuple[M
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
+        **options,
     )
     trainer.fit(module, loader)
     return module, trainer
@@ -102,6 +146,81 @@ def test_saves_come_at_steps_and_at_the_end(tmp_path: Path) -> None:
     found = cnr_store.versions(url)
     assert [version.step for version in found] == [5, 10, 15, 16]
     assert [version.kind for version in found] == ["baseline", "delta", "delta", "delta"]
+
+
+@pytest.mark.parametrize(
+    ("stepping", "saved"),
+    [
+        (lambda batch: (True, True), [6, 10, 16]),
+        (lambda batch: (batch > 0, True), [5, 11, 15]),
+        (lambda batch: (batch % 3 == 2, False), [2]),
+    ],
+    ids=["two at a time", "odd", "one in three"],
+)
+def test_saves_come_whatever_steps_a_batch_takes(
+    tmp_path: Path, stepping: Callable[[int], tuple[bool, bool]], saved: list[int]
+) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 5), max_epochs=1, module=ManualModule(stepping))
+    assert [version.step for version in cnr_store.versions(url)] == saved
+
+
+def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    class Waits(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            checkpointer = saves._checkpointer
+            if checkpointer is not None and checkpointer._saves.latest is not None:
+                checkpointer._saves.latest.result()
+
+    url = str(tmp_path / "store")
+    saves, batches = CnrCheckpoint(url, 1), SavedBatches(url)
+    fit(tmp_path, saves, Waits(), batches, max_epochs=1, accumulate_grad_batches=3)
+    assert batches.found == {1: 2, 2: 5}
+    assert [version.step for version in cnr_store.versions(url)] == [1, 2, 3]
+
+
+def test_a_fit_that_dies_in_its_first_accumulation_has_saved_nothing(tmp_path: Path) -> None:
+    class Dies(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: Any, outputs: Any, batch: Any, at: int
+        ) -> None:
+            if at == 1:
+                raise MemoryError("out of memory")
+
+    url = str(tmp_path / "store")
+    with pytest.raises(MemoryError):
+        fit(tmp_path, CnrCheckpoint(url, 3), Dies(), accumulate_grad_batches=4)
+    assert cnr_store.versions(url) == []
+
+
+def test_the_end_is_saved_though_a_save_is_under_way(tmp_path: Path) -> None:
+    ending = threading.Event()
+
+    def stands_still(operation: str, key: str, index: int) -> None:
+        assert ending.wait(60)
+
+    class Ends(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            ending.set()
+
+    place = str(tmp_path / "store")
+    backend = FaultyBackend(open_backend(place), stands_still)
+    # The end opens the storage before the callback that saves comes to its turn.
+    fit(tmp_path, Ends(), CnrCheckpoint(backend, 2, overlap="skip"), max_epochs=1)
+    assert [version.step for version in cnr_store.versions(place)] == [2, BATCHES]
+
+
+def test_an_error_of_training_is_raised_though_a_save_failed(tmp_path: Path) -> None:
+    backend = FaultyBackend(open_backend(str(tmp_path / "store")), lambda operation, key, index: "before")
+    told: list[BaseException] = []
+
+    class Told(Callback):
+        def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+            told.append(exception)
+
+    with pytest.raises(MemoryError) as caught:
+        fit(tmp_path, CnrCheckpoint(backend, 3), StopAt(5), Told())
+    assert told == [caught.value]
 
 
 def test_resume_begins_anew_where_nothing_is_stored(tmp_path: Path) -> None:
