@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.training.statetypes import load_uncast
 from cnr_store.training.tables import Table
 from cnr_store.training.tensors import SLOT_DTYPES
 
@@ -142,10 +143,12 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     ------
     UnsupportedModelError
         The optimizer has a parameter that is not in the model.
+    StateError
+        It can't tell its state now.
     """
     groups = _named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
-    state = optimizer.state_dict()
+    state = _state_dict(optimizer)
     name_of = dict(_numbers(state["param_groups"], groups))
     by_name: dict[str, dict[str, Any]] = {}
     other: dict[Any, Any] = {}
@@ -169,6 +172,13 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     }
 
 
+def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except RuntimeError as error:  # as of one that is spread over ranks and has not been brought together
+        raise StateError(f"{type(optimizer).__name__} can't tell its state: {error}") from error
+
+
 def _numbers(groups: Sequence[Group], named: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
     """torch's number of each parameter beside its name."""
     return [
@@ -184,14 +194,17 @@ def load_optimizer(
     tables: Sequence[Table],
     tree: Tree,
     slots: Mapping[str, Mapping[str, torch.Tensor]],
+    converted: Collection[str] = (),
 ) -> None:
     """Give an optimizer the state that `optimizer_tree` took, through its own ``load_state_dict``.
 
     Parameters
     ----------
     slots
-        ``{table name: {slot: tensor}}``. A tensor of the parameter's device and element type becomes the
-        optimizer's own without a copy; others are converted by torch. State that is not there yet is made.
+        ``{table name: {slot: tensor}}``. A tensor on the parameter's device becomes the optimizer's own without a
+        copy. State that is not there yet is made.
+    converted
+        Names of parameters of another element type than the tree's: see `load_uncast`.
 
     Raises
     ------
@@ -219,7 +232,11 @@ def load_optimizer(
         size = len(group["params"])
         group["params"] = list(range(start, start + size))
         start += size
-    optimizer.load_state_dict({"state": {**state, **tree["other"]}, "param_groups": saved})
+    load_uncast(
+        optimizer,
+        {"state": {**state, **tree["other"]}, "param_groups": saved},
+        {number for number, name in numbered.items() if name in converted},
+    )
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:

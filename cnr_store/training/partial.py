@@ -206,9 +206,7 @@ class PartialRestore:
         self._read_dense(transfer)
         names = parameter_names(self._model)
         for found in self._fits:
-            tree, slots = found.merged(names, settings=self._selection.everything)
-            with accepted(self._where, f"{type(found.optimizer).__name__}.load_state_dict"):
-                load_optimizer(found.optimizer, names, self._tables, tree, slots)
+            self._load_optimizer(found, names)
         self._load_beside(objects, rng)
         changed = {
             fit.table.name: read.changed()
@@ -216,6 +214,17 @@ class PartialRestore:
             if isinstance(read := fills[weight_path(fit.table.name)], RowsRead)
         }
         return self._restored(), changed
+
+    def _load_optimizer(self, found: OptimizerFit, names: Mapping[int, str]) -> None:
+        optimizer, cast = found.optimizer, self._match.cast
+        owned = [one for group in optimizer.param_groups for one in group["params"] if one in optimizer.state]
+        others = {one: optimizer.state[one] for one in owned if names.get(id(one)) not in found.loaded}
+        converted = {fit.table.parameter_name for fit in found.fits.values() if fit.table.name in cast}
+        tree, slots = found.merged(names, settings=self._selection.everything)
+        with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
+            load_optimizer(optimizer, names, self._tables, tree, slots, {*converted, *cast})
+        # What was not chosen has gone through foreign code, too, and stays as it was.
+        optimizer.state.update(others)
 
     def _fill(self, path: str, tensor: torch.Tensor, fit: TableFit) -> Fill:
         reader = ArrayReader(self._catalog, self._record, path)
