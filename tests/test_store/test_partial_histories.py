@@ -142,10 +142,16 @@ def _differs(stored: Shape, model: Shape, wish: Wish) -> bool:
 
 
 def _fits_nothing(stored: Shape, model: Shape, wish: Wish) -> bool:
-    """A pattern but ``*`` that neither side has a table for."""
+    """A pattern but ``*`` that neither side has a table for; rows of no table chosen, or none of one."""
     names = [f"tables.{name}" for name in {*stored.tables, *model.tables}]
-    patterns = wish.tables if wish.tables is not None else tuple(wish.rows or ())
-    return any(pattern != "*" and not fnmatch.filter(names, pattern) for pattern in patterns)
+    chosen = [name for name in names if wish.takes_table(name)]
+    of_tables = wish.tables if wish.tables is not None else tuple(wish.rows or ())
+    if any(pattern != "*" and not fnmatch.filter(names, pattern) for pattern in of_tables):
+        return True
+    if wish.rows is None:
+        return False
+    unused = any(pattern != "*" and not fnmatch.filter(chosen, pattern) for pattern in wish.rows)
+    return unused or any(wish.rows_of(name) is None for name in chosen)
 
 
 def _optimizer_fits(stored: Shape, model: Shape) -> bool:
@@ -215,7 +221,7 @@ def wishes(draw: st.DrawFn) -> Wish:
         tables=draw(patterns),
         tensors=draw(st.sampled_from([None, None, ("*",), ("top.*",)])),
         rows=draw(
-            st.one_of(st.none(), st.none(), st.dictionaries(st.sampled_from(["*", "tables.users"]), ids))
+            st.one_of(st.none(), st.none(), st.dictionaries(st.sampled_from(["*", "*", "tables.users"]), ids))
         ),
         strict=draw(st.sampled_from(["raise", "ignore", "ignore", "report"])),
     )
