@@ -8,6 +8,7 @@ whole table, for rows that never are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -206,11 +207,23 @@ def _moved(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[str
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where bits differ, but for NaNs that stay NaN: torch gives those of bfloat16 other bits at each step."""
+    """Where bits differ, but for what steps do to any row: torch gives NaNs of bfloat16 other bits at each one, and
+    subnormal numbers become zero at the first one after ``torch.set_flush_denormal(True)``."""
     differs = before != now
     if dtype.is_floating_point:
         differs &= ~(before.view(dtype).isnan() & now.view(dtype).isnan())
+        differs &= ~(_magnitude(before) < _least_normal(dtype)) | (_magnitude(now) != 0)
     return differs
+
+
+def _magnitude(bits: torch.Tensor) -> torch.Tensor:
+    """Without the sign; as integers, since subnormal numbers may count as zero in arithmetic."""
+    return bits & torch.iinfo(bits.dtype).max
+
+
+def _least_normal(dtype: torch.dtype) -> int:
+    """The bits of the least positive number of a type that is not subnormal: an exponent of 1 above the fraction."""
+    return 1 << round(-math.log2(torch.finfo(dtype).eps))
 
 
 def _some(rows: Rows) -> str:

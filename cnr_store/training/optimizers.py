@@ -55,7 +55,7 @@ def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtyp
         if group.get(setting, 0) != 0:
             return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
     # What is added to a row without a gradient must be -0.0 or, beside other values than -0.0, 0.0.
-    if group.get("maximize") or group["lr"] < 0:
+    if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
         return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
     if not math.isfinite(group["lr"]):
         return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,42 @@ def test_a_step_may_give_nan_other_bits_in_rows_without_a_gradient() -> None:
     audit.check(arrays, {"t": empty_bitmap(9)}, lambda *_: None)
     weight.data[7] = 0
     with pytest.raises(TrackingError, match="row 7 of"):
+        audit.check(arrays, {"t": empty_bitmap(9)}, lambda *_: None)
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    """Arithmetic that takes subnormal numbers for zero."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_a_step_may_flush_subnormal_numbers_to_zero_in_rows_without_a_gradient(
+    dtype: torch.dtype, flushing: None
+) -> None:
+    arrays, audit = arrays_of(9, 16, dtype), Audit()
+    weight = arrays[0].table.parameter
+    bits = weight.data.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    least_normal = round(math.log2(1 / torch.finfo(dtype).eps))
+    bits[2:5] = torch.tensor([[1], [5], [(1 << least_normal) - 1]], dtype=bits.dtype)
+    bits[5] = bits[4] | torch.iinfo(bits.dtype).min
+    audit.renew(arrays)
+    weight.grad = torch.zeros_like(weight)
+    SGD([weight], lr=0.1).step()
+    if dtype is torch.float32:
+        assert not (bits[2:6] & torch.iinfo(bits.dtype).max).any()
+    bits[2:6] = 0
+    audit.check(arrays, {"t": empty_bitmap(9)}, lambda *_: None)
+    bits[3] = 1
+    with pytest.raises(TrackingError, match="row 3 of"):
+        audit.check(arrays, {"t": empty_bitmap(9)}, lambda *_: None)
+    bits[3], bits[6] = 0, 1 << least_normal
+    audit.renew(arrays)
+    bits[6] = 0
+    with pytest.raises(TrackingError, match="row 6 of"):
         audit.check(arrays, {"t": empty_bitmap(9)}, lambda *_: None)
 
 

@@ -109,6 +109,8 @@ def test_rows_without_a_gradient_stay_where_they_surely_should(name: str) -> Non
         (lambda p: SGD(p, lr=0.1, momentum=0.9), r"SGD, parameter group 0: momentum=0\.9"),
         (lambda p: SGD(p, lr=0.1, weight_decay=0.5), r"weight_decay=0\.5"),
         (lambda p: SGD(p, lr=float("inf")), "lr=inf"),
+        (lambda p: SGD(p, lr=-0.0), r"maximize or lr=-0\.0 turns -0\.0"),
+        (lambda p: SGD(p, lr=torch.tensor(-0.0)), r"maximize or lr=-0\.0 turns -0\.0"),
         (lambda p: SGD(p, lr=0.1, maximize=True), r"maximize or lr=0\.1 turns -0\.0"),
         (lambda p: Adagrad(p), None),
         (lambda p: Adagrad(p, weight_decay=0.1), r"Adagrad, parameter group 0: weight_decay=0\.1"),
@@ -136,6 +138,7 @@ SETTINGS: dict[str, Make] = {
     "sgd of a tensor's rate": lambda params: SGD(params, lr=torch.tensor(0.1)),
     "sgd with dampening": lambda params: SGD(params, lr=0.1, dampening=0.5),
     "sgd of a negative rate": lambda params: SGD(params, lr=0.1),
+    "sgd of a negative zero for its rate": lambda params: SGD(params, lr=-0.0),
     "sgd that maximizes": lambda params: SGD(params, lr=0.1, maximize=True),
     "adagrad": lambda params: Adagrad(params, lr=0.1, eps=1e-3),
     "adagrad with decay of its rate": lambda params: Adagrad(params, lr=0.1, lr_decay=0.01, eps=1e-3),
@@ -158,7 +161,7 @@ def test_no_bit_of_a_row_without_a_gradient_moves(
         weight[2], weight[5], weight[8] = math.inf, -math.inf, 1e-40
     optimizer = SETTINGS[name]([weight])
     optimizer.param_groups[0].update(implementation)
-    if "negative" in name:
+    if "negative rate" in name:
         optimizer.param_groups[0]["lr"] = -0.1
     words = torch.int32 if dtype is torch.float32 else torch.int16
     kept = [weight.detach(), *row_slots(optimizer, weight).values()]
