@@ -62,8 +62,8 @@ class Planner:
         return self._past[1]
 
     def forget(self) -> None:
-        """Lean on nothing: the next version is whole."""
-        self.go_on_from(Lineage(), {})
+        """Lean on nothing: the next version is whole. It still continues the last one, with its restores."""
+        self.go_on_from(self.lineage.alone(), {})
 
     def go_on_from(self, lineage: Lineage, since_whole: Bitmaps) -> None:
         """Continue a version that was loaded."""

@@ -19,8 +19,11 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_backends import Backend, open_backend
-from cnr_store.training import planner, snapshot
+from cnr_backends import Backend, BackendError, open_backend
+from cnr_backends.testing import FaultyBackend
+from cnr_backends.testing.faulty import Fault
+from cnr_store.catalog import Catalog
+from cnr_store.training import planner, snapshot, tensors
 
 
 class Job:
@@ -88,7 +91,7 @@ def test_an_interrupt_while_rows_are_read_commits_nothing_torn(
     job = Job(tmp_path, snapshot_bytes=0)
     job.checkpointer.save(0).result()
     job.step(3, 4)
-    gather, interrupted = snapshot.gather, threading.Event()
+    gather, interrupted = tensors.gather, threading.Event()
 
     def interrupting(*arguments: Any) -> Any:
         if not interrupted.is_set():
@@ -147,6 +150,33 @@ def test_a_removed_base_is_noticed_and_the_next_save_is_whole(tmp_path: Path, wh
     ):
         job.checkpointer.save(1).result()
     assert job.checkpointer.save(2).result().kind == "baseline"
+    job.assert_newest_is_now()
+
+
+@pytest.mark.parametrize("how", ["lost base", "failed load"])
+def test_restores_are_counted_on_where_nothing_can_be_leant_on(tmp_path: Path, how: str) -> None:
+    store, failing = tmp_path / "store", threading.Event()
+
+    def fault(operation: str, key: str, index: int) -> Fault:
+        return "before" if failing.is_set() and "/weight/" in key else None
+
+    first = Job(store).checkpointer.save(0).result()
+    job = Job(FaultyBackend(open_backend(store), fault, reads=True))
+    assert job.checkpointer.load().step == 0
+    last = job.checkpointer.save(1).result()
+    job.step(1)
+    if how == "lost base":
+        shutil.rmtree(store / "versions" / first.id)
+        with pytest.raises(cnr_store.BaseLostError):
+            job.checkpointer.save(2).result()
+    else:
+        failing.set()
+        with pytest.raises(BackendError, match="injected"):
+            job.checkpointer.load()
+        failing.clear()
+    saved = job.checkpointer.save(3).result()
+    assert (saved.kind, saved.previous) == ("baseline", last.id)
+    assert Catalog(open_backend(store)).record(saved.id).restores == 1
     job.assert_newest_is_now()
 
 
