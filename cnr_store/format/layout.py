@@ -84,7 +84,7 @@ def record_key(version: str, room: str = VERSIONS) -> str:
 
 def encode_name(name: str) -> str:
     """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves."""
-    quoted = urllib.parse.quote(name, safe=_SAFE)
+    quoted = _quoted(name)
     if quoted.startswith((".", "__")) or quoted == NODE:
         quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"
     quoted = quoted.replace("~", "%7E")
@@ -94,6 +94,15 @@ def encode_name(name: str) -> str:
             "shorten the modules' names"
         )
     return quoted
+
+
+def _quoted(name: str) -> str:
+    try:
+        return urllib.parse.quote(name, safe=_SAFE)
+    except UnicodeEncodeError as error:
+        raise UnsupportedModelError(
+            f"the name {name[:40]!r} holds half of a surrogate pair; rename it"
+        ) from error
 
 
 def decode_name(segment: str) -> str:
@@ -130,7 +139,7 @@ def dense_path(group: str, name: str) -> str:
 
     Only the state refers to those of `optim` and `state`, so their names may be shortened.
     """
-    if group != "model" and len(urllib.parse.quote(name, safe=_SAFE)) > MAX_SEGMENT_BYTES - 8:
+    if group != "model" and len(_quoted(name)) > MAX_SEGMENT_BYTES - 8:
         name = f"{name[:16]}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
     return f"dense/{group}/{encode_name(name)}"
 

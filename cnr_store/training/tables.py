@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.format.layout import table_name
-from cnr_store.training.tensors import TABLE_DTYPES, dtype_name
+from cnr_store.training.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 _EXTRA_STATE = "_extra_state"
@@ -138,7 +138,8 @@ def find_tables(model: nn.Module) -> list[Table]:
     ------
     UnsupportedModelError
         A table without rows or columns, on the meta device, not yet initialized, of another element type than
-        float32, bfloat16 and float16, missing in the state dict, or two entries with one name.
+        float32, bfloat16 and float16, with rows that share memory, missing in the state dict, or two entries with
+        one name.
     """
     state = model.state_dict(keep_vars=True)
     names = _clean_keys(model, state)
@@ -180,6 +181,10 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
         )
     if weight.ndim != 2 or weight.numel() == 0:
         raise UnsupportedModelError(f"{where} has shape {tuple(weight.shape)}; a table has rows and columns")
+    if may_overlap_itself(weight):
+        raise UnsupportedModelError(
+            f"{where}: rows share memory, as in an expanded tensor; give it memory of its own with clone()"
+        )
     key = own if own in keys else keys[0]  # a parameter of the model itself may be tied to it, and come first
     others = [table_name(names[other]) for other in keys if other != key]
     return Table(table_name(names[key]), names[keys[0]], key, weight, others)
@@ -223,7 +228,7 @@ def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str
     Raises
     ------
     UnsupportedModelError
-        An entry of the state dict is not a dense tensor with values, or two have one name.
+        An entry of the state dict is not a dense tensor with values, each in its own memory, or two have one name.
     """
     state = model.state_dict(keep_vars=True)
     names = _clean_keys(model, state)
@@ -242,6 +247,11 @@ def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str
                 f"{key!r} of the model is not a dense tensor with values: layout {value.layout}, device "
                 f"{value.device}; convert or materialize it before"
             )
+        if may_overlap_itself(value):
+            raise UnsupportedModelError(
+                f"{key!r} of the model: elements share memory, as in an expanded tensor, so it could not be loaded; "
+                "give it memory of its own with clone()"
+            )
         yield names[key], first.setdefault(id(value), names[key]), value
 
 
@@ -251,7 +261,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.
     Raises
     ------
     UnsupportedModelError
-        An entry of the state dict is not a dense tensor with values, or two have one name.
+        An entry of the state dict is not a dense tensor with values, each in its own memory, or two have one name.
     """
     return {name: tensor for name, owner, tensor in dense_items(model, tables) if name == owner}
 

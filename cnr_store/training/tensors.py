@@ -66,6 +66,17 @@ def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor may share memory, as those of an expanded one do."""
+    span = 1  # of the dimensions with smaller strides, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
 def numpy_view(tensor: torch.Tensor) -> AnyArray:
     """The same memory as a numpy array, without a copy.
 

@@ -22,7 +22,7 @@ from cnr_store import (
     UnsupportedModelError,
     VersionNotFoundError,
 )
-from tests.test_store.lasting_store import ROWS, assert_newest, change, lasting_store, make_model, weight
+from tests.test_store.lasting_store import DIM, ROWS, assert_newest, change, lasting_store, make_model, weight
 
 
 @pytest.fixture
@@ -37,6 +37,19 @@ def stored(tmp_path: Path) -> Iterator[Path]:
 def _changed(change: Callable[[nn.Module], Any]) -> nn.Module:
     model = make_model(1)
     change(model)
+    return model
+
+
+def _weighted(values: torch.Tensor) -> nn.Module:
+    """A model whose table is exactly this tensor."""
+    model = make_model(1)
+    model.get_submodule("t").register_parameter("weight", nn.Parameter(values))
+    return model
+
+
+def _buffered(values: torch.Tensor) -> nn.Module:
+    model = make_model(1)
+    model.register_buffer("b", values)
     return model
 
 
@@ -118,12 +131,41 @@ def test_optimizer_that_does_not_fit(tmp_path: Path) -> None:
             "table 't' is a .*float64; tables are .* of bfloat16, float16, float32",
         ),
         (3, "the model is a int; give a torch.nn.Module"),
+        (_weighted(torch.ones(1, DIM).expand(ROWS, DIM)), "table 't': rows share memory.* clone"),
+        (_weighted(torch.ones(ROWS + DIM).unfold(0, DIM, 1)), "table 't': rows share memory.* clone"),
     ],
 )
 def test_model_that_can_not_be_saved(tmp_path: Path, model: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         Checkpointer(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (make_model(name="\ud800"), "the name '.ud800' holds half of a surrogate pair"),
+        (
+            nn.ModuleDict({"\ud800": nn.Linear(3, 2)}),
+            "the name '.ud800.weight' holds half of a surrogate pair",
+        ),
+        (_buffered(torch.ones(3).expand(2, 3)), "'b' of the model: elements share memory.* clone"),
+    ],
+)
+def test_model_that_is_refused_by_a_save(tmp_path: Path, model: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        cnr_store.save(tmp_path, model)
+    assert cnr_store.versions(tmp_path) == []
+
+
+def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
+    model = _weighted(torch.randn(DIM, ROWS * 2).t()[::2])
+    model.register_buffer("b", torch.ones(1, 3).expand(1, 3))
+    cnr_store.save(tmp_path, model, bits=32)
+    other = _weighted(torch.zeros(ROWS, DIM))
+    other.register_buffer("b", torch.zeros(1, 3))
+    cnr_store.load(tmp_path, other)
+    assert torch.equal(weight(other), weight(model))
 
 
 # Options
