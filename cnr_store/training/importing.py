@@ -126,11 +126,11 @@ def import_file(
         raise OptionError(f"step={step!r}: give an integer of at least 0")
     if type(workers) is not int or workers < 1:
         raise OptionError(f"workers={workers!r}: give an integer of at least 1")
-    if not isinstance(source, str | os.PathLike):
-        raise OptionError(f"can't import {source!r}: give the path of a file")
+    path = _path(source)
+    patterns = _patterns(tables)
     codecs = CodecChoice(bits, codec)
-    found = _open(Path(source), key)
-    chosen = _choose_tables(found.tensors, tables)
+    found = _open(path, key)
+    chosen = _choose_tables(found.tensors, patterns)
     codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
@@ -148,6 +148,28 @@ def import_file(
         policy=asdict(decide("full", (), full=True)),
     )
     return VersionInfo.of(Writer(backend, workers).write(plan))
+
+
+def _path(source: object) -> Path:
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    try:
+        if isinstance(name, str) and b"\0" not in os.fsencode(name):
+            return Path(name)
+    except UnicodeEncodeError:  # no file is called so
+        pass
+    raise OptionError(f"can't import {source!r}: give the path of a file")
+
+
+def _patterns(tables: object) -> list[str] | None:
+    if tables is None:
+        return None
+    try:
+        found = [tables] if isinstance(tables, str) else list(tables)  # type: ignore[call-overload]  # or TypeError
+    except TypeError:
+        found = [None]
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise OptionError(f"tables={tables!r}: give names, or patterns like 'user*'")
+    return found
 
 
 def _open(path: Path, key: str | None) -> ModelFile:
@@ -207,7 +229,7 @@ def _choose_tables(tensors: Mapping[str, FileTensor], patterns: Sequence[str] | 
     ]
     if patterns is None:
         return [name for name in able if len(tensors[name].values) >= TABLE_ROWS]
-    wanted = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, True)
+    wanted = dict.fromkeys(patterns, True)
     for pattern in wanted:
         if not any(match_pattern({pattern: True}, table_name(name)) for name in able):
             raise OptionError(

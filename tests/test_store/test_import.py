@@ -236,8 +236,12 @@ def test_files_of_other_kinds_are_told(tmp_path):
             cnr_store.import_file(tmp_path / name, tmp_path / "store")
     with pytest.raises(FormatError, match=r"no file of torch\.save"):
         cnr_store.import_file(tmp_path / "text", tmp_path / "store", key="model")
-    with pytest.raises(OptionError, match="can't import 5"):
-        cnr_store.import_file(5, tmp_path / "store")  # type: ignore[arg-type]
+    for source in (5, b"file", str(tmp_path / "a\0b"), "\ud800"):
+        with pytest.raises(OptionError, match=r"can't import .*: give the path of a file"):
+            cnr_store.import_file(source, tmp_path / "store")
+    for tables in (5, [5], True, torch.tensor(1), torch.tensor([1])):
+        with pytest.raises(OptionError, match=r"tables=.*: give names, or patterns"):
+            cnr_store.import_file(tmp_path / "text", tmp_path / "store", tables=tables)
     with pytest.raises(OptionError, match="workers=0"):
         cnr_store.import_file(tmp_path / "text", tmp_path / "store", workers=0)
     with pytest.raises(OptionError, match="step"):
