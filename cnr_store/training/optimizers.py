@@ -80,6 +80,11 @@ def counted_changes(optimizer: Optimizer, position: int) -> int:
     return 0 if optimizer.param_groups[position].get("fused") else 1
 
 
+def passes_over(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
+    """Whether a step changes nothing of a parameter with this sparse gradient, as it holds no rows."""
+    return type(optimizer) is SparseAdam and not gradient._nnz()
+
+
 def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
     """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
 

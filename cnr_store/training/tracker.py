@@ -25,7 +25,7 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import Handle, remove_all, unwatch_steps, watch_steps
 from cnr_store.training.lookups import hook_lookups
-from cnr_store.training.optimizers import counted_changes, group_moves_untouched
+from cnr_store.training.optimizers import counted_changes, group_moves_untouched, passes_over
 from cnr_store.training.stepped import SteppedTables
 from cnr_store.training.tables import Table
 from cnr_store.training.watch import OUTSIDE, STATE_OUTSIDE, Watch
@@ -96,7 +96,12 @@ class Tracker:
                 counted = counted_changes(optimizer, position)
             if reason is not None:
                 watch.make_whole(reason)
-            elif watch.resized or gradient is None or changes > counted:
+            elif (
+                watch.resized
+                or gradient is None
+                or changes > counted
+                or (changes and gradient.is_sparse and passes_over(optimizer, gradient))
+            ):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
                 watch.mark_gradient(gradient)

@@ -394,6 +394,22 @@ def test_max_norm_that_is_set_later_makes_the_table_whole_once() -> None:
     assert bench.swap() == ALL
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_step_that_passes_an_empty_gradient_over_explains_no_change(fresh: bool) -> None:
+    bench = Bench("sparse_adam")
+    if not fresh:
+        bench.train(3)
+        assert bench.swap() == [3]
+    bench.optimizer.zero_grad()
+    bench.table(torch.empty(0, dtype=torch.int64)).sum().backward()
+    bench.optimizer.step()
+    assert bench.swap() == []
+    handle = bench.optimizer.register_step_pre_hook(lambda *_: bench.write(7))
+    bench.optimizer.step()
+    handle.remove()
+    assert bench.swap() == ALL
+
+
 def test_a_tracker_may_be_collected_within_a_step() -> None:
     bench, other = Bench(), Bench()
 
