@@ -135,7 +135,7 @@ class Tracker:
         self.adopt_replaced()
         watch = self._named(name)
         try:
-            tensor = torch.as_tensor(ids)
+            tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelMismatchError(
                 f"table {name!r}: ids are no numbers ({error}); give integers"

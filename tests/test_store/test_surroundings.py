@@ -73,8 +73,10 @@ def test_another_default_device(tmp_path: Path) -> None:
         checkpointer = Checkpointer(tmp_path, model, optimizer, bits=32, policy="consecutive")
         checkpointer.save(1, reader={"at": np.arange(3)}).result()
         train(model, optimizer, ids)
+        for touched in (torch.tensor([1], device="cpu"), [2], np.array([9]), 11):
+            checkpointer.touch("t", touched)
         info = checkpointer.save(2).result()
-    assert (info.kind, info.rows) == ("delta", len(ids))
+    assert (info.kind, info.rows) == ("delta", len({1, 2, 7, 9, 11}))
     assert_same(tmp_path, model, optimizer, adagrad)
     other, restored = make_job(1, adagrad)
     with checkpointer, torch.device("meta"):
