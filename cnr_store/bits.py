@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
+from cnr_store.numeric import amount
 
 Bits = int | str | Mapping[str, int | str]
 StateBits = int | Mapping[str, int]
@@ -46,14 +47,14 @@ class ExpectedRestores:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise OptionError(f"expected restores: {field.name}={value!r}; give a number of at least 0")
+            value = amount(f"expected restores: {field.name}", getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
     @property
     def restores(self) -> float:
         """Restores to be expected in all."""
-        return self.failures_per_node_hour * self.nodes * self.hours
+        # The least first: infinity times nothing would be no number.
+        return math.prod(sorted((self.failures_per_node_hour, self.nodes, self.hours)))
 
     @classmethod
     def of(cls, value: ExpectedRestores | Mapping[str, Any] | None) -> ExpectedRestores | None:

@@ -6,12 +6,12 @@ these alone; ``auto`` weighs them by cost (docs/design-notes/policies.md has the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from cnr_store.errors import OptionError
+from cnr_store.numeric import amount
 
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent", "auto"]
 Since = Literal["baseline", "previous"]
@@ -68,9 +68,7 @@ class Costs:
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
             raise OptionError(f"keep_last={self.keep_last!r}: give an integer of at least 1, or None for all")
-        rate = self.restores_per_save
-        if type(rate) not in (int, float) or not 0 <= rate < math.inf:
-            raise OptionError(f"restores_per_save={rate!r}: give a number of at least 0")
+        object.__setattr__(self, "restores_per_save", amount("restores_per_save", self.restores_per_save))
         if type(self.longest_chain) is not int or self.longest_chain < 2:
             raise OptionError(f"longest_chain={self.longest_chain!r}: give an integer of at least 2")
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cnr_store.errors import OptionError
+from cnr_store.numeric import MOST, amount, whole
 from cnr_store.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
 
 
@@ -38,8 +39,11 @@ class Trace:
     changed: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        changed, rows = self.changed, self.rows
-        if rows < 1 or changed.ndim != 2 or changed.shape[0] != changed.shape[1] or not len(changed):
+        rows = whole("a trace: rows", self.rows, least=1)
+        changed: Any = self.changed
+        if not isinstance(changed, np.ndarray) or changed.dtype.kind not in "iu":
+            raise OptionError("a trace: give its counts as a numpy array of integers")
+        if changed.ndim != 2 or changed.shape[0] != changed.shape[1] or not len(changed):
             raise OptionError(
                 f"a trace of {rows} rows and counts of shape {changed.shape}: give (saves, saves)"
             )
@@ -65,17 +69,13 @@ class Trace:
         Raises
         ------
         OptionError
-            An id out of range.
+            An id that is no integer, or out of range.
         """
-        last = np.zeros(rows, np.int64)  # the save before which each row changed last; 0 for never
+        # The save before which each row changed last; 0 for never.
+        last = np.zeros(whole("rows", rows, least=1), np.int64)
         counts = []
         for save, ids in enumerate(intervals, start=1):
-            found = np.asarray(ids, np.int64).ravel()
-            if len(found) and not 0 <= found.min() <= found.max() < rows:
-                raise OptionError(
-                    f"interval {save}: its ids reach from {found.min()} to {found.max()} of {rows} rows"
-                )
-            last[found] = save
+            last[_row_numbers(ids, rows, save)] = save
             counts.append(np.bincount(last, minlength=save + 1)[1:])
         changed = np.zeros((len(counts) + 1,) * 2, np.int64)
         for save, count in enumerate(counts, start=1):
@@ -87,13 +87,22 @@ class Trace:
         """From how changed rows add up: ``shares[i]`` of the rows change within i + 1 intervals, whichever they are.
 
         Beyond the last share it stays as it is. There are as many intervals as shares unless `saves` says otherwise.
+
+        Raises
+        ------
+        OptionError
+            A number out of range.
         """
-        intervals = len(shares) if saves is None else saves - 1
-        if not len(shares) and intervals:
+        rows, known = (
+            whole("rows", rows, least=1),
+            [amount("a share of the rows", share, 1) for share in shares],
+        )
+        intervals = len(known) if saves is None else whole("saves", saves, least=1) - 1
+        if not known and intervals:
             raise OptionError("a trace of growth needs a share for the first interval")
-        grown = np.round(np.asarray([0, *shares], np.float64) * rows).astype(np.int64)
+        grown = np.minimum(np.round(np.asarray([0, *known]) * rows).astype(np.int64), rows)
         at = np.arange(intervals + 1)
-        return cls(rows, grown[np.clip(at[:, None] - at, 0, len(shares))])
+        return cls(rows, grown[np.clip(at[:, None] - at, 0, len(known))])
 
     @classmethod
     def zipf(cls, rows: int, saves: int, accesses: int, exponent: float = 1.05, seed: int = 0) -> Self:
@@ -103,11 +112,34 @@ class Trace:
         ----------
         accesses
             Lookups in an interval.
+
+        Raises
+        ------
+        OptionError
+            A number out of range.
         """
-        random = np.random.default_rng(seed)
-        popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+        rows, saves = whole("rows", rows, least=1), whole("saves", saves, least=1)
+        accesses = whole("accesses", accesses)
+        random = np.random.default_rng(whole("seed", seed))
+        popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -amount("exponent", exponent))
         draws = (random.random(accesses) * popularity[-1] for _ in range(saves - 1))
         return cls.of_rows(rows, (np.searchsorted(popularity[:-1], draw) for draw in draws))
+
+
+def _row_numbers(ids: ArrayLike, rows: int, interval: int) -> NDArray[Any]:
+    try:
+        found = np.asarray(ids).ravel()
+    except ValueError as error:  # lists of several lengths, which are no array
+        raise OptionError(f"interval {interval}: its ids are no array: {error}") from error
+    if not len(found):
+        return np.zeros(0, np.int64)
+    if found.dtype.kind not in "iu":
+        raise OptionError(f"interval {interval}: its ids are {found.dtype}; give integers")
+    if not 0 <= found.min() <= found.max() < rows:
+        raise OptionError(
+            f"interval {interval}: its ids reach from {found.min()} to {found.max()} of {rows} rows"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -168,8 +200,7 @@ def simulate(
     OptionError
         An unknown policy, or a number out of range.
     """
-    if not 0 <= row_bytes < float("inf") or fixed_bytes < 0:
-        raise OptionError(f"row_bytes={row_bytes!r}, fixed_bytes={fixed_bytes!r}: give sizes of at least 0")
+    row_bytes, fixed_bytes = amount("row_bytes", row_bytes, MOST), whole("fixed_bytes", fixed_bytes)
     run = _Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save))
     return list(run.saves(policy))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def test_expectations_by_name() -> None:
         {"failures_per_node_hour": 1, "nodes": float("inf"), "hours": 30},
         {"failures_per_node_hour": 1, "nodes": 2, "hours": "30"},
         {"failures_per_node_hour": 1, "nodes": 2, "hours": True},
+        {"failures_per_node_hour": 10**400, "nodes": 2, "hours": 30},
         {"failures_per_node_hour": 1, "nodes": 2, "hours": 3, "days": 1},
         3,
     ],
@@ -100,3 +102,12 @@ def test_expectations_by_name() -> None:
 def test_wrong_expectations(wrong: object) -> None:
     with pytest.raises(OptionError, match="expected restores"):
         ExpectedRestores.of(wrong)  # type: ignore[arg-type]  # that is what is tested
+
+
+def test_expectations_of_numpy_are_numbers() -> None:
+    given = {"failures_per_node_hour": np.float32(0.5), "nodes": np.int64(2), "hours": np.float64(3)}
+    expected = ExpectedRestores.of(given)
+    assert expected == ExpectedRestores(0.5, 2, 3)
+    assert expected is not None
+    assert type(expected.restores) is float
+    assert ExpectedRestores(1e308, 1e308, 0).restores == 0

@@ -117,6 +117,8 @@ def test_auto_goes_on_from_another_policy(policy: str, since: str) -> None:
         {"keep_last": 0},
         {"keep_last": True},
         {"restores_per_save": -1},
+        {"restores_per_save": 10**400},
+        {"restores_per_save": "1"},
         {"restores_per_save": float("nan")},
         {"longest_chain": 1},
     ],

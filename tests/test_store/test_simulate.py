@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,3 +156,57 @@ def test_wrong_options_are_refused() -> None:
         Trace.of_rows(10, [[1], [10]])
     with pytest.raises(OptionError, match="needs a share"):
         Trace.of_growth(10, [], saves=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Trace.zipf(100, 3, -5), "accesses=-5; give an integer of at least 0"),
+        (lambda: Trace.zipf(0, 3, 5), "rows=0; give an integer of at least 1"),
+        (lambda: Trace.zipf(100, -1, 5), "saves=-1"),
+        (lambda: Trace.zipf(100, 3, 5, seed=-1), "seed=-1"),
+        (lambda: Trace.zipf(100, 3, 5, exponent=float("nan")), "exponent=nan; give a number of at least 0"),
+        (lambda: Trace.of_rows(-5, []), "rows=-5"),
+        (lambda: Trace.of_rows(5, [["a"]]), "interval 1: its ids are <U1; give integers"),
+        (lambda: Trace.of_rows(5, [[1], [1.7]]), "interval 2: its ids are float64; give integers"),
+        (lambda: Trace.of_rows(5, [[2**70]]), "interval 1: its ids are object"),
+        (lambda: Trace.of_rows(5, [[2**63]]), "interval 1: its ids reach from 9223372036854775808"),
+        (lambda: Trace.of_rows(5, [[[1], [1, 2]]]), "interval 1: its ids are no array"),
+        (lambda: Trace.of_rows(5, [np.ones(5, bool)]), "interval 1: its ids are bool"),
+        (lambda: Trace.of_growth(5, [float("nan")]), "a share of the rows=nan; give a number .* at most 1"),
+        (lambda: Trace.of_growth(5, [0.1], saves=-1), "saves=-1"),
+        (lambda: Trace.of_growth(2**70, [0.1]), r"rows=1180591620717411303424; give .* at most 2\*\*62"),
+        (lambda: Trace(5, np.array([[0.0]])), "counts as a numpy array of integers"),
+    ],
+)
+def test_numbers_of_no_trace(make: Callable[[], Trace], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"row_bytes": 1e308},
+        {"row_bytes": float("nan")},
+        {"row_bytes": 10**5000},
+        {"row_bytes": "68"},
+        {"fixed_bytes": 1.5},
+        {"fixed_bytes": float("nan")},
+        {"fixed_bytes": True},
+        {"restores_per_save": 10**400},
+    ],
+)
+def test_sizes_and_rates_that_are_none(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(OptionError, match=f"{name}=.*; give"):
+        simulate(Trace.of_rows(5, [[1], [2]]), **wrong)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_largest_numbers_are_counted_with(policy: str) -> None:
+    most: Any = np.int64(2**62)
+    trace = Trace.of_growth(most, [0.3, 0.4, 0.5], 6)
+    ran = simulate(trace, policy, row_bytes=2.0**62, fixed_bytes=most, restores_per_save=np.float64(1e308))
+    assert ran[0].bytes == 2**124 + 2**62
+    assert len(ran) == 6
