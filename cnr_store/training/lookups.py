@@ -78,7 +78,7 @@ class _AfterLookup(Local):
         self._module, self._watch, self._handles = module, watch, handles
         self._checked = False
         # What the operator in compiled code claims to change, so that it is kept and stays in order.
-        self._order = torch.zeros(1, dtype=torch.uint8)
+        self._order = torch.zeros(1, dtype=torch.uint8, device="cpu")
         _modules[id(module)] = module
 
     def check_before(self) -> None:

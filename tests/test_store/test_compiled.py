@@ -226,3 +226,11 @@ def test_what_a_full_graph_trains_is_restored(tmp_path: Path, policy: str) -> No
     cnr_store.load(tmp_path, other.net, other.optimizer)
     for name, value in job.net.state_dict().items():
         assert torch.equal(value, other.net.state_dict()[name])
+
+
+def test_a_tracker_made_under_another_default_device_is_told_of_lookups_too() -> None:
+    net = Net()
+    with torch.device("meta"):
+        tracker = Tracker(find_tables(net))
+    torch.compile(net, backend="eager", fullgraph=True)(torch.tensor([2, 5]))
+    assert [listed(rows) for rows in tracker.swap().values()] == [[2, 5], [2, 5]]
