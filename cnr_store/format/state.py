@@ -73,7 +73,7 @@ def encode_state(
         Called with (path in the tree, leaf) for an array too large to stand in the tree, its values
         little-endian; returns the path of the array it becomes in the version.
     as_leaf
-        Recognises other array types, such as tensors.
+        Recognises other array types, such as tensors; ValueError for one that has no plain values.
 
     Raises
     ------
@@ -140,7 +140,10 @@ class _Encoder:
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if isinstance(value, np.generic) and (scalar := encode_scalar(value)) is not None:
             return {"$scalar": scalar}
-        leaf = self._as_leaf(value)
+        try:
+            leaf = self._as_leaf(value)
+        except ValueError as error:
+            raise StateError(f"state{path}: {error}") from error
         if leaf is None and isinstance(value, np.ndarray) and kind is np.ndarray:
             leaf = ArrayLeaf(value)
         if leaf is not None:

@@ -48,10 +48,14 @@ def stateful(objects: object) -> dict[str, Any]:
     if not isinstance(objects, Mapping):
         raise OptionError(f"state is a {type(objects).__name__}; give {{name: object with a state_dict}}")
     for name, value in objects.items():
+        if not isinstance(name, str):
+            raise OptionError(f"state: the name {name!r} is a {type(name).__name__}; give a string")
+        if isinstance(value, type):
+            raise OptionError(f"state {name!r}: {value.__qualname__} is a class; give an object of it")
         if not (
             callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
         ):
             raise OptionError(
                 f"state {name!r}: a {type(value).__name__} has no state_dict and load_state_dict"
             )
-    return dict(objects)
+    return {str(name): value for name, value in objects.items()}

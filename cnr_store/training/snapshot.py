@@ -129,7 +129,7 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
     Raises
     ------
     UnsupportedModelError
-        Two optimizers keep state of one name for one table.
+        Two optimizers keep state of one name for one table, or one calls it as the rows themselves are called.
     """
     found: dict[str, RowArray] = {}
     for table in tables:
@@ -138,6 +138,11 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():
                 path = slot_path(table.name, slot)
+                if path == weight.path:
+                    raise UnsupportedModelError(
+                        f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
+                        "rows are called in the store; give that state another name"
+                    )
                 if path in found:
                     raise UnsupportedModelError(
                         f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
@@ -218,7 +223,15 @@ def encode_metadata(metadata: Any) -> Any:
 
 
 def state_of(value: Any) -> Any:
-    """An object's `state_dict()`, or the value itself where it has none."""
+    """An object's `state_dict()`, or the value itself where it has none.
+
+    Raises
+    ------
+    StateError
+        It is a class.
+    """
+    if isinstance(value, type):
+        raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 

@@ -116,8 +116,9 @@ def test_optimizer_that_does_not_fit(tmp_path: Path) -> None:
             with pytest.raises(ModelMismatchError, match=message):
                 checkpointer.load()
             assert torch.equal(weight(other), before)
+    clock = torch.optim.lr_scheduler.StepLR(SGD(other.parameters(), lr=1), 1)
     with pytest.raises(ModelMismatchError, match="holds no state of clock; leave out"):
-        cnr_store.load(tmp_path, other, state={"clock": torch.optim.lr_scheduler.LRScheduler})
+        cnr_store.load(tmp_path, other, state={"clock": clock})
     assert torch.equal(weight(other), before)
 
 
@@ -191,6 +192,9 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
         ({"snapshot_bytes": -1}, "snapshot_bytes=-1: give an integer of at least 0"),
         ({"state": {"clock": 3}}, "state 'clock': a int has no state_dict"),
         ({"state": [3]}, "state is a list; give"),
+        ({"state": {1: nn.Linear(2, 2)}}, "state: the name 1 is a int; give a string"),
+        ({"state": {"clock": nn.Linear}}, "state 'clock': Linear is a class; give an object of it"),
+        ({"restores_per_save": 10**400}, "restores_per_save=.an integer of 1329 bits.; give a number"),
     ],
 )
 def test_option_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -224,6 +228,23 @@ def _endless() -> list[Any]:
         ),
         ({"reader": {"a": np.array([None])}}, r"\['reader'\]\['a'\]: an array of dtype object.*use numbers"),
         ({"reader": {"a": "\ud800"}}, r"\['reader'\]\['a'\]: a string that is not valid Unicode"),
+        (
+            {"reader": cnr_store.TrackedReader},
+            "the class TrackedReader was given for its state; give an object",
+        ),
+        ({"reader": int}, "the class int was given for its state; give an object"),
+        (
+            {"reader": [torch.eye(3).to_sparse()]},
+            r"state\['reader'\]\[0\]: a tensor of layout torch.sparse_coo.* has no plain values",
+        ),
+        (
+            {"reader": torch.empty(3, device="meta")},
+            r"state\['reader'\]: a tensor .* on meta has no plain values",
+        ),
+        (
+            {"metadata": {"a": torch.eye(3).to_sparse()}},
+            r"state\['metadata'\]\['a'\]: a tensor of layout torch.sparse_coo",
+        ),
         ({"reader": _endless()}, "nested deeper than 200 levels, or contains itself; flatten it"),
         ({"metadata": {"a": {3}}}, r"^state\['metadata'\]\['a'\]: a builtins.set can't be stored; use"),
         ({"metadata": "x" * 70_000}, "metadata takes more than 64 KiB; give it through `state=`"),
@@ -242,6 +263,45 @@ def test_state_that_can_not_be_stored(stored: Path, given: dict[str, Any], messa
             checkpointer.save(6, **given)
         assert checkpointer.save(6).result().rows == 2
     assert_newest(stored, model)
+
+
+class _Registered:
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [torch.eye(3).to_sparse()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_registered_state_that_can_not_be_stored(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, make_model(), state={"mine": _Registered()}) as checkpointer:
+        with pytest.raises(
+            StateError, match=r"^state\['objects'\]\['mine'\]\['seen'\]\[0\]: a tensor of layout"
+        ):
+            checkpointer.save(1)
+
+
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [
+        (
+            "weight",
+            "table 't': SGD keeps state called 'weight' for it, as its rows .*; give that state another",
+        ),
+        ("one", None),
+    ],
+)
+def test_names_of_optimizer_state(tmp_path: Path, slot: str, message: str | None) -> None:
+    model = make_model()
+    table = model.get_parameter("t.weight")
+    optimizer = SGD([table], lr=0.1)
+    optimizer.state[table][slot] = torch.zeros_like(table)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        if message is None:
+            assert checkpointer.save(1).result().step == 1
+        else:
+            with pytest.raises(UnsupportedModelError, match=message):
+                checkpointer.save(1)
 
 
 @pytest.mark.parametrize(
