@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Handle(Protocol):
@@ -59,7 +59,19 @@ def _hook_steps() -> None:
     # Once and for good: torch fails if these hooks come or go while it calls them, and a watcher may be collected
     # at any time.
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+
+
+def _lead(optimizer: Optimizer) -> None:
+    """Have `_after_step` called right after the update: hooks of others may raise, or change gradients.
+
+    So at each step it is the first of the optimizer's own hooks, which torch calls ahead of those of all optimizers.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks.values()), None) is not _after_step:
+        others = {key: hook for key, hook in hooks.items() if hook is not _after_step}
+        hooks.clear()
+        optimizer.register_step_post_hook(_after_step)
+        hooks.update(others)
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
@@ -73,7 +85,10 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _tell_before(optimizer: Optimizer) -> None:
-    for watcher in list(_watchers):
+    watchers = list(_watchers)
+    if watchers:
+        _lead(optimizer)
+    for watcher in watchers:
         watcher.before_step(optimizer)
 
 

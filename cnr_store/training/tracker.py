@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -51,6 +51,7 @@ class Tracker:
         self._optimizers = list(optimizers)
         self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._watches.values())
+        self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._logged: set[tuple[str, str]] = set()
         self._find_owned()
         handles: list[Handle] = []
@@ -69,6 +70,9 @@ class Tracker:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Notice what was changed since the last step, and by none."""
+        for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
+            self._watches[name].make_whole(reason)
+        self._begun.add(optimizer)
         for _position, watch in self._stepped.of(optimizer):
             if watch.changes:
                 if watch.changed_elsewhere:
@@ -80,6 +84,7 @@ class Tracker:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Flag the rows that the step had gradients for."""
+        self._begun.discard(optimizer)
         asked: tuple[int, torch.dtype] | None = None
         reason, counted = None, 0
         for position, watch in self._stepped.of(optimizer):
@@ -105,6 +110,18 @@ class Tracker:
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
                 watch.mark_gradient(gradient)
+
+    def _unfinished(self, begun: Iterable[Optimizer]) -> dict[str, str]:
+        """Tables that steps which have begun, and of which no end was seen, may have changed unnoticed.
+
+        Where torch counts changes, they tell.
+        """
+        return {
+            watch.table.name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
+            for optimizer in begun
+            for position, watch in self._stepped.of(optimizer)
+            if not counted_changes(optimizer, position)
+        }
 
     def _find_owned(self) -> None:
         """Tell watches whether the given optimizers own their tables; parameter groups may be added at any time."""
@@ -170,7 +187,7 @@ class Tracker:
         """
         self.adopt_replaced()
         self._find_owned()
-        moved = self._moved()
+        moved = self._moved() | self._unfinished(list(self._begun))
         reasons: dict[str, str] = {}
         for name, watch in self._watches.items():
             reason = self._reason(watch) or moved.get(name)
