@@ -33,7 +33,7 @@ from cnr_store.training.tables import (
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import dense_tensor, dtype_name, overwriting
+from cnr_store.training.tensors import dense_tensor, dtype_name, may_overlap_itself, overwriting
 
 Array = np.ndarray[Any, Any]
 
@@ -262,6 +262,7 @@ class Restore:
                         tensor is None
                         or tuple(tensor.shape) != entry.shape
                         or dtype_name(tensor.dtype) != entry.element
+                        or may_overlap_itself(tensor)
                     ):
                         dtype = getattr(torch, entry.element)
                         tensor = torch.empty(entry.shape, dtype=dtype, device=by_name[name].parameter.device)

@@ -48,7 +48,8 @@ class RowBits:
         self._host = bitmap.empty_bitmap(rows) if device.type == "cpu" else None
         self._address = 0 if self._host is None else self._host.ctypes.data
         size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
-        self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # to be marked outside of it, too
+            self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.

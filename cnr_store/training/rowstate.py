@@ -14,7 +14,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.training.matching import TableFit
 from cnr_store.training.optimizers import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.tables import Table
-from cnr_store.training.tensors import dtype_named
+from cnr_store.training.tensors import dtype_named, may_overlap_itself
 
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
 """Exact classes whose state of a row that was never trained is zero."""
@@ -118,6 +118,8 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
     parameter, shape = fit.table.parameter, (fit.table.rows, *entry.shape[1:])
     there = row_slots(optimizer, parameter).get(slot)
     dtype = dtype_named(entry.element)
+    if there is not None and may_overlap_itself(there):
+        there = there.clone(memory_format=torch.contiguous_format)
     if there is not None and tuple(there.shape) == shape and there.dtype == dtype:
         return there
     if fit.ids is None and fit.stored_rows == fit.table.rows:

@@ -147,6 +147,33 @@ def _by_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype.itemsize < 8
 
 
+class Expanded(Optimizer):
+    """Begins with state that is one number in memory."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            self.state[parameter]["sum"] = torch.ones([1] * parameter.ndim).expand(parameter.shape)
+
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            state["sum"] = state["sum"] + torch.arange(len(state["sum"])).view(
+                -1, *[1] * (state["sum"].ndim - 1)
+            )
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": "ignore"}, {"tables": "*"}, {"rows": range(3)}])
+def test_state_that_shares_its_memory_is_loaded_into_its_own(tmp_path: Path, options: dict[str, Any]) -> None:
+    job = Job(Expanded, torch.float32).train()
+    cnr_store.save(tmp_path, job.model, job.optimizer, bits=32)
+    other = Job(Expanded, torch.float32, 1)
+    cnr_store.load(tmp_path, other.model, other.optimizer, **options)
+    for name in ("u.weight", "i.weight"):
+        wanted = job.state(name)["sum"].clone()
+        wanted[len(options.get("rows", wanted)) :] = 1
+        assert_same(other.state(name)["sum"], wanted)
+
+
 class OwnWay(ByHand):
     """Loads in the type that it wants."""
 

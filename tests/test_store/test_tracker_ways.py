@@ -194,6 +194,17 @@ def test_evaluation_flags_only_what_it_changes(device: str, mode: Callable[[], A
         assert job.swap() == (flagged, [])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_interval_may_begin_in_inference_mode(device: str) -> None:
+    job = Training(device)
+    for rows in (FIRST, SECOND):
+        with torch.inference_mode():
+            job.swap()
+        backward(job.net(job.ids(*rows)).square().sum())
+        job.step()
+    assert job.swap() == ([11, 12, 13], [14, 15, 16, 17])
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_the_average_of_a_model_is_whole_and_the_model_is_not(given: bool) -> None:
     net = nn.ModuleDict({"live": nn.Embedding(ROWS, 3, sparse=True)})
