@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -34,9 +34,18 @@ from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_found, load_newest_sound
 from cnr_store.training.matching import Selection, Strict
 from cnr_store.training.optimizers import as_list
-from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
+from cnr_store.training.options import (
+    Overlap,
+    callback,
+    check_overlap,
+    count,
+    module,
+    optimizer_classes,
+    stateful,
+)
 from cnr_store.training.partial import PartialRestore
 from cnr_store.training.pending import PendingSave, Turn
+from cnr_store.training.places import Places
 from cnr_store.training.planner import Planner
 from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.restore import Restore, Restored
@@ -127,6 +136,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         max_chain: int | None = None,
+        trusted_optimizers: Collection[type[Optimizer]] = (),
     ) -> None:
         rules = Rules(keep_last, keep_every)
         workers = count("workers", workers, least=1)
@@ -134,6 +144,7 @@ class Checkpointer:
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._overlap = check_overlap(overlap)
         on_done = callback("on_done", on_done)
+        trusted = optimizer_classes("trusted_optimizers", trusted_optimizers)
         policy = check_policy(policy)
         costs = Costs(keep_last, restores_per_save)
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits)
@@ -143,6 +154,7 @@ class Checkpointer:
         self._model = module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
+        self._places = Places(model)
         codecs.check_tables([table.name for table in self._tables])
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
@@ -154,7 +166,7 @@ class Checkpointer:
         )
         self._closed = False
         self._turn = Turn()
-        self._tracker = Tracker(self._tables, self._optimizers)
+        self._tracker = Tracker(self._tables, self._optimizers, trusted)
         self._saves = Saves(
             self._tables,
             self._optimizers,
@@ -197,8 +209,9 @@ class Checkpointer:
 
         Raises
         ------
-        ClosedError, StateError, UnsupportedModelError
-            Nothing was written and nothing is forgotten.
+        ClosedError, StateError, UnsupportedModelError, ModelMismatchError
+            Nothing was written and nothing is forgotten. With the last, the model's tables are no longer those that
+            this checkpointer was made for.
         SaveError, SupersededError
             The save before this one failed, and nobody has asked for its result. This one was not begun; the next
             one has the rows of both.
@@ -216,7 +229,7 @@ class Checkpointer:
             self._saves.settle(tell_before=step)
             if (folded := self._upkeep.take_folded()) is not None:
                 self._planner.folded(folded)
-            self._tracker.adopt_replaced()  # or what stands in a table's place would pass as dense
+            self._follow_model()  # or what stands in a table's place would pass as dense
             pending = PendingSave(step)
             taken = snapshot_dense(
                 self._model, self._tables, self._optimizers, self._objects, reader, metadata, self._rng
@@ -258,7 +271,7 @@ class Checkpointer:
 
         Raises
         ------
-        EmptyStoreError, VersionNotFoundError, ModelMismatchError, OptionError
+        EmptyStoreError, VersionNotFoundError, ModelMismatchError, UnsupportedModelError, OptionError
             The model is unchanged.
         CorruptionError
             The version is damaged, and with `fallback` all before it, too. The model may be partly overwritten: load
@@ -271,6 +284,7 @@ class Checkpointer:
             )
         with self._turn.take("load"):
             self._check_open()
+            self._follow_model()
             self._saves.settle()
             self._upkeep.wait()
             self._catalog.refresh()
@@ -348,6 +362,10 @@ class Checkpointer:
         """
         self._check_open()
         return watch_signals(signals)
+
+    def _follow_model(self) -> None:
+        self._places.check()
+        self._tracker.adopt_replaced()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -38,15 +38,20 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
     return values.detach().view(_INTEGERS[values.element_size()])
 
 
+def _host_memory(rows: int) -> tuple[Bitmap, int]:
+    """A bitmap and its address: in one, so that an interrupt never leaves the address of memory that was given up."""
+    memory = bitmap.empty_bitmap(rows)
+    return memory, memory.ctypes.data
+
+
 class RowBits:
     """One bit a row: host memory and compiled kernels for tables on the CPU, tensors elsewhere."""
 
-    __slots__ = ("_address", "_bits", "_host", "device", "rows")
+    __slots__ = ("_bits", "_host", "device", "rows")
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
-        self._host = bitmap.empty_bitmap(rows) if device.type == "cpu" else None
-        self._address = 0 if self._host is None else self._host.ctypes.data
+        self._host = _host_memory(rows) if device.type == "cpu" else None
         size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
         with torch.inference_mode(False):  # to be marked outside of it, too
             self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -57,13 +62,13 @@ class RowBits:
         Returns False if one is out of range, on the host; on another device ids must be in range.
         """
         # What nearly all ids are. Only a plain tensor surely has its values where it says.
-        plain = type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
-        if plain and self._address and ids.is_contiguous():
-            return bitmap.mark_at(self._address, self.rows, ids.data_ptr(), ids.numel()) < 0
-        if self._host is None:
+        host, plain = self._host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
+        if plain and host is not None and ids.is_contiguous():
+            return bitmap.mark_at(host[1], self.rows, ids.data_ptr(), ids.numel()) < 0
+        if host is None:
             mark_on_device(self._bits, ids.detach().to(self.device, non_blocking=True))
             return True
-        return bitmap.mark(self._host, self.rows, ids.cpu().numpy().reshape(-1)) < 0
+        return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Set the bits of the rows that `gradient`, ``(rows, dim)`` dense or sparse, may change.
@@ -76,11 +81,11 @@ class RowBits:
         elif self._host is None:
             mark_nonzero_on_device(self._bits, gradient.to(self.device))
         else:
-            bitmap.mark_nonzero(self._host, as_integers(gradient).cpu().numpy())
+            bitmap.mark_nonzero(self._host[0], as_integers(gradient).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory; it may be the memory that the next marks write to."""
-        return self._bits[:-1].cpu().numpy() if self._host is None else self._host
+        return self._bits[:-1].cpu().numpy() if self._host is None else self._host[0]
 
     def take(self) -> Bitmap:
         """The bits in host memory; none is set afterwards."""
@@ -88,6 +93,5 @@ class RowBits:
         if self._host is None:
             self._bits.zero_()
         else:
-            self._host = bitmap.empty_bitmap(self.rows)
-            self._address = self._host.ctypes.data
+            self._host = _host_memory(self.rows)
         return taken

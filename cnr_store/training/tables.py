@@ -163,11 +163,24 @@ def find_tables(model: nn.Module) -> list[Table]:
 
 
 def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names: Mapping[str, str]) -> Table:
-    where = f"table {path or 'weight'!r}"
     if not keys:
         raise UnsupportedModelError(
-            f"{where} is not in the model's state dict, so it has no name in the store"
+            f"table {path or 'weight'!r} is not in the model's state dict, so it has no name in the store"
         )
+    check_weight(path, weight)
+    key = own if own in keys else keys[0]  # a parameter of the model itself may be tied to it, and come first
+    others = [table_name(names[other]) for other in keys if other != key]
+    return Table(table_name(names[key]), names[keys[0]], key, weight, others)
+
+
+def check_weight(path: str, weight: nn.Parameter) -> None:
+    """Prove that the weight of the module at `path` can be stored as a table.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    where = f"table {path or 'weight'!r}"
     if is_lazy(weight):
         raise UnsupportedModelError(f"{where} is not initialized; run the model once before")
     if weight.is_meta:
@@ -185,9 +198,6 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
         raise UnsupportedModelError(
             f"{where}: rows share memory, as in an expanded tensor; give it memory of its own with clone()"
         )
-    key = own if own in keys else keys[0]  # a parameter of the model itself may be tied to it, and come first
-    others = [table_name(names[other]) for other in keys if other != key]
-    return Table(table_name(names[key]), names[keys[0]], key, weight, others)
 
 
 def _note_sharing(

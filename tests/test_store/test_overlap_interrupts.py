@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_store.training import checkpointer, planner, tracker, watch
+from cnr_store.training import checkpointer, planner, rowbits, tracker, watch
 
 # Not `pending`: a trace can strike between the taking of a lock and its `with` block, where no signal is let in.
-FILES = {os.path.realpath(str(module.__file__)) for module in (checkpointer, planner, tracker, watch)}
+FILES = {
+    os.path.realpath(str(module.__file__)) for module in (checkpointer, planner, rowbits, tracker, watch)
+}
 ROWS = 900
 
 
