@@ -105,8 +105,11 @@ def test_a_closed_checkpointer_watches_nothing(tmp_path: Path) -> None:
 def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
     """As a pool's workers are, when the block that made them is left."""
     with Checkpointer(tmp_path, make_model()) as checkpointer, checkpointer.preemption() as preempted:
-        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), threading.Event().wait()))
         child.start()
+        assert begun.wait(60)  # Python drops a signal that comes while it forks
         child.terminate()
         child.join(60)
         ended = child.exitcode
