@@ -34,15 +34,7 @@ from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_found, load_newest_sound
 from cnr_store.training.matching import Selection, Strict
 from cnr_store.training.optimizers import as_list
-from cnr_store.training.options import (
-    Overlap,
-    callback,
-    check_overlap,
-    count,
-    module,
-    optimizer_classes,
-    stateful,
-)
+from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.partial import PartialRestore
 from cnr_store.training.pending import PendingSave, Turn
 from cnr_store.training.places import Places
@@ -53,6 +45,7 @@ from cnr_store.training.saving import Outcomes, Saves
 from cnr_store.training.snapshot import Staging, row_arrays, snapshot_dense, table_aliases
 from cnr_store.training.tables import find_tables
 from cnr_store.training.tracker import Tracker
+from cnr_store.training.trust import trusted_classes
 from cnr_store.upkeep.retention import Rules
 from cnr_store.write import Writer
 
@@ -144,7 +137,7 @@ class Checkpointer:
         snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
         self._overlap = check_overlap(overlap)
         on_done = callback("on_done", on_done)
-        trusted = optimizer_classes("trusted_optimizers", trusted_optimizers)
+        trusted = trusted_classes(trusted_optimizers)
         policy = check_policy(policy)
         costs = Costs(keep_last, restores_per_save)
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits)

@@ -1,14 +1,12 @@
-"""What optimizers do to tables, and their state as a tree: row by row where it follows rows, else by name."""
+"""The state of optimizers as a tree: row by row where it follows rows, else by name."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
 from cnr_store.training.statetypes import load_uncast
@@ -38,62 +36,6 @@ def _proven(one: object) -> Optimizer:
     if not isinstance(one, Optimizer):
         raise StateError(f"optimizer is a {type(one).__name__}; give a torch.optim.Optimizer or several")
     return one
-
-
-def group_moves_untouched(optimizer: Optimizer, position: int, dtype: torch.dtype) -> str | None:
-    """Why a step may move rows of `dtype` that have no gradient in one parameter group; None if it can't.
-
-    Only exact classes whose update is known are trusted, with their present settings.
-    """
-    group, kind = optimizer.param_groups[position], type(optimizer)
-    where = f"{kind.__name__}, parameter group {position}"
-    if kind is SparseAdam:
-        return None
-    if kind not in (SGD, Adagrad):
-        return f"{where}: a step of this class may move every row"
-    for setting in ("momentum", "weight_decay"):
-        if group.get(setting, 0) != 0:
-            return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
-    # What is added to a row without a gradient must be -0.0 or, beside other values than -0.0, 0.0.
-    if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
-        return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
-    if not math.isfinite(group["lr"]):
-        return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
-    # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
-    if kind is Adagrad and _vanishes(group["eps"], dtype):
-        return f"{where}: eps={group['eps']} is 0 in {dtype}, so rows without a gradient become NaN"
-    return None
-
-
-@functools.lru_cache(maxsize=256)
-def _vanishes(eps: float, dtype: torch.dtype) -> bool:
-    return bool(torch.tensor(eps, dtype=dtype, device="cpu") == 0)
-
-
-def counted_changes(optimizer: Optimizer, position: int) -> int:
-    """How often a step of a trusted optimizer raises the version counter of a parameter in this group, or of a slot
-    beside it that was there before, at most.
-
-    Once, and never with fused kernels, which change tensors behind the counter's back. What goes beyond it is
-    someone else's change, such as a step hook's.
-    """
-    return 0 if optimizer.param_groups[position].get("fused") else 1
-
-
-def passes_over(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
-    """Whether a step changes nothing of a parameter with this sparse gradient, as it holds no rows."""
-    return type(optimizer) is SparseAdam and not gradient._nnz()
-
-
-def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-    """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
-
-    Also None if the optimizer does not own the parameter. Settings are read at each call: they change.
-    """
-    for position, group in enumerate(optimizer.param_groups):
-        if any(owned is parameter for owned in group["params"]):
-            return group_moves_untouched(optimizer, position, parameter.dtype)
-    return None
 
 
 def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

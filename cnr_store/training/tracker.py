@@ -25,9 +25,9 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.hooks import Handle, remove_all, unwatch_steps, watch_steps
 from cnr_store.training.lookups import hook_lookups
-from cnr_store.training.optimizers import counted_changes, group_moves_untouched, passes_over
 from cnr_store.training.stepped import SteppedTables
 from cnr_store.training.tables import Table
+from cnr_store.training.trust import Classes, counted_changes, group_moves_untouched, passes_over
 from cnr_store.training.watch import OUTSIDE, STATE_OUTSIDE, Watch
 
 logger = logging.getLogger("cnr_store")
@@ -42,13 +42,19 @@ class Tracker:
         As `tables.find_tables` gives them.
     optimizers
         Those that update them. Steps of other optimizers are noticed, too.
+    trusted
+        Further classes whose steps leave rows without a gradient, and what is kept beside these, as they are: see
+        `trusted_classes`.
 
     Lookups, steps, `swap`, `restore` and `clear` belong to the training thread. Replays of a captured CUDA
     graph run no hooks: tell of their rows with `mark`.
     """
 
-    def __init__(self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = (), trusted: Classes = ()
+    ) -> None:
         self._optimizers = list(optimizers)
+        self._trusted = trusted
         self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._watches.values())
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -73,6 +79,7 @@ class Tracker:
         for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
             self._watches[name].make_whole(reason)
         self._begun.add(optimizer)
+        believed = type(optimizer) in self._trusted
         for _position, watch in self._stepped.of(optimizer):
             if watch.changes:
                 if watch.changed_elsewhere:
@@ -81,12 +88,15 @@ class Tracker:
             if watch.slot_changes(optimizer):
                 watch.make_whole(STATE_OUTSIDE)
                 watch.account_slots(optimizer)
+            gradient = watch.table.parameter.grad
+            if believed and gradient is not None and not watch.resized:
+                watch.mark_gradient(gradient)  # which the step may clear, or fail behind its update
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Flag the rows that the step had gradients for."""
         self._begun.discard(optimizer)
         asked: tuple[int, torch.dtype] | None = None
-        reason, counted = None, 0
+        reason, counted = None, 0.0
         for position, watch in self._stepped.of(optimizer):
             parameter = watch.table.parameter
             gradient = parameter.grad
@@ -97,8 +107,8 @@ class Tracker:
             watch.account_slots(optimizer)
             if asked != (position, parameter.dtype):
                 asked = position, parameter.dtype
-                reason = group_moves_untouched(optimizer, *asked)
-                counted = counted_changes(optimizer, position)
+                reason = group_moves_untouched(optimizer, *asked, self._trusted)
+                counted = counted_changes(optimizer, position, self._trusted)
             if reason is not None:
                 watch.make_whole(reason)
             elif (
@@ -120,7 +130,7 @@ class Tracker:
             watch.table.name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
             for optimizer in begun
             for position, watch in self._stepped.of(optimizer)
-            if not counted_changes(optimizer, position)
+            if not counted_changes(optimizer, position, self._trusted)
         }
 
     def _find_owned(self) -> None:
@@ -218,7 +228,7 @@ class Tracker:
         for optimizer in self._optimizers:
             for position, watch in self._stepped.of(optimizer):
                 parameter = watch.table.parameter
-                reason = group_moves_untouched(optimizer, position, parameter.dtype)
+                reason = group_moves_untouched(optimizer, position, parameter.dtype, self._trusted)
                 if reason is not None and parameter.requires_grad:
                     moved[watch.table.name] = reason
         return moved

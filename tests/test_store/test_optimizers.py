@@ -16,11 +16,11 @@ from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelErr
 from cnr_store.training.optimizers import (
     as_list,
     load_optimizer,
-    moves_untouched,
     optimizer_tree,
     row_slots,
 )
 from cnr_store.training.tables import find_tables, parameter_names
+from cnr_store.training.trust import moves_untouched
 
 Make = Callable[[Any], Optimizer]
 

@@ -1,0 +1,107 @@
+"""Which optimizers leave rows without a gradient, and what is kept beside these, as they are."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+
+import torch
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from cnr_store.errors import OptionError
+
+_ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
+"""Module and qualified name of torchrec's class, which is known without torchrec."""
+
+Classes = Collection[type[Optimizer]]
+
+
+def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
+    """The classes that a caller trusts, without those known here: these are judged by their settings all the same.
+
+    Raises
+    ------
+    OptionError
+        They are no collection of optimizer classes.
+    """
+    if not isinstance(classes, Collection):
+        raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise OptionError(f"trusted_optimizers holds {kind!r}: give subclasses of torch.optim.Optimizer")
+    known = (SGD, Adagrad, SparseAdam)
+    return frozenset(kind for kind in classes if kind not in known and not _is_rowwise_adagrad(kind))
+
+
+def group_moves_untouched(
+    optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes = ()
+) -> str | None:
+    """Why a step may move rows of `dtype` that have no gradient in one parameter group; None if it can't.
+
+    Exact classes alone are believed: those whose update is known, with their present settings, and the caller's
+    `trusted` ones, whatever their settings.
+    """
+    group, kind = optimizer.param_groups[position], type(optimizer)
+    where = f"{kind.__name__}, parameter group {position}"
+    adagrad = kind is Adagrad or _is_rowwise_adagrad(kind)
+    if kind is SparseAdam:
+        return None
+    if kind is not SGD and not adagrad:
+        return None if kind in trusted else f"{where}: a step of this class may move every row{_advice(kind)}"
+    for setting in ("momentum", "weight_decay"):
+        if group.get(setting, 0) != 0:
+            return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
+    # What is added to a row without a gradient must be -0.0 or, beside other values than -0.0, 0.0.
+    if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
+        return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
+    if not math.isfinite(group["lr"]):
+        return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
+    # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
+    if adagrad and _vanishes(group["eps"], dtype):
+        return f"{where}: eps={group['eps']} is 0 in {dtype}, so rows without a gradient become NaN"
+    return None
+
+
+def _is_rowwise_adagrad(kind: type) -> bool:
+    return (kind.__module__, kind.__qualname__) == _ROWWISE_ADAGRAD
+
+
+def _advice(kind: type) -> str:
+    """What to do about a class that is not trusted. All of torch's own that are not known here do move rows."""
+    if kind.__module__.startswith("torch.optim."):
+        return ""
+    return "; if it never moves rows without a gradient, name it in the Checkpointer's trusted_optimizers"
+
+
+@functools.lru_cache(maxsize=256)
+def _vanishes(eps: float, dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(eps, dtype=dtype, device="cpu") == 0)
+
+
+def counted_changes(optimizer: Optimizer, position: int, trusted: Classes = ()) -> float:
+    """How often a step of a believed optimizer raises the version counter of a parameter in this group, or of a slot
+    beside it that was there before, at most.
+
+    Once, and never with fused kernels, which change tensors behind the counter's back. What goes beyond it is
+    someone else's change, such as a step hook's. For the caller's `trusted` classes there is no limit.
+    """
+    if type(optimizer) in trusted:
+        return math.inf
+    return 0 if optimizer.param_groups[position].get("fused") else 1
+
+
+def passes_over(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
+    """Whether a step changes nothing of a parameter with this sparse gradient, as it holds no rows."""
+    return type(optimizer) is SparseAdam and not gradient._nnz()
+
+
+def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
+    """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
+
+    Also None if the optimizer does not own the parameter. Settings are read at each call: they change.
+    """
+    for position, group in enumerate(optimizer.param_groups):
+        if any(owned is parameter for owned in group["params"]):
+            return group_moves_untouched(optimizer, position, parameter.dtype)
+    return None
