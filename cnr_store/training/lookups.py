@@ -27,6 +27,8 @@ _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(t
 # releases of torch that can't tell.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
+_is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
+
 _modules: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary()
 
 
@@ -65,10 +67,10 @@ class _BeforeLookup(Local):
 
     def __call__(self, module: Lookup, *_: object) -> None:
         if module.max_norm is not None:
-            if torch.compiler.is_compiling():
-                _before_max_norm(self._watch)
-            else:
+            if not torch.compiler.is_compiling():
                 _check_max_norm(self._watch)
+            elif not _is_exporting():
+                _before_max_norm(self._watch)
 
 
 class _AfterLookup(Local):
@@ -96,9 +98,11 @@ class _AfterLookup(Local):
         own = module._parameters.get("weight") is self._watch.table.parameter
         if not torch.compiler.is_compiling():
             self.note(module, ids, own, renorms)
+        elif _is_exporting():
+            return
         elif renorms:
             _after_max_norm(self, module, ids, own)
-        elif not _is_exporting():
+        else:
             torch.ops.cnr_store.looked_up(self._order, ids, id(module), own)
 
     def note(self, module: Lookup, ids: torch.Tensor, own: bool, renorms: bool = False) -> None:
@@ -118,9 +122,23 @@ class _AfterLookup(Local):
                 kind = type(module).__name__
                 watch.make_whole(f"{kind} has a forward of its own, so its rows are not known")
         else:
-            watch.mark(ids)
+            _mark(watch, ids)
         if renorms:
             watch.account()
+
+
+def _mark(watch: Watch, ids: torch.Tensor) -> None:
+    try:
+        if not _is_tracing():
+            watch.mark(ids)
+            return
+    except RuntimeError:
+        if ids.is_nested:
+            watch.mark(ids.values())
+            return
+    # While a function is traced or transformed, ids have no values. Steps still flag what they change.
+    if not watch.owned:
+        watch.make_whole("ids were looked up that can't be read, as in a trace or within torch.func.vmap")
 
 
 def _looked_up(order: torch.Tensor, ids: torch.Tensor, module: int, own: bool) -> None:

@@ -47,6 +47,7 @@ class Watch:
         "_optimizers",
         "_seen",
         "_seen_slots",
+        "_stepped",
         "bits",
         "carried",
         "owned",
@@ -58,7 +59,7 @@ class Watch:
         self.table = table
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._seen_slots: dict[int, _Slots] = {}
-        self.owned = False
+        self.owned = self._stepped = False
         self.bits = RowBits(table.rows, table.parameter.device)
         self._seen = Fingerprint(table.parameter)
         self.begin()
@@ -99,9 +100,10 @@ class Watch:
         """Whether the parameter changed by something that flags no rows."""
         if not self.changes:
             return False
-        # With no optimizer given, who updates a table is unknown: its lookups are trusted if there are any. With
-        # some, and of a table that takes no gradient, a change that no step made is another's: an average's, say.
-        trusted = not self._optimizers and self.table.parameter.requires_grad
+        # With no optimizer given, who updates a table is unknown until a step is seen: its lookups are trusted if
+        # there are any. With some, and of a table that takes no gradient, a change that no step made is another's:
+        # an average's, say.
+        trusted = not (self._optimizers or self._stepped) and self.table.parameter.requires_grad
         return not (trusted and (self._marked or self.carried.any()))
 
     def account(self) -> None:
@@ -165,7 +167,7 @@ class Watch:
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
-        self._marked = True
+        self._marked = self._stepped = True
         self.bits.mark_gradient(gradient)
 
     def make_whole(self, reason: str) -> None:

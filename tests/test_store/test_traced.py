@@ -1,0 +1,101 @@
+"""Models under programs that look into them: traces, exports, transforms, and ids without plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cnr_store.training.tables import find_tables
+from cnr_store.training.tracker import Tracker
+from tests.test_store.tracked_table import ALL, Bench, backward, ids
+
+
+def test_ragged_ids_are_marked() -> None:
+    ragged = torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)  # type: ignore[no-untyped-call]
+    for given in (True, False):
+        bench = Bench("sgd", given)
+        backward(bench.table(ragged).values().sum())
+        assert bench.swap() == [1, 2, 3]
+        bench.step()
+        assert bench.swap() == [1, 2, 3]
+
+
+def vmapped(table: nn.Embedding) -> None:
+    torch.func.vmap(table)(torch.tensor([[1, 2], [3, 4]]))
+
+
+def differentiated(table: nn.Embedding) -> None:
+    torch.func.jacrev(lambda scale: table(ids(1, 2)) * scale)(torch.ones(3))
+
+
+def faked(table: nn.Embedding) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table(ids(1))
+
+
+def traced(table: nn.Embedding) -> None:
+    torch.jit.trace(table, (ids(1, 2),))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("look", [vmapped, differentiated, faked, traced])
+def test_ids_without_values_are_left_to_steps_or_make_the_table_whole(
+    look: Callable[[nn.Embedding], None],
+) -> None:
+    bench = Bench()
+    look(bench.table)
+    assert bench.swap() == []
+    bench.train(5)
+    assert bench.swap() == [5]
+
+    bench = Bench(given=False)
+    look(bench.table)
+    assert bench.swap() == ALL
+    bench.swap()
+    bench.train(5)
+    assert bench.swap() == [5]
+
+
+def test_what_a_transform_computed_is_stepped() -> None:
+    bench = Bench("adagrad")
+    out: Any = torch.func.vmap(bench.table)(torch.tensor([[1, 2], [3, 4]]))
+    backward(out.sum())
+    bench.step()
+    assert bench.swap() == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_steps_of_a_traced_program_are_seen() -> None:
+    bench = Bench("adagrad")
+    program = torch.jit.trace(bench.table, (ids(1, 2),))  # type: ignore[no-untyped-call]
+    backward(program(ids(7, 8)).sum())
+    bench.step()
+    assert bench.swap() == [7, 8]
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+@pytest.mark.parametrize("strict", [True, False])
+def test_exports_run_without_hooks(norm: float | None, strict: bool) -> None:
+    table = nn.Embedding(40, 3, max_norm=norm)
+    tracker = Tracker(find_tables(nn.ModuleDict({"t": table})))
+    program = torch.export.export(table, (ids(1, 2),), strict=strict)
+    assert "cnr_store" not in str(program)
+    tracker.close()
+
+
+def test_once_steps_are_seen_lookups_explain_no_other_change() -> None:
+    bench = Bench(given=False)
+    bench.train(1)
+    bench.write(9)
+    assert bench.swap() == ALL
+    bench.train(2)
+    bench.write(9)
+    bench.train(2)
+    assert bench.swap() == ALL
+    bench.train(3)
+    assert bench.swap() == [2, 3]  # those of the interval before are flagged again
