@@ -19,6 +19,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError
 from cnr_store.integrations.lightning import CnrCheckpoint
+from tests.test_store.rowwise import OnAnother
 
 BATCHES, EPOCHS = 8, 3
 pytestmark = pytest.mark.filterwarnings(
@@ -241,3 +242,21 @@ def test_a_run_that_has_ended_is_gone_on_with(tmp_path: Path) -> None:
 def test_wrong_options() -> None:
     with pytest.raises(OptionError, match="every_n_steps"):
         CnrCheckpoint("memory://store", 0)
+
+
+class OwnOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        return OnAnother(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("trusted", [[OnAnother], []])
+def test_an_optimizer_of_ones_own_can_be_trusted(tmp_path: Path, trusted: list[type]) -> None:
+    url = str(tmp_path / "store")
+    module = OwnOptimizer()
+    saves = CnrCheckpoint(url, 2, policy="consecutive", bits=32, trusted_optimizers=trusted)
+    fit(tmp_path, saves, max_epochs=1, module=module)
+    assert all((version.rows < 200) == bool(trusted) for version in cnr_store.versions(url)[1:])
+    other = OwnOptimizer()
+    cnr_store.load(url, other, other.configure_optimizers())
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name

@@ -21,6 +21,7 @@ from cnr_store.training.optimizers import (
 )
 from cnr_store.training.tables import find_tables, parameter_names
 from cnr_store.training.trust import moves_untouched
+from tests.test_store.rowwise import RowWiseAdagrad
 
 Make = Callable[[Any], Optimizer]
 
@@ -28,6 +29,7 @@ MAKERS: dict[str, tuple[Make, bool]] = {
     "sgd": (lambda params: SGD(params, lr=0.1), True),
     "momentum": (lambda params: SGD(params, lr=0.1, momentum=0.9), False),
     "adagrad": (lambda params: Adagrad(params, lr=0.1, lr_decay=0.01), True),
+    "rowwise_adagrad": (lambda params: RowWiseAdagrad(params, lr=0.1, lr_decay=0.01), False),
     "adagrad_fused": (lambda params: Adagrad(params, lr=0.1, fused=True), False),
     "sparse_adam": (lambda params: SparseAdam(params, lr=0.1), True),
     "adam": (lambda params: Adam(params, lr=0.1), False),
@@ -35,7 +37,7 @@ MAKERS: dict[str, tuple[Make, bool]] = {
     "adamw": (lambda params: AdamW(params, lr=0.1), False),
     "rmsprop": (lambda params: RMSprop(params, lr=0.1, centered=True), False),
 }
-TRUSTED = {"sgd", "adagrad", "adagrad_fused", "sparse_adam"}
+TRUSTED = {"sgd", "adagrad", "rowwise_adagrad", "adagrad_fused", "sparse_adam"}
 
 
 def build(sparse: bool, seed: int = 0) -> nn.ModuleDict:
@@ -145,6 +147,11 @@ SETTINGS: dict[str, Make] = {
     "adagrad that began with sums": lambda params: Adagrad(
         params, lr=0.1, initial_accumulator_value=0.1, eps=1e-3
     ),
+    "row-wise adagrad": lambda params: RowWiseAdagrad(params, lr=0.1, lr_decay=0.01, eps=1e-3),
+    "row-wise adagrad that began with sums": lambda params: RowWiseAdagrad(
+        params, lr=0.1, initial_accumulator_value=0.1, eps=1e-3
+    ),
+    "row-wise adagrad that maximizes": lambda params: RowWiseAdagrad(params, lr=0.1, maximize=True, eps=1e-3),
     "adagrad that maximizes": lambda params: Adagrad(params, lr=0.1, maximize=True, eps=1e-3),
 }
 
