@@ -88,8 +88,7 @@ class Tracker:
             if watch.slot_changes(optimizer):
                 watch.make_whole(STATE_OUTSIDE)
                 watch.account_slots(optimizer)
-            gradient = watch.table.parameter.grad
-            if believed and gradient is not None and not watch.resized:
+            if believed and not watch.resized and (gradient := watch.table.parameter.grad) is not None:
                 watch.mark_gradient(gradient)  # which the step may clear, or fail behind its update
 
     def after_step(self, optimizer: Optimizer) -> None:
