@@ -117,7 +117,10 @@ class Discovery:
             found.leftovers.append(attempt.left)
             if not attempt.void and attempt.id not in doomed:
                 by = named.get(attempt.id)
-                (found.suspicious if by is None else found.problems).append(attempt.finding(url, by))
+                if by is not None:
+                    found.problems.append(attempt.finding(url, by))
+                elif attempt.staged:  # any other is what each crash in a save leaves
+                    found.suspicious.append(attempt.finding(url, by))
         for version in sorted({record.id for record in found.records} & doomed):
             key = layout.version_key(version, room=layout.TOMBSTONES)
             what = f"version {version} of {url} is marked for removal; nothing may lean on it any more"

@@ -66,9 +66,9 @@ class VerifyReport:
     problems
         What is damaged. Every damage of data, and every object of a version that is lost.
     suspicious
-        What may be a loss, or nothing: above all saves that ended without a commit record.
+        What may be a loss, or nothing: above all attempts that lack little more than their commit record.
     leftovers
-        What takes room and is needed by no version.
+        What takes room and is needed by no version, such as the objects of saves that crashed or still run.
     voids
         Ids of attempts that were given up.
     objects, nbytes

@@ -73,11 +73,21 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An id without a commit record: void, never completed, or robbed of its record."""
+    """An id without a commit record: void, never completed, or robbed of its record.
+
+    Attributes
+    ----------
+    void
+        Whether it was given up.
+    staged
+        Whether its manifest or its state is there, which a save puts behind all its data.
+    left
+        Its objects; None without any.
+    """
 
     id: str
     void: bool
-    complete: bool
+    staged: bool
     left: Leftovers | None
 
     @classmethod
@@ -85,19 +95,17 @@ class Attempt:
         place = layout.version_key(version)
         listed = dict(backend.list_keys(place))
         void = listed.pop(layout.record_key(version), None) is not None
-        complete = all(layout.version_key(version, name) in listed for name in ("manifest", STATE))
-        return cls(version, void, complete, leftovers(place, listed))
+        staged = any(layout.version_key(version, name) in listed for name in ("manifest", STATE))
+        return cls(version, void, staged, leftovers(place, listed))
 
     def finding(self, url: str, named_by: str | None) -> Finding:
-        """What to think of an attempt that is not void, and that no tombstone explains."""
+        """What to think of an attempt that was staged or is named, is not void, and that no tombstone explains."""
         key, home = layout.record_key(self.id), f"version {self.id} of {url}"
         if named_by is not None:
             what = f"{home}: {key} is lost; it was committed, for {named_by} refers to it"
-        elif self.complete:
+        else:
             what = (
                 f"{home}: {key} is missing while all else seems to be there: it is lost, or its writer is about to "
                 "commit or died then. Without it the version before is the latest"
             )
-        else:
-            what = f"{home} has objects and no commit record: a save that crashed or still runs, or its record is lost"
         return Finding(what, self.id, key)

@@ -56,6 +56,21 @@ def check_versions(url: object) -> list[str]:
     return [info.id for info in infos]
 
 
+def check_findings(store: Path, committed: set[str]) -> None:
+    """Where a save was killed is no damage, and suspicious only if its data had all been put."""
+    report = cnr_store.verify(store)
+    assert report.ok
+    attempts = [
+        path for path in (store / "versions").iterdir() if path.is_dir() and path.name not in committed
+    ]
+    assert {left.place for left in report.leftovers} == {
+        f"versions/{path.name}" for path in attempts if any(each.is_file() for each in path.rglob("*"))
+    }
+    assert {finding.version for finding in report.suspicious} == {
+        path.name for path in attempts if (path / "manifest").exists()
+    }
+
+
 def test_killed_at_every_operation_of_a_load_and_a_save(jobs: Jobs, folder: Path) -> None:
     """The process dies in the operation; the next one goes on from the newest version."""
     prepared, store = folder / "prepared", folder / "store"
@@ -66,6 +81,7 @@ def test_killed_at_every_operation_of_a_load_and_a_save(jobs: Jobs, folder: Path
         shutil.copytree(prepared, store)
         state = jobs.run("train", str(store), saves=1, seed=2, at=number, signal="SIGKILL")[1]
         there = check_versions(store)
+        check_findings(store, {*there})
         assert there[: len(before)] == before
         assert len(there) <= len(before) + 1
         if state is False:
