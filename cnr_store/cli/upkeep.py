@@ -125,22 +125,24 @@ def gc(
     if as_json:
         print_json(asdict(done))
     else:
-        _print_removal(done)
+        _print_removal(done, ruled=keep_last is not None or keep_every is not None)
     if done.stopped is not None:
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
 
 
-def _print_removal(done: retention.GcReport) -> None:
+def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
+    """What went, and, where a rule chose, why each of the others stayed."""
     removed = "would be removed" if done.dry_run else "removed"
-    for version, reason in done.kept.items():
+    for version, reason in done.kept.items() if ruled else ():
         print_line(f"kept {version}: {reason}")
     for version in done.removed:
         print_line(f"{removed}: {version}")
     for attempt in done.leftovers:
         print_line(f"{removed}: {attempt}, left by a save that did not end")
     print_line(
-        f"{len(done.kept):,} versions kept, {len(done.removed):,} {removed}; {done.freed_bytes:,} bytes"
+        f"{len(done.kept):,} versions kept{'' if ruled else ', as there is no rule'}, {len(done.removed):,} {removed}; "
+        f"{done.freed_bytes:,} bytes"
     )
 
 

@@ -192,6 +192,19 @@ def test_retention_removes_what_it_foretold_and_no_pinned_version(
     assert [info.step for info in cnr_store.versions(own_store)] == [3]
 
 
+def test_retention_says_why_versions_stay_only_where_a_rule_chose(
+    capsys: pytest.CaptureFixture[str], own_store: str
+) -> None:
+    first, second = (info.id for info in cnr_store.versions(own_store))
+    assert cnr(capsys, "gc", own_store)[1] == "2 versions kept, as there is no rule, 0 removed; 0 bytes\n"
+    assert json.loads(cnr(capsys, "gc", own_store, "--json")[1])["kept"].keys() == {first, second}
+    assert cnr(capsys, "gc", own_store, "--keep-last", "2")[1].splitlines() == [
+        f"kept {first}: needed by {second}",
+        f"kept {second}: the newest",
+        "2 versions kept, 0 removed; 0 bytes",
+    ]
+
+
 def test_diff_counts_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 16, sparse=True))
