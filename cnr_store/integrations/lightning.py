@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.reading.access import Url
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.options import Overlap, count
+from cnr_store.training.reader import TrackedReader
 from cnr_store.training.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     try:
         from lightning.pytorch import Callback
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
     except ModuleNotFoundError:
         from pytorch_lightning import Callback
+        from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+log = logging.getLogger("cnr_store")
 
 
 class _Loops:
@@ -45,7 +54,7 @@ class CnrCheckpoint(Callback):
         Any fsspec URL, a path, or a Zarr store.
     every_n_steps
         Optimizer steps between two saves; a save waits for the end of its batch, and is never in the middle of an
-        accumulation of gradients. The end of `fit` is saved, too.
+        accumulation of gradients. The end of `fit` is saved, too, also where a SIGTERM ends it.
     resume
         Whether `fit` goes on from the newest version, if there is one. Then give no `ckpt_path`.
     options
@@ -54,6 +63,7 @@ class CnrCheckpoint(Callback):
     Raises
     ------
     OptionError
+        Also when `fit` starts: with a `TrackedReader` among its loaders, or more than one process.
     """
 
     def __init__(self, url: Url, every_n_steps: int, *, resume: bool = False, **options: Any) -> None:
@@ -72,6 +82,7 @@ class CnrCheckpoint(Callback):
             raise OptionError(
                 f"CnrCheckpoint saves from one process, and this trainer has {trainer.world_size}"
             )
+        self._step_before = trainer.global_step
         state = dict(self._options.get("state") or {})
         state |= {"lightning.loops": _Loops(trainer), "lightning.precision": trainer.precision_plugin}
         for position, config in enumerate(trainer.lr_scheduler_configs):
@@ -83,6 +94,10 @@ class CnrCheckpoint(Callback):
             with contextlib.suppress(EmptyStoreError):  # the first start of this job
                 self._saved_step = self._checkpointer.load().step
                 self._random = rng_state()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the loaders; they are there by now."""
+        _check_loaders(trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -114,7 +129,13 @@ class CnrCheckpoint(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish what is being written, and save nothing of a step that failed."""
+        """Finish what is being written; save the end where a SIGTERM came, and nothing of a step that failed."""
+        try:
+            # Lightning heeds the signal between batches: if the last one took no step, gradients are being gathered.
+            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before:
+                self._save(trainer, overlap="wait")
+        except CheckpointError as error:  # the exception that ends training is the one to be raised
+            log.error("the save before this process ends was not begun: %s", error)
         with contextlib.suppress(CheckpointError):  # logged; the exception that ends training says more
             self._close()
 
@@ -138,3 +159,44 @@ class CnrCheckpoint(Callback):
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
+
+
+def _check_loaders(loaders: Any) -> None:
+    """Refuse readers that count what they give out, and tell of other loaders that Lightning takes batches ahead of.
+
+    Raises
+    ------
+    OptionError
+    """
+    for loader in _flat(loaders):
+        if isinstance(loader, TrackedReader):
+            raise OptionError(
+                "a TrackedReader counts batches as trained once they are given out, and Lightning takes batches ahead: "
+                "a resumed fit would skip samples. Give the trainer torchdata's StatefulDataLoader"
+            )
+        if callable(getattr(loader, "state_dict", None)) and not _has_length(loader):
+            log.warning(
+                "a %s has no length, so Lightning takes a batch ahead, and a fit resumed within an epoch skips one: "
+                "give its dataset a __len__",
+                type(loader).__name__,
+            )
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):  # as Lightning asks
+        return False
+    return True
+
+
+def _flat(loaders: Any) -> Iterator[Any]:
+    """Loaders from lists, dicts and Lightning's CombinedLoader, which may hold each other."""
+    parts = getattr(loaders, "flattened", loaders)
+    if isinstance(parts, Mapping):
+        parts = list(parts.values())
+    if isinstance(parts, list | tuple):
+        for part in parts:
+            yield from _flat(part)
+    else:
+        yield loaders

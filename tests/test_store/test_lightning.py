@@ -9,42 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
+from lightning.pytorch import Callback, Trainer
 
 import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError
 from cnr_store.integrations.lightning import CnrCheckpoint
+from tests.test_store.fitted import BATCHES, EPOCHS, WARNINGS, Module, fit
 from tests.test_store.rowwise import OnAnother
 
-BATCHES, EPOCHS = 8, 3
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.isinstance.treespec, LeafSpec:FutureWarning",  # Lightning makes them
-    "ignore:'set_vital' is deprecated",  # torchdata calls it
-)
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.table = nn.Embedding(200, 8, sparse=True)
-        self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 1))
-        self.seen: list[int] = []
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.seen += batch[0].tolist()
-        return nn.functional.mse_loss(self.top(self.table(batch[0])).squeeze(1), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
 class StopAt(Callback):
@@ -90,31 +65,6 @@ class SavedBatches(Callback):
     ) -> None:
         for version in cnr_store.versions(self._url):
             self.found.setdefault(version.step, batch_idx)
-
-
-def fit(
-    folder: Path,
-    *callbacks: Callback,
-    max_epochs: int = EPOCHS,
-    module: Module | None = None,
-    **options: Any,
-) -> tuple[Module, Trainer]:
-    module = module or Module()
-    ids = torch.arange(BATCHES * 16) * 3 % 200
-    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True)
-    trainer = Trainer(
-        max_epochs=max_epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **options,
-    )
-    trainer.fit(module, loader)
-    return module, trainer
 
 
 @pytest.fixture(autouse=True)

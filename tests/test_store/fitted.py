@@ -1,0 +1,63 @@
+"""A small module, and Lightning's own trainer that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
+
+BATCHES, EPOCHS = 8, 3
+WARNINGS = (
+    "ignore:.*does not have many workers.*",
+    "ignore:.isinstance.treespec, LeafSpec:FutureWarning",  # Lightning makes them
+    "ignore:'set_vital' is deprecated",  # torchdata calls it
+)
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(200, 8, sparse=True)
+        self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 1))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen += batch[0].tolist()
+        return nn.functional.mse_loss(self.top(self.table(batch[0])).squeeze(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit(
+    folder: Path,
+    *callbacks: Callback,
+    max_epochs: int = EPOCHS,
+    module: Module | None = None,
+    validation: Any = None,
+    **options: Any,
+) -> tuple[Module, Trainer]:
+    module = module or Module()
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True)
+    trainer = Trainer(
+        max_epochs=max_epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **options,
+    )
+    trainer.fit(module, loader, validation)
+    return module, trainer

@@ -1,0 +1,152 @@
+"""Lightning's own trainer is told to end, and takes batches ahead of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
+from cnr_store import OptionError, TrackedReader
+from cnr_store.integrations.lightning import CnrCheckpoint
+from tests.test_store.fitted import BATCHES, EPOCHS, WARNINGS, Module, fit
+
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class ToldToEnd(Callback):
+    """Sends this process a SIGTERM at a hook, once so many steps were taken."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        setattr(self, hook, self._send)
+        self._step = step
+
+    def _send(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step and not trainer.received_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Validated(Module):
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        pass
+
+
+def plain_loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+
+
+def told_to_end(folder: Path, hook: str, step: int, **options: Any) -> tuple[Validated, Validated, list[int]]:
+    """What a run took up to its signal, what the one that resumed it did, and the steps saved by the first."""
+    url = str(folder / "store")
+    options |= {"validation": plain_loader(), "num_sanity_val_steps": 0}
+    first = Validated()
+    with pytest.raises(SIGTERMException):
+        fit(folder, CnrCheckpoint(url, 100, bits=32), ToldToEnd(hook, step), module=first, **options)
+    saved = [version.step for version in cnr_store.versions(url)]
+    second = Validated()  # it sets the random numbers
+    fit(folder, CnrCheckpoint(url, 100, bits=32, resume=True), module=second, **options)
+    return first, second, saved
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_what_a_sigterm_ends_is_saved_and_gone_on_with(tmp_path: Path, hook: str) -> None:
+    undisturbed, _ = fit(tmp_path, module=Validated(), validation=plain_loader(), num_sanity_val_steps=0)
+    first, second, saved = told_to_end(tmp_path, hook, step=11)
+    assert saved == [11 + (hook == "on_train_batch_start")]
+    assert first.seen + second.seen == undisturbed.seen
+    for name, tensor in undisturbed.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_no_sample_is_lost_if_a_sigterm_comes_behind_the_batches_of_an_epoch(
+    tmp_path: Path, hook: str
+) -> None:
+    first, second, saved = told_to_end(tmp_path, hook, step=BATCHES)
+    assert saved == [BATCHES]
+    seen = first.seen + second.seen
+    epochs = [sorted(seen[start : start + BATCHES * 16]) for start in range(0, len(seen), BATCHES * 16)]
+    assert epochs == [sorted(first.seen)] * EPOCHS
+
+
+def test_a_sigterm_in_the_middle_of_an_accumulation_saves_nothing(tmp_path: Path) -> None:
+    first, second, saved = told_to_end(tmp_path, "on_train_batch_start", step=2, accumulate_grad_batches=3)
+    assert saved == []
+    assert second.seen[: len(first.seen)] == first.seen
+
+
+def test_a_last_save_that_fails_leaves_lightnings_exception(tmp_path: Path) -> None:
+    backend = FaultyBackend(open_backend(str(tmp_path / "store")), lambda operation, key, index: "before")
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, CnrCheckpoint(backend, 100), ToldToEnd("on_train_batch_end", 5))
+
+
+def combined(reader: TrackedReader[Any]) -> CombinedLoader:
+    return CombinedLoader({"liked": [reader], "seen": plain_loader()})
+
+
+@pytest.mark.parametrize(
+    "within",
+    [lambda reader: reader, lambda reader: [reader], lambda reader: {"a": reader}, combined],
+    ids=["alone", "list", "dict", "combined"],
+)
+def test_readers_that_lightning_takes_ahead_of_training_are_refused(
+    tmp_path: Path, within: Callable[[TrackedReader[Any]], Any]
+) -> None:
+    class Own(Module):
+        def train_dataloader(self) -> Any:
+            return within(TrackedReader(plain_loader()))
+
+    url, module = str(tmp_path / "store"), Own()
+    options: Any = {"logger": False, "enable_checkpointing": False, "callbacks": CnrCheckpoint(url, 1)}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **options)
+    with pytest.raises(OptionError, match=r"takes batches ahead.*StatefulDataLoader"):
+        trainer.fit(module)
+    assert module.seen == []
+    assert cnr_store.versions(url) == []
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.filterwarnings("ignore:Your .IterableDataset. has .__len__. defined")
+def test_a_loader_that_lightning_takes_ahead_since_it_has_no_length_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sized: bool
+) -> None:
+    class Stream(IterableDataset[list[torch.Tensor]]):
+        def __iter__(self) -> Iterator[list[torch.Tensor]]:
+            return iter([[torch.tensor(row), torch.tensor(0.5)] for row in range(16)])
+
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return 16
+
+    loader = StatefulDataLoader(Sized() if sized else Stream(), batch_size=4)
+    saves = CnrCheckpoint(str(tmp_path / "store"), 1)
+    options: Any = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "callbacks": saves,
+        "log_every_n_steps": 1,
+    }
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **options)
+    trainer.fit(Module(), loader)
+    assert ("a StatefulDataLoader has no length" in caplog.text) is not sized
