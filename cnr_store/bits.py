@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -170,6 +170,7 @@ class StateWidths:
                 )
         self._width = LOSSLESS if isinstance(given, Mapping) else given
         self._named = dict(named)
+        self._unproven = {pattern for pattern in self._named if "/" in pattern}
 
     @property
     def quantized(self) -> set[int]:
@@ -177,7 +178,7 @@ class StateWidths:
         return {self._width, *self._named.values()} - {LOSSLESS}
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuse patterns that fit no table. Slots are not known before an optimizer has made them.
+        """Refuse patterns that fit no table. What slots there are is not known before optimizers have made them.
 
         Raises
         ------
@@ -189,6 +190,33 @@ class StateWidths:
                 raise OptionError(
                     f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
+
+    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
+        """Refuse patterns that fit no slot, once each optimizer of the tables that they name has made some.
+
+        Parameters
+        ----------
+        slots
+            For each optimizer, by name of the tables that it trains, the slots that it has for them.
+
+        Raises
+        ------
+        OptionError
+            Naming the pattern and the slots there are.
+        """
+        for pattern in sorted(self._unproven):
+            of_table, of_slot = _table_and_slot(pattern)
+            owners = [held for held in slots if any(fnmatch.fnmatchcase(table, of_table) for table in held)]
+            if not owners or not all(any(held.values()) for held in owners):
+                continue
+            # Of all tables of these optimizers: one that had no gradient yet gets the same ones.
+            there = {slot for held in owners for each in held.values() for slot in each}
+            if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in there):
+                raise OptionError(
+                    f"state_bits: the pattern {pattern!r} fits no optimizer state that follows rows; of its tables "
+                    f"there is {', '.join(map(repr, sorted(there)))}"
+                )
+            self._unproven.discard(pattern)
 
     def of(self, table: str, slot: str, nbytes: int) -> int:
         """Width for one array. Those under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""

@@ -33,7 +33,7 @@ from cnr_store.training.background import Upkeep
 from cnr_store.training.codecs import CodecChoice, CodecOption
 from cnr_store.training.fallback import load_found, load_newest_sound
 from cnr_store.training.matching import Selection, Strict
-from cnr_store.training.optimizers import as_list
+from cnr_store.training.optimizers import as_list, table_slots
 from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.partial import PartialRestore
 from cnr_store.training.pending import PendingSave, Turn
@@ -149,6 +149,7 @@ class Checkpointer:
         self._tables = find_tables(model)
         self._places = Places(model)
         codecs.check_tables([table.name for table in self._tables])
+        codecs.check_slots(table_slots(self._optimizers, self._tables))
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
         self._catalog.check_format()
@@ -205,6 +206,9 @@ class Checkpointer:
         ClosedError, StateError, UnsupportedModelError, ModelMismatchError
             Nothing was written and nothing is forgotten. With the last, the model's tables are no longer those that
             this checkpointer was made for.
+        OptionError
+            `step` or `overlap` is out of range; or `state_bits` names state that the optimizers don't have, which is
+            not known before they have made theirs.
         SaveError, SupersededError
             The save before this one failed, and nobody has asked for its result. This one was not begun; the next
             one has the rows of both.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,15 @@ class CodecChoice:
                     f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
         self._state.check_tables(tables)
+
+    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
+        """Refuse patterns of `state_bits` that fit no slot: see `StateWidths.check_slots`.
+
+        Raises
+        ------
+        OptionError
+        """
+        self._state.check_slots(slots)
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.

@@ -90,6 +90,15 @@ class Planner:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
         self.go_on_from(self.lineage.folded(version), since_whole)
 
+    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
+        """Refuse widths for state that there is none of: see `CodecChoice.check_slots`.
+
+        Raises
+        ------
+        OptionError
+        """
+        self._codecs.check_slots(slots)
+
     def decide(
         self,
         policy: PolicyName,

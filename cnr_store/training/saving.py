@@ -15,6 +15,7 @@ from cnr_store.format.record import Record
 from cnr_store.plan import Plan, RowsWrite
 from cnr_store.policy import Costs, Decision, PolicyName
 from cnr_store.training.audit import Audit
+from cnr_store.training.optimizers import table_slots
 from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
 from cnr_store.training.planner import Bitmaps, Planner
 from cnr_store.training.snapshot import DenseSnapshot, RowArray, row_arrays
@@ -113,6 +114,7 @@ class Saves:
         An interrupt at any point leaves either a save under way or none, never a row forgotten.
         """
         arrays = row_arrays(self._tables, self._optimizers)
+        self._planner.check_slots(table_slots(self._optimizers, self._tables))
         unsafe = self._tracker.whole_reasons()
         rows_done = threading.Event()
         dirty: Bitmaps = {}

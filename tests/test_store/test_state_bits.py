@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,43 @@ def test_a_pattern_must_fit_a_table(tmp_path: Path) -> None:
         OptionError, match=r"state_bits: the pattern 'user/sum' fits no table; there are 'users'"
     ):
         Checkpointer(str(tmp_path), Model(), state_bits={"user/sum": 8})
+
+
+def test_a_pattern_must_fit_a_slot_of_an_optimizer_that_has_some() -> None:
+    def check(pattern: str, *slots: dict[str, set[str]]) -> None:
+        StateWidths({pattern: 8}).check_slots(slots)
+
+    adam, adagrad = {"exp_avg", "exp_avg_sq"}, {"sum"}
+    check("users/summ")  # of no optimizer
+    check("users/summ", {"items": adagrad})
+    check("users/summ", {"users": set(), "items": set()})  # it has not stepped
+    check("*/exp_avg", {"users": adagrad}, {"items": set()})
+    check("*/exp_avg", {"users": adagrad}, {"items": adam})
+    check("users/sum", {"users": set(), "items": adagrad})
+    check("users", {"users": adagrad})
+    for pattern, slots in {
+        "users/summ": [{"users": adagrad}],
+        "*/exp_avg": [{"users": adagrad}, {"items": adagrad}],
+        "users/exp_sq": [{"users": set(), "items": adam}],
+    }.items():
+        with pytest.raises(
+            OptionError, match=f"{re.escape(repr(pattern))} fits no optimizer state .*there is"
+        ):
+            check(pattern, *slots)
+
+
+def test_a_typo_in_a_slot_is_refused_as_soon_as_the_state_is_there(tmp_path: Path) -> None:
+    url, model = str(tmp_path), Model()
+    with pytest.raises(OptionError, match=r"'users/summ' fits no optimizer state .*there is 'sum'"):
+        Checkpointer(url, model, Adagrad(model.parameters()), state_bits={"users/summ": 8})
+    optimizer = SparseAdam(model.parameters())
+    with Checkpointer(url, model, optimizer, state_bits={"users/exp": 8}) as checkpointer:
+        first = checkpointer.save(0).result()
+        train(model, optimizer)
+        for _ in range(2):
+            with pytest.raises(OptionError, match="there is 'exp_avg', 'exp_avg_sq'"):
+                checkpointer.save(1)
+    assert cnr_store.versions(url) == [first]
 
 
 class Model(nn.Module):
