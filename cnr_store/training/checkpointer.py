@@ -40,7 +40,7 @@ from cnr_store.training.pending import PendingSave, Turn
 from cnr_store.training.places import Places
 from cnr_store.training.planner import Planner
 from cnr_store.training.preemption import Preemption, watch_signals
-from cnr_store.training.restore import Restore, Restored
+from cnr_store.training.restore import Restore, Restored, tell_left_out
 from cnr_store.training.saving import Outcomes, Saves
 from cnr_store.training.snapshot import Staging, row_arrays, snapshot_dense, table_aliases
 from cnr_store.training.tables import find_tables
@@ -266,6 +266,9 @@ class Checkpointer:
             what fits and ``ignore`` the rest, or ``report`` it in the log, too. New rows keep what they hold. What
             differs is listed in what is returned.
 
+        What the version holds and this checkpointer was not given, an optimizer or objects of `state`, is left out: it
+        is listed in ``unexpected`` of what is returned, and the log tells of it, since the next save is without it.
+
         Raises
         ------
         EmptyStoreError, VersionNotFoundError, ModelMismatchError, UnsupportedModelError, OptionError
@@ -275,6 +278,12 @@ class Checkpointer:
             another version.
         """
         selection = Selection.of(tables, tensors, rows, strict)
+        restored = self._load_version(version, fallback, selection)
+        if selection is None:
+            tell_left_out(restored, self._catalog.backend.url)
+        return restored
+
+    def _load_version(self, version: Version, fallback: bool, selection: Selection | None) -> Restored:
         if fallback and selection is not None:
             raise OptionError(
                 "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
@@ -397,7 +406,10 @@ def load(
     fallback: bool = False,
     **options: Any,
 ) -> Restored:
-    """Load a model once. `options` are those of `Checkpointer` and of its `load`."""
+    """Load a model once. `options` are those of `Checkpointer` and of its `load`.
+
+    Without an optimizer it loads weights alone, and does not log what else the version holds: nothing is saved here.
+    """
     of_load = {name: options.pop(name) for name in ("tables", "tensors", "rows", "strict") if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer.load(version, fallback, **of_load)
+        return checkpointer._load_version(version, fallback, Selection.of(**of_load))

@@ -45,7 +45,9 @@ class Selection:
     strict: Strict
 
     @classmethod
-    def of(cls, tables: Any, tensors: Any, rows: Any, strict: object) -> Selection | None:
+    def of(
+        cls, tables: Any = None, tensors: Any = None, rows: Any = None, strict: object = "raise"
+    ) -> Selection | None:
         """The selection that the options of `Checkpointer.load` stand for; None if they ask for all of a version.
 
         Raises

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.training.options import IGNORE
 from cnr_store.training.statetypes import load_uncast
 from cnr_store.training.tables import Table
 from cnr_store.training.tensors import SLOT_DTYPES
@@ -239,7 +240,8 @@ def _match_groups(saved: Sequence[Group], groups: Sequence[Sequence[str]]) -> li
     if left:
         raise ModelMismatchError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(groups)}; it "
-            f"lacks a group of {_some(left[0]['params'])}"
+            f"lacks a group of {_some(left[0]['params'])}; give the groups that were saved, or {IGNORE} all "
+            "but settings"
         )
     return matched
 
@@ -250,7 +252,8 @@ def _group_difference(position: int, params: Sequence[str], saved: Sequence[Grou
     return (
         f"the optimizer's parameter group {position} is in no group of the checkpoint; against the most "
         f"similar one, it adds {_some([name for name in params if name not in nearest])} and lacks "
-        f"{_some([name for name in nearest if name not in params])}"
+        f"{_some([name for name in nearest if name not in params])}; give the groups that were saved, or {IGNORE} all "
+        "but settings"
     )
 
 

@@ -12,6 +12,8 @@ from cnr_store.errors import OptionError, UnsupportedModelError
 from cnr_store.format.proof import MOST
 
 Overlap = Literal["wait", "skip"]
+IGNORE = 'load(strict="ignore"), which loads'
+"""How messages offer it; what it loads follows."""
 Called = TypeVar("Called", bound=Callable[..., object])
 
 

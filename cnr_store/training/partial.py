@@ -25,7 +25,7 @@ from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.matching import Match, Selection, TableFit
 from cnr_store.training.optimizers import load_optimizer
 from cnr_store.training.proof import check_slots, check_tree
-from cnr_store.training.restore import Restored
+from cnr_store.training.restore import Restored, left_out_of
 from cnr_store.training.rng import set_rng_state
 from cnr_store.training.rowreads import Fill, RowsRead
 from cnr_store.training.rowstate import OptimizerFit, fit_optimizer
@@ -164,14 +164,12 @@ class PartialRestore:
             self._fits.append(fit)
             if self._selection.everything and not fit.takes_settings(names):
                 match.missing.append(f"settings of optimizer {position}")
-        if self._selection.everything:
-            match.unexpected += [f"state of optimizer {i}" for i in range(len(self._optimizers), len(trees))]
 
     def _check_beside(self, objects: Mapping[str, Any]) -> None:
         stored = self._state["objects"]
         self._objects = [name for name in objects if name in stored]
         self._match.missing += [f"state of {name!r}" for name in objects if name not in stored]
-        self._match.unexpected += [f"state of {name!r}" for name in stored if name not in objects]
+        self._match.unexpected += left_out_of(self._state, self._optimizers, objects)
         own, other = extra_state(self._model).keys(), self._state["extra_state"].keys()
         self._extra = own == other
         if not self._extra:

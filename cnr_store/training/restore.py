@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from cnr_store.format.record import Record
 from cnr_store.lineage import Lineage
 from cnr_store.training.bitmap import Bitmap
 from cnr_store.training.optimizers import check_groups, load_optimizer
+from cnr_store.training.options import IGNORE
 from cnr_store.training.proof import check_slots, check_tree
 from cnr_store.training.rng import set_rng_state
 from cnr_store.training.rowreads import RowsRead
@@ -33,9 +35,10 @@ from cnr_store.training.tables import (
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import dense_tensor, dtype_name, may_overlap_itself, overwriting
+from cnr_store.training.tensors import dense_tensor, dtype_name, dtype_named, may_overlap_itself, overwriting
 
 Array = np.ndarray[Any, Any]
+log = logging.getLogger("cnr_store")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Restored:
     skipped
         Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
     missing, unexpected
-        What was chosen and only the model has, and only the version. Empty with ``strict="raise"``, as all below.
+        What was chosen and only the model has, and only the version: names of tables and tensors, and ``state of
+        optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for. With
+        ``strict="raise"`` only the latter are possible; all below are empty, too.
     grown
         By table with more rows than are stored: how many were loaded, and how many there are.
     cast
@@ -131,7 +136,7 @@ class Restore:
             if entry.element != table.element:
                 raise ModelMismatchError(
                     f"table {table.name!r} is {table.element} in the model and {entry.element} in {self._where}; "
-                    "convert the model before loading"
+                    f"convert the model before loading, or {IGNORE} it converted"
                 )
 
     def _check_dense(self) -> None:
@@ -148,9 +153,11 @@ class Restore:
             grid = dense_layout(self._catalog, self._record, entries[name][0])
             stored_type = grid.torch_dtype or grid.dtype.name
             if stored_type != dtype_name(tensor.dtype):
+                floats = tensor.is_floating_point() and dtype_named(stored_type).is_floating_point
                 raise ModelMismatchError(
                     f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored_type} in "
                     f"{self._where}; convert the model before loading"
+                    + (f", or {IGNORE} it converted" if floats else "")
                 )
             if grid.dtype.itemsize != tensor.element_size():
                 raise CorruptionError(
@@ -164,13 +171,13 @@ class Restore:
         if missing or extra:
             raise ModelMismatchError(
                 f"the model does not fit {self._where}: {kind}s only in the model: {missing or 'none'}, "
-                f"only in the store: {extra or 'none'}; give the model that was saved"
+                f"only in the store: {extra or 'none'}; give the model that was saved, or {IGNORE} what both have"
             )
         for name, shape in model.items():
             if stored[name] != shape:
                 raise ModelMismatchError(
                     f"{kind} {name!r} is {_times(shape)} in the model and {_times(stored[name])} in "
-                    f"{self._where}; give the model that was saved"
+                    f"{self._where}; give the model that was saved{_for_shape(kind, stored[name], shape)}"
                 )
 
     @torch.inference_mode(False)
@@ -209,7 +216,8 @@ class Restore:
                 value.load_state_dict(state["objects"][name])
         if rng and state["rng"] is not None:
             set_rng_state(state["rng"])
-        return Restored(info, info.step, state["reader"], info.metadata), changed
+        left_out = tuple(left_out_of(state, self._optimizers, objects))
+        return Restored(info, info.step, state["reader"], info.metadata, unexpected=left_out), changed
 
     def trusted(self, lineage: Lineage) -> Lineage:
         """The part of the version's lineage that deltas may lean on, once `run` has ended: all of it."""
@@ -221,14 +229,14 @@ class Restore:
         if self._optimizers and len(trees) != len(self._optimizers):
             raise ModelMismatchError(
                 f"{self._where} holds the state of {len(trees)} optimizers, {len(self._optimizers)} were given; "
-                "give those it was saved with, or none"
+                f"give those it was saved with, or none, or {IGNORE} those that fit"
             )
         names = parameter_names(self._model)
         for position, (optimizer, tree) in enumerate(zip(self._optimizers, trees, strict=False)):
             if tree["class"] != type(optimizer).__name__:
                 raise ModelMismatchError(
                     f"optimizer {position} is {type(optimizer).__name__}, in {self._where} it is {tree['class']}; "
-                    "give the one it was saved with"
+                    f"give the one it was saved with, or {IGNORE} the model without it"
                 )
             check_groups(optimizer, names, tree)
         if self._optimizers:
@@ -238,7 +246,8 @@ class Restore:
         missing = sorted(objects.keys() - self._state["objects"].keys())
         if missing:
             raise ModelMismatchError(
-                f"{self._where} holds no state of {', '.join(missing)}; leave out of `state` what was not saved"
+                f"{self._where} holds no state of {', '.join(missing)}; leave out of `state` what was not saved, or "
+                f"{IGNORE} the rest"
             )
         check_extra_state(self._model, self._state["extra_state"])
 
@@ -285,3 +294,30 @@ class Restore:
 
 def _times(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
+
+
+def _for_shape(kind: str, stored: Sequence[int], there: Sequence[int]) -> str:
+    """What else can be done about a table that grew or shrank; only rows of the same columns can be loaded."""
+    if kind != "table" or tuple(stored[1:]) != tuple(there[1:]):
+        return ""
+    if stored[0] < there[0]:
+        return f", or {IGNORE} its rows and leaves the new ones as they are"
+    return f", or load a part of it, as with rows=range({there[0]})"
+
+
+def left_out_of(state: Any, optimizers: Sequence[Optimizer], objects: Mapping[str, Any]) -> list[str]:
+    """What a version's state holds and nothing was given for, in words."""
+    optimizer = [
+        f"state of optimizer {position}" for position in range(len(optimizers), len(state["optimizers"]))
+    ]
+    return optimizer + [f"state of {name!r}" for name in state["objects"] if name not in objects]
+
+
+def tell_left_out(restored: Restored, url: str) -> None:
+    """Log what a whole load left out, since the next save would drop it in silence."""
+    if restored.unexpected:
+        log.warning(
+            "version %s of %s also holds the %s, which the next save will not have: give Checkpointer the optimizer "
+            "and the state={...} that it was saved with, or load with cnr_store.load if weights are all that is wanted",
+            *(restored.version.id, url, ", ".join(restored.unexpected)),
+        )

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.format.layout import table_name
+from cnr_store.training.options import IGNORE
 from cnr_store.training.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself
 
 Lookup = nn.Embedding | nn.EmbeddingBag
@@ -303,7 +304,8 @@ def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[st
     }
     if owners.keys() != values.keys():
         raise ModelMismatchError(
-            f"extra state of the model ({sorted(owners)}) is not that of the checkpoint ({sorted(values)})"
+            f"extra state of the model ({sorted(owners)}) is not that of the checkpoint ({sorted(values)}); give "
+            f"the model that was saved, or {IGNORE} the rest"
         )
     return owners
 
