@@ -136,7 +136,7 @@ def _refuse_newer(backend: Backend, there: Sequence[ClaimId], mine: ClaimId) -> 
     newest = max(there, default=mine)
     if newest > mine:
         raise SupersededError(
-            f"{backend.url}: writer {mine} was superseded by {newest}, which another process started; "
+            f"{backend.url}: writer {mine} was superseded by {newest}, which another checkpointer began; "
             "stop this one, or load the newest version and go on from there"
         )
 

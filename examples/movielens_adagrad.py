@@ -2,6 +2,8 @@
 
     python examples/movielens_adagrad.py STORE [STEPS]
 
+Run it again with more steps, and it goes on from the newest checkpoint.
+
 The data set is fetched once from the package index, see `cnr_store.demo.source`; CNR_DATA names a folder that has it.
 """
 
@@ -27,12 +29,20 @@ STEPS_PER_SAVE = 100
 
 
 def main(url: str, steps: int = 1_000) -> tuple[float, float]:
-    """Train so many steps; how well the model and one loaded from the store rank ratings they haven't seen (AUC)."""
+    """Train until `steps` steps were made in all.
+
+    How well the model, and one loaded from the store, rank ratings that they haven't seen (AUC).
+    """
     features = load_features(find_data(say=print))
     model, optimizer = new_training(features.rows, seed=1)
     reader = TimeOrderedReader(features.train, BATCH)
     with cnr_store.Checkpointer(url, model, optimizer, policy="intermittent", bits=4) as checkpointer:
-        for step in range(1, steps + 1):
+        begun = 0
+        if cnr_store.versions(url):
+            restored = checkpointer.load()
+            reader.load_state_dict(restored.reader)
+            begun = restored.step
+        for step in range(begun + 1, steps + 1):
             samples = next(reader)
             columns = {name: torch.from_numpy(ids[samples]) for name, ids in features.columns.items()}
             labels = torch.from_numpy(features.labels[samples])
@@ -53,5 +63,7 @@ def main(url: str, steps: int = 1_000) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: python {sys.argv[0]} STORE [STEPS]")
     found = main(sys.argv[1], *map(int, sys.argv[2:3]))
     print(f"AUC of the model as trained: {found[0]:.4f}; as loaded from 4 bits: {found[1]:.4f}")

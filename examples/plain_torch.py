@@ -66,6 +66,8 @@ def main(url: str, steps: int = 200) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: python {sys.argv[0]} STORE [STEPS]")
     began = main(sys.argv[1], *map(int, sys.argv[2:3]))
     print(f"went on behind step {began}; the store holds:")
     for version in cnr_store.versions(sys.argv[1]):

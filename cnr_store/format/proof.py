@@ -22,7 +22,7 @@ def shown(value: object) -> str:
     """A value for a message: short, whatever it is."""
     if value is None or isinstance(value, str | int | float):
         return repr(value)[:_SHOWN]
-    return f"a {type(value).__name__}"
+    return f"an object of type {type(value).__name__}"
 
 
 def natural(value: Any, name: str, most: int = MOST) -> int:

@@ -378,6 +378,7 @@ class Checkpointer:
             raise ClosedError("this checkpointer was closed; make a new one")
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(

@@ -62,7 +62,7 @@ def check_generators(generators: Mapping[str, Any]) -> dict[str, Generator]:
     for name, value in generators.items():
         if not _is_generator(value):
             raise OptionError(
-                f"generator {name!r} is a {type(value).__name__}; give a torch.Generator of the CPU, a "
+                f"generator {name!r} is of type {type(value).__name__}; give a torch.Generator of the CPU, a "
                 "numpy.random.Generator or RandomState, or a random.Random"
             )
     return dict(generators)
@@ -109,7 +109,7 @@ def check_generator_states(generators: Mapping[str, Generator], states: Any) -> 
 def _check_like(state: Any, like: Any, name: str) -> None:
     """A bit generator's state has the parts of its present one, and no number that leads out of it."""
     if type(state) is not type(like):
-        raise ValueError(f"{name} of a numpy generator is a {type(state).__name__}")
+        raise ValueError(f"{name} of a numpy generator is of type {type(state).__name__}")
     if isinstance(like, dict):
         if state.keys() != like.keys():
             raise ValueError(f"{name} of a numpy generator has {sorted(state)!r:.200}")

@@ -23,11 +23,11 @@ def source_of(loader: Iterable[Any], replay: bool) -> Source:
     """
     if callable(getattr(loader, "state_dict", None)):
         raise OptionError(
-            f"a {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"
+            f"the {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"
         )
     if not isinstance(loader, Iterable):
         raise OptionError(
-            f"a {type(loader).__name__} can't be iterated; give a DataLoader or another iterable"
+            f"a loader of type {type(loader).__name__} can't be iterated; give a DataLoader or another iterable"
         )
     return LoaderSource(loader, replay) if isinstance(loader, DataLoader) else Source(loader)
 
@@ -47,6 +47,9 @@ class Source:
     def kind(self) -> dict[str, Any]:
         """What must be alike for a position to mean the same batch."""
         return {"kind": "iterable"}
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # what has no length says so itself
 
     def tell_epoch(self, epoch: int) -> None:
         """Before each epoch: for samplers and datasets that shuffle by its number."""
@@ -72,7 +75,7 @@ class Source:
         live = iter(self._loader)
         if live is self._loader and self._begun:
             raise OptionError(
-                f"a {type(live).__name__} can be read only once: make a new one, and a reader for it, to go back"
+                f"the {type(live).__name__} can be read only once: make a new one, and a reader for it, to go back"
             )
         self._begun = True
         return _behind(live, batches)

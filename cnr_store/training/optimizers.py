@@ -35,7 +35,9 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 def _proven(one: object) -> Optimizer:
     if not isinstance(one, Optimizer):
-        raise StateError(f"optimizer is a {type(one).__name__}; give a torch.optim.Optimizer or several")
+        raise StateError(
+            f"optimizer is of type {type(one).__name__}; give a torch.optim.Optimizer or several"
+        )
     return one
 
 

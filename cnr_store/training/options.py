@@ -34,30 +34,33 @@ def callback(name: str, function: Called | None) -> Called | None:
 def count(name: str, value: object, least: int) -> int:
     """An integer of at least `least` that a commit record can hold."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= MOST:
-        raise OptionError(f"{name}={value!r}: give an integer of at least {least} and at most 2**62")
+        hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
+        raise OptionError(f"{name}={value!r}: give an integer of at least {least} and at most 2**62{hint}")
     return int(value)
 
 
 def module(model: object) -> nn.Module:
     """A model that torch knows as one."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise UnsupportedModelError(f"the model is of type {type(model).__name__}; give a torch.nn.Module")
     return model
 
 
 def stateful(objects: object) -> dict[str, Any]:
     """Objects with a state, by name."""
     if not isinstance(objects, Mapping):
-        raise OptionError(f"state is a {type(objects).__name__}; give {{name: object with a state_dict}}")
+        raise OptionError(
+            f"state is of type {type(objects).__name__}; give {{name: object with a state_dict}}"
+        )
     for name, value in objects.items():
         if not isinstance(name, str):
-            raise OptionError(f"state: the name {name!r} is a {type(name).__name__}; give a string")
+            raise OptionError(f"state: the name {name!r} is of type {type(name).__name__}; give a string")
         if isinstance(value, type):
             raise OptionError(f"state {name!r}: {value.__qualname__} is a class; give an object of it")
         if not (
             callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
         ):
             raise OptionError(
-                f"state {name!r}: a {type(value).__name__} has no state_dict and load_state_dict"
+                f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict"
             )
     return {str(name): value for name, value in objects.items()}

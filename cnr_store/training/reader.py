@@ -59,6 +59,10 @@ class TrackedReader(Generic[T]):
         self._reused: bool | None = None  # whether workers of before are to do this epoch; None: as it comes
         self._live: Iterator[T] | None = None
 
+    def __len__(self) -> int:
+        """Batches of a whole epoch, wherever the reader stands in it; of a loader that has no length, its TypeError."""
+        return len(self._source)
+
     @property
     def epoch(self) -> int:
         """Number of the present epoch, from 0: the one that the next loop goes on with."""
@@ -145,6 +149,8 @@ class TrackedReader(Generic[T]):
         OptionError
             It is no such state, or belongs to other data or another kind of loader. Nothing was changed.
         """
+        if state is None:
+            raise OptionError("None is not a state of this reader: the version was saved without reader=")
         try:
             self._check(state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -159,7 +165,7 @@ class TrackedReader(Generic[T]):
     def _check(self, state: Any) -> None:
         if not isinstance(state, Mapping) or state.keys() != _FIELDS:
             raise ValueError(
-                f"it is a {type(state).__name__} of other fields than {', '.join(sorted(_FIELDS))}"
+                f"it is of type {type(state).__name__}, or has other fields than {', '.join(sorted(_FIELDS))}"
             )
         for field in ("epoch", "batch"):
             if type(state[field]) is not int or state[field] < 0:

@@ -188,10 +188,14 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
         raise UnsupportedModelError(
             f"{where} is on the meta device, without values; materialize the model before"
         )
-    if weight.dtype not in TABLE_DTYPES or weight.layout is not torch.strided or weight.is_quantized:
+    if weight.layout is not torch.strided or weight.is_quantized:
+        kind = "quantized" if weight.is_quantized else f"of layout {weight.layout}"
+        raise UnsupportedModelError(f"{where} is {kind}; make it a plain dense tensor")
+    if weight.dtype not in TABLE_DTYPES:
         allowed = ", ".join(sorted(map(dtype_name, TABLE_DTYPES)))
         raise UnsupportedModelError(
-            f"{where} is a {weight.layout} tensor of {weight.dtype}; tables are strided tensors of {allowed}"
+            f"{where} is of {dtype_name(weight.dtype)}; tables are of {allowed}: convert the model before, as with "
+            "model.float()"
         )
     if weight.ndim != 2 or weight.numel() == 0:
         raise UnsupportedModelError(f"{where} has shape {tuple(weight.shape)}; a table has rows and columns")
@@ -250,7 +254,7 @@ def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedModelError(
-                f"{key!r} of the model's state dict is a {type(value).__name__}, neither a tensor nor extra "
+                f"{key!r} of the model's state dict is of type {type(value).__name__}, neither a tensor nor extra "
                 "state; return it from get_extra_state"
             )
         if value.is_meta or is_lazy(value) or value.layout is not torch.strided or value.is_quantized:

@@ -72,7 +72,7 @@ def _check(key: str, value: object, path: Path) -> None:
         )
     if not isinstance(value, torch.Tensor):
         raise FormatError(
-            f"{path}: {key!r} is a {type(value).__name__}, not a tensor; save `model.state_dict()`"
+            f"{path}: {key!r} is of type {type(value).__name__}, not a tensor; save `model.state_dict()`"
         )
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise FormatError(
@@ -84,4 +84,4 @@ def _check(key: str, value: object, path: Path) -> None:
 def _shown(found: object) -> str:
     if isinstance(found, Mapping):
         return ", ".join(repr(key) for key in list(found)[:10]) or "nothing"
-    return f"a {type(found).__name__}"
+    return f"an object of type {type(found).__name__}"

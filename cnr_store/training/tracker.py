@@ -168,7 +168,11 @@ class Tracker:
             ) from error
         rows = watch.table.rows
         if tensor.numel():
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+            if tensor.dtype is torch.bool:
+                raise ModelMismatchError(
+                    f"table {name!r}: ids are a mask of torch.bool; give row numbers, as with mask.nonzero()"
+                )
+            if tensor.is_floating_point() or tensor.is_complex():
                 raise ModelMismatchError(f"table {name!r}: ids are {tensor.dtype}; give integers")
             tensor = tensor.to(torch.int64)  # of unsigned ones torch knows no least
             low, high = int(tensor.min()), int(tensor.max())

@@ -29,7 +29,11 @@ def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
         raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            shown = f"the class {kind.__qualname__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+            shown = (
+                f"the class {kind.__qualname__}"
+                if isinstance(kind, type)
+                else f"an object of type {type(kind).__name__}"
+            )
             raise OptionError(f"trusted_optimizers holds {shown}: give subclasses of torch.optim.Optimizer")
     known = (SGD, Adagrad, SparseAdam)
     return frozenset(kind for kind in classes if kind not in known and not _is_rowwise_adagrad(kind))

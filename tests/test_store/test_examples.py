@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +54,18 @@ def test_movielens_ranks_alike_from_the_store(tmp_path: Path, monkeypatch: pytes
     trained, loaded = example("movielens_adagrad").main(url, 30)
     assert abs(trained - loaded) < 0.2
     assert [version.step for version in cnr_store.versions(url)] == [30]
+    example("movielens_adagrad").main(url, 35)
+    assert [version.step for version in cnr_store.versions(url)] == [30, 35]
+    assert cnr_store.versions(url)[-1].kind == "delta"
+
+
+@pytest.mark.parametrize("name", ["plain_torch", "movielens_adagrad"])
+def test_an_example_without_arguments_tells_its_usage(name: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == f"usage: python {EXAMPLES / name}.py STORE [STEPS]\n"

@@ -206,9 +206,9 @@ def test_nothing_in_a_file_is_run(tmp_path, monkeypatch):
     ("found", "words"),
     [
         ({"model": {"weight": torch.zeros(3)}, "epoch": 1}, "give the part to import, such as key='model'"),
-        ({"epoch": 1}, "'epoch' is a int, not a tensor"),
-        ([torch.zeros(3)], "holds a list, not tensors by name"),
-        (torch.zeros(3), "holds a Tensor"),
+        ({"epoch": 1}, "'epoch' is of type int, not a tensor"),
+        ([torch.zeros(3)], "holds an object of type list, not tensors by name"),
+        (torch.zeros(3), "holds an object of type Tensor"),
         ({"a": torch.zeros(3).to_sparse()}, "layout torch.sparse_coo"),
         ({"module.a": torch.zeros(1), "module._orig_mod.a": torch.zeros(2)}, "two tensors of one name"),
     ],

@@ -413,6 +413,25 @@ def test_data_that_became_less_is_no_silent_end() -> None:
         list(again)
 
 
+def test_its_length_is_its_loader_s() -> None:
+    for loader in (DataLoader(Ids(), BATCH), DataLoader(Ids(), BATCH, drop_last=True), range(5)):
+        reader: TrackedReader[Any] = TrackedReader(loader)
+        assert len(reader) == len(loader)
+        next(iter(reader))
+        again: TrackedReader[Any] = TrackedReader(loader)
+        again.load_state_dict(reader.state_dict())
+        assert len(reader) == len(again) == len(loader) == 1 + len(list(again))
+    with pytest.raises(TypeError, match="no len"):
+        len(TrackedReader(iter([1])))
+
+
+def test_no_state_was_saved_without_a_reader() -> None:
+    with pytest.raises(
+        OptionError, match="None is not a state of this reader: the version was saved without reader="
+    ):
+        TrackedReader([1]).load_state_dict(None)
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -427,7 +446,7 @@ def test_loaders_that_are_refused(loader: Callable[[], Any], message: str) -> No
 
 
 def test_only_generators_are_taken_for_generators() -> None:
-    with pytest.raises(OptionError, match="generator 'it' is a int"):
+    with pytest.raises(OptionError, match="generator 'it' is of type int"):
         TrackedReader([1], generators={"it": 3})
 
 

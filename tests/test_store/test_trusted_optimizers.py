@@ -264,5 +264,7 @@ def test_what_is_no_list_of_optimizer_classes_is_refused(tmp_path: Path, given: 
 def test_objects_are_refused(tmp_path: Path) -> None:
     table = nn.Embedding(3, 2)
     mine: Any = [OwnRowWise(table.parameters())]
-    with pytest.raises(OptionError, match=r"trusted_optimizers holds a OwnRowWise: give subclasses"):
+    with pytest.raises(
+        OptionError, match=r"trusted_optimizers holds an object of type OwnRowWise: give subclasses"
+    ):
         Checkpointer(tmp_path, table, mine, trusted_optimizers=mine)

@@ -16,8 +16,10 @@ from cnr_backends import BackendError
 from cnr_store import (
     Checkpointer,
     CheckpointError,
+    ClosedError,
     ModelMismatchError,
     OptionError,
+    SupersededError,
     VersionNotFoundError,
 )
 from tests.test_store.lasting_store import ROWS, assert_newest, change, make_model, weight
@@ -75,7 +77,7 @@ def test_loading_twice_loads_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", [np.ones(ROWS, bool), torch.zeros(ROWS, dtype=torch.bool), [True, False]])
 def test_a_mask_is_no_list_of_rows(tmp_path: Path, mask: Any) -> None:
     with Checkpointer(tmp_path, make_model()) as checkpointer:
-        with pytest.raises(ModelMismatchError, match=r"ids are torch\.bool; give integers"):
+        with pytest.raises(ModelMismatchError, match=r"ids are a mask of torch\.bool; give row numbers"):
             checkpointer.touch("t", mask)
 
 
@@ -153,3 +155,34 @@ def test_scheduler_scaler_and_metric_go_along(tmp_path: Path) -> None:
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.0625
     assert found["scaler"].state_dict() == state["scaler"].state_dict()
     assert found["mean"].state_dict() == state["mean"].state_dict()
+
+
+def test_messages_say_how_to_make_numbers_of_tensors(tmp_path: Path) -> None:
+    step: Any = torch.tensor(3)
+    with Checkpointer(tmp_path, make_model()) as checkpointer:
+        with pytest.raises(OptionError, match=r"as with step\.item\(\)"):
+            checkpointer.save(step)
+        mask = torch.arange(ROWS) < 2
+        with pytest.raises(ModelMismatchError, match=r"mask .* give row numbers, as with mask\.nonzero\(\)"):
+            checkpointer.touch("t", mask)
+        checkpointer.touch("t", mask.nonzero())
+        assert checkpointer.save(step.item()).result().step == 3
+
+
+def test_a_closed_checkpointer_is_not_entered(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, make_model())
+    checkpointer.close()
+    with pytest.raises(ClosedError, match="make a new one"):
+        with checkpointer:
+            raise AssertionError
+
+
+def test_a_writer_beside_it_in_the_same_process_is_told_of_as_what_it_is(tmp_path: Path) -> None:
+    first, second = (Checkpointer(tmp_path, make_model()) for _ in range(2))
+    first.save(1).result()
+    second.save(2).result()
+    pending = first.save(3)
+    with pytest.raises(SupersededError, match="which another checkpointer began; stop this one"):
+        pending.result()
+    first.close()
+    second.close()
