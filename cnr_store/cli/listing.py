@@ -13,6 +13,7 @@ from cnr_backends import open_backend
 from cnr_store.catalog import Catalog
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
+from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.upkeep.survey import ids
@@ -23,7 +24,10 @@ _SHOWN_IDS = 3
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first."""
     backend = open_backend(url, **storage_options(options))
-    found = list(Catalog(backend).newest_first())[::-1]
+    catalog = Catalog(backend)
+    found = list(catalog.newest_first())[::-1]
+    if not found and not catalog.check_format():
+        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     pinned, folded = ids(backend, layout.PINS), ids(backend, layout.FOLDS)
     listed = [
         _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in found

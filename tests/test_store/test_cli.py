@@ -104,11 +104,25 @@ def test_the_release_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, out) == (0, f"cnr {version('cnr-store')}\n")
 
 
-def test_an_empty_place_lists_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_store_without_a_version_lists_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, store: str
+) -> None:
+    shutil.copy(Path(store) / "zarr.json", tmp_path)
     status, out, err = cnr(capsys, "ls", str(tmp_path))
     assert (status, out) == (0, "")
     assert "no committed version" in err
     assert cnr(capsys, "ls", str(tmp_path), "--json")[:2] == (0, "[]\n")
+
+
+@pytest.mark.parametrize("place", ["empty", "typo"])
+def test_where_no_store_is_there_is_nothing_to_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for options in ([], ["--json"]):
+        status, out, err = cnr(capsys, "ls", str(tmp_path / place), *options)
+        assert (status, out) == (1, "")
+        assert "holds no store: check the URL" in err
 
 
 def test_an_error_of_ours_is_one_line_and_status_1(
