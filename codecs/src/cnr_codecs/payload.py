@@ -13,12 +13,12 @@ The payload ends with its last segment. Segments hold different rows; a payload 
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -171,18 +171,25 @@ class Draft:
 
     def __init__(self, head_bytes: int, count: int, width: int) -> None:
         """For a header, a segment's head, row set and parameters of `head_bytes` in all."""
-        # A BytesIO gives away the bytes that were written into it, without a copy.
-        self._stream = BytesIO()
-        self._stream.seek(head_bytes + count * width - 1)
-        self._stream.write(b"\0")
-        self._view = self._stream.getbuffer()
-        self.codes = np.frombuffer(self._view, np.uint8, offset=head_bytes).reshape(count, width)
+        nbytes = head_bytes + count * width
+        # Bytes may be written until somebody else has them. Whatever else Python makes it fills first, and holds its
+        # lock meanwhile: for a chunk in new memory that is milliseconds in which training stands still.
+        self._payload: bytes = _new_bytes(None, nbytes)
+        raw = (ctypes.c_uint8 * nbytes).from_address(_address(self._payload))
+        self._view = np.ctypeslib.as_array(raw)
+        self.codes = self._view[head_bytes:].reshape(count, width)
 
     def finish(self, head: bytes) -> bytes:
-        """The payload, which starts with these bytes. It is a copy only if others still hold `codes`."""
-        self._view[: len(head)] = head
+        """The payload, which starts with these bytes. Nobody may write to `codes` any more."""
+        self._view[: len(head)] = np.frombuffer(head, np.uint8)
         del self.codes, self._view
-        return self._stream.getvalue()
+        return self._payload
+
+
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 
 
 def checked_seal(seal: int) -> int:
