@@ -249,6 +249,9 @@ class Checkpointer:
 
         The next save continues that version, under a new claim; a table that is not exactly the version's is whole.
 
+        What the version holds and this checkpointer was not given, an optimizer or objects of `state`, is left out: it
+        is listed in ``unexpected`` of what is returned, and the log tells of it, since the next save is without it.
+
         Parameters
         ----------
         version
@@ -265,9 +268,6 @@ class Checkpointer:
             What happens where model and version differ in names, rows or element types: ``raise`` an error; or load
             what fits and ``ignore`` the rest, or ``report`` it in the log, too. New rows keep what they hold. What
             differs is listed in what is returned.
-
-        What the version holds and this checkpointer was not given, an optimizer or objects of `state`, is left out: it
-        is listed in ``unexpected`` of what is returned, and the log tells of it, since the next save is without it.
 
         Raises
         ------
