@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
 from cnr_store.numeric import amount
+
+logger = logging.getLogger("cnr_store")
 
 Bits = int | str | Mapping[str, int | str]
 StateBits = int | Mapping[str, int]
@@ -191,32 +194,30 @@ class StateWidths:
                     f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
 
-    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
-        """Refuse patterns that fit no slot, once each optimizer of the tables that they name has made some.
+    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+        """Log patterns that fit none of the slots that their tables have, once each.
+
+        No error: a slot may come with a later step, and a save that is refused loses more than a width.
 
         Parameters
         ----------
         slots
-            For each optimizer, by name of the tables that it trains, the slots that it has for them.
-
-        Raises
-        ------
-        OptionError
-            Naming the pattern and the slots there are.
+            By table, those that optimizers have made so far.
         """
         for pattern in sorted(self._unproven):
             of_table, of_slot = _table_and_slot(pattern)
-            owners = [held for held in slots if any(fnmatch.fnmatchcase(table, of_table) for table in held)]
-            if not owners or not all(any(held.values()) for held in owners):
+            there = {
+                slot for table, held in slots.items() if fnmatch.fnmatchcase(table, of_table) for slot in held
+            }
+            if not there:
                 continue
-            # Of all tables of these optimizers: one that had no gradient yet gets the same ones.
-            there = {slot for held in owners for each in held.values() for slot in each}
-            if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in there):
-                raise OptionError(
-                    f"state_bits: the pattern {pattern!r} fits no optimizer state that follows rows; of its tables "
-                    f"there is {', '.join(map(repr, sorted(there)))}"
-                )
             self._unproven.discard(pattern)
+            if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in there):
+                logger.warning(
+                    "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
+                    pattern,
+                    ", ".join(map(repr, sorted(there))),
+                )
 
     def of(self, table: str, slot: str, nbytes: int) -> int:
         """Width for one array. Those under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""

@@ -149,7 +149,7 @@ class Checkpointer:
         self._tables = find_tables(model)
         self._places = Places(model)
         codecs.check_tables([table.name for table in self._tables])
-        codecs.check_slots(table_slots(self._optimizers, self._tables))
+        codecs.tell_unknown_slots(table_slots(self._optimizers, self._tables))
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
         self._catalog.check_format()
@@ -207,8 +207,7 @@ class Checkpointer:
             Nothing was written and nothing is forgotten. With the last, the model's tables are no longer those that
             this checkpointer was made for.
         OptionError
-            `step` or `overlap` is out of range; or `state_bits` names state that the optimizers don't have, which is
-            not known before they have made theirs.
+            `step` or `overlap` is out of range.
         SaveError, SupersededError
             The save before this one failed, and nobody has asked for its result. This one was not begun; the next
             one has the rows of both.

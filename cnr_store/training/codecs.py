@@ -103,14 +103,9 @@ class CodecChoice:
                 )
         self._state.check_tables(tables)
 
-    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
-        """Refuse patterns of `state_bits` that fit no slot: see `StateWidths.check_slots`.
-
-        Raises
-        ------
-        OptionError
-        """
-        self._state.check_slots(slots)
+    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+        """Log patterns of `state_bits` that fit no slot: see `StateWidths.tell_unknown_slots`."""
+        self._state.tell_unknown_slots(slots)
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.

@@ -50,14 +50,12 @@ def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.
     return {key: value for key, value in state.items() if _follows_rows(key, value, parameter)}
 
 
-def table_slots(optimizers: Sequence[Optimizer], tables: Sequence[Table]) -> list[dict[str, set[str]]]:
-    """For each optimizer, by name of the tables that it trains, the keys of the state that follows their rows."""
-    found = []
-    for optimizer in optimizers:
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        mine = [table for table in tables if id(table.parameter) in held]
-        found.append({table.name: set(row_slots(optimizer, table.parameter)) for table in mine})
-    return found
+def table_slots(optimizers: Sequence[Optimizer], tables: Sequence[Table]) -> dict[str, set[str]]:
+    """By table, the keys of what optimizers keep for its rows."""
+    return {
+        table.name: {slot for optimizer in optimizers for slot in row_slots(optimizer, table.parameter)}
+        for table in tables
+    }
 
 
 def _follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:

@@ -90,14 +90,9 @@ class Planner:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
         self.go_on_from(self.lineage.folded(version), since_whole)
 
-    def check_slots(self, slots: Sequence[Mapping[str, Collection[str]]]) -> None:
-        """Refuse widths for state that there is none of: see `CodecChoice.check_slots`.
-
-        Raises
-        ------
-        OptionError
-        """
-        self._codecs.check_slots(slots)
+    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+        """Log widths for state that there is none of: see `StateWidths.tell_unknown_slots`."""
+        self._codecs.tell_unknown_slots(slots)
 
     def decide(
         self,
