@@ -9,8 +9,8 @@ from torch import nn
 from cnr_store.errors import ModelMismatchError
 from cnr_store.training.tables import Lookup, check_weight, clean_name, wrapper_paths
 
-_Place = tuple[str, nn.Module, int]
-_Named = dict[str, tuple[nn.Module, frozenset[str]]]
+_Place = tuple[str, int, int]
+_Named = dict[str, tuple[int, frozenset[str]]]
 
 
 class Places:
@@ -22,6 +22,7 @@ class Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules = list(model.modules())  # kept, or another one might get an id of theirs
         self._places = _places(model)
         self._named = _by_name(model, self._places)
 
@@ -44,11 +45,11 @@ class Places:
         named = _by_name(self._model, now)
         if named != self._named:  # but for wrappers, which change no names
             raise ModelMismatchError(f"{_difference(self._named, named)}; make a new checkpointer")
-        self._places = now
+        self._places, self._modules = now, list(self._model.modules())
 
 
 def _places(model: nn.Module) -> list[_Place]:
-    """Key, module and number of each parameter of the model that is a table's; a number stands for a parameter."""
+    """Key, id of the module, and number of each parameter that is a table's; a number stands for a parameter."""
     modules = list(model.named_modules(remove_duplicate=False))
     lookups = (module for _, module in modules if isinstance(module, Lookup))
     weights = (module._parameters.get("weight") for module in lookups)
@@ -57,7 +58,7 @@ def _places(model: nn.Module) -> list[_Place]:
         if weight is not None:
             numbers.setdefault(id(weight), len(numbers))
     return [
-        (f"{path}.{attribute}" if path else attribute, module, numbers[id(parameter)])
+        (f"{path}.{attribute}" if path else attribute, id(module), numbers[id(parameter)])
         for path, module in modules
         for attribute, parameter in module._parameters.items()
         if id(parameter) in numbers
@@ -65,7 +66,7 @@ def _places(model: nn.Module) -> list[_Place]:
 
 
 def _by_name(model: nn.Module, places: Sequence[_Place]) -> _Named:
-    """Module by name without wrappers, and the names that have the same parameter."""
+    """By name without wrappers, the id of the module, and the names that have the same parameter."""
     wrappers = wrapper_paths(model)
     named = [(clean_name(key, wrappers), module, number) for key, module, number in places]
     sharing: dict[int, set[str]] = {}
@@ -82,6 +83,6 @@ def _difference(before: _Named, now: _Named) -> str:
             f"the model has the table parameter {new[0]!r}, which it had not when this checkpointer was made"
         )
     name = next(name for name in before if before[name] != now[name])
-    if before[name][0] is not now[name][0]:
+    if before[name][0] != now[name][0]:
         return f"{name!r} of the model is in another module than when this checkpointer was made"
     return f"{name!r} of the model no longer shares one parameter with the same modules"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,6 +22,7 @@ from cnr_store.training.tensors import TABLE_DTYPES, dtype_name, may_overlap_its
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 _EXTRA_STATE = "_extra_state"
+_WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
 
 
 @dataclass(eq=False)
@@ -73,15 +75,16 @@ class Table:
 
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
-    """Paths of the ``module`` attributes that only wrap: their parent's sole content, or an average."""
-    found = set()
-    for path, parent in model.named_modules(remove_duplicate=False):
-        children = [name for name, _ in parent.named_children()]
-        own = [*parent.parameters(recurse=False), *parent.buffers(recurse=False)]
-        only = children == ["module"] and not own
-        if only or (isinstance(parent, AveragedModel) and "module" in children):
-            found.add(f"{path}.module" if path else "module")
-    return frozenset(found)
+    """Paths of the ``module`` attributes that only wrap.
+
+    By the class of their parent: one of the user's own with nothing but a ``module`` may get a metric or a loss later,
+    and names must stay.
+    """
+    return frozenset(
+        f"{path}.module" if path else "module"
+        for path, parent in model.named_modules(remove_duplicate=False)
+        if isinstance(parent, _WRAPPERS)
+    )
 
 
 def clean_name(key: str, wrappers: Collection[str] = ()) -> str:

@@ -40,6 +40,16 @@ def another_over_the_same_parameter(net: Net) -> None:
     net.user.weight = net.user.weight
 
 
+def another_that_compares_its_weights(net: Net) -> None:
+    class Elementwise(nn.Embedding):
+        def __eq__(self, other: object) -> Any:
+            return self.weight == getattr(other, "weight", other)
+
+        __hash__ = nn.Embedding.__hash__
+
+    net.user = Elementwise(ROWS, 3)
+
+
 def more(net: Net) -> None:
     net.country = nn.Embedding(4, 3)
 
@@ -79,6 +89,7 @@ def untied(net: Net) -> None:
 CHANGES = [
     another,
     another_over_the_same_parameter,
+    another_that_compares_its_weights,
     more,
     one_more_name,
     fewer,

@@ -98,10 +98,9 @@ def compiled(model: nn.Module) -> Any:
         nn.DataParallel,
         compiled,
         torch.optim.swa_utils.AveragedModel,
-        Own,
-        lambda model: nn.DataParallel(Own(compiled(model))),
+        lambda model: nn.DataParallel(compiled(model)),
     ],
-    ids=["data_parallel", "compiled", "averaged", "own", "nested"],
+    ids=["data_parallel", "compiled", "averaged", "nested"],
 )
 def test_wrapped_models_have_the_names_of_bare_ones(wrap: Any) -> None:
     model = Model()
@@ -115,6 +114,15 @@ def test_wrapped_models_have_the_names_of_bare_ones(wrap: Any) -> None:
     assert extra_state(wrapped) == {"counter._extra_state": {"seen": 0}}
     names = parameter_names(wrapped)
     assert set(names.values()) == set(parameter_names(model).values())
+
+
+def test_names_stay_when_a_wrapper_of_ones_own_gets_a_metric() -> None:
+    model = Own(Model())
+    before = [*state_names(model).values()]
+    model.metric = nn.L1Loss()
+    model.register_buffer("seen", torch.zeros(1))
+    assert [*state_names(model).values()] == ["seen", *before]
+    assert [table.name for table in find_tables(model)] == ["module.user", "module.towers.item"]
 
 
 def test_a_module_that_is_called_module_keeps_its_name() -> None:
