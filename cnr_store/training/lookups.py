@@ -103,7 +103,8 @@ class _AfterLookup(Local):
         elif renorms:
             _after_max_norm(self, module, ids, own)
         else:
-            torch.ops.cnr_store.looked_up(self._order, ids, id(module), own)
+            plain = ids.values() if ids.is_nested else ids
+            torch.ops.cnr_store.looked_up(self._order, plain, id(module), own)
 
     def note(self, module: Lookup, ids: torch.Tensor, own: bool, renorms: bool = False) -> None:
         """Flag the rows `ids`, and account for what this lookup changed itself where it `renorms`.
@@ -154,6 +155,14 @@ def _looked_up_by_the_compiler(order: torch.Tensor, ids: torch.Tensor, module: i
     """While code is compiled nothing is looked up."""
 
 
+def _looked_up_at_once(
+    _info: object, _dims: object, order: torch.Tensor, ids: torch.Tensor, module: int, own: bool
+) -> tuple[None, None]:
+    """Within ``torch.func.vmap``: the ids of all of its calls."""
+    torch.ops.cnr_store.looked_up(order, ids, module, own)
+    return None, None
+
+
 # Not `torch.library.custom_op`: that counts a change of `order` at each call, which activations that are computed
 # again take for a mistake. Nothing reads it.
 torch.library.define(
@@ -161,6 +170,8 @@ torch.library.define(
 )
 torch.library.impl("cnr_store::looked_up", "default", _looked_up)
 torch.library.register_fake("cnr_store::looked_up", _looked_up_by_the_compiler)
+if hasattr(torch.library, "register_vmap"):  # from 2.5 on
+    torch.library.register_vmap("cnr_store::looked_up", _looked_up_at_once)
 
 
 def _check_max_norm(watch: Watch) -> None:

@@ -59,12 +59,16 @@ class RowBits:
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
 
-        Returns False if one is out of range, on the host; on another device ids must be in range.
+        Returns False if one is out of range, on the host; on another device ids must be in range. As torch does,
+        it raises a RuntimeError for tensors without values, such as those of a function that is transformed.
         """
         # What nearly all ids are. Only a plain tensor surely has its values where it says.
         host, plain = self._host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
         if plain and host is not None and ids.is_contiguous():
-            return bitmap.mark_at(host[1], self.rows, ids.data_ptr(), ids.numel()) < 0
+            address, count = ids.data_ptr(), ids.numel()
+            if count and not address:
+                raise RuntimeError("these ids have no values")
+            return bitmap.mark_at(host[1], self.rows, address, count) < 0
         if host is None:
             mark_on_device(self._bits, ids.detach().to(self.device, non_blocking=True))
             return True

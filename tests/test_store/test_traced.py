@@ -15,11 +15,14 @@ from cnr_store.training.tracker import Tracker
 from tests.test_store.tracked_table import ALL, Bench, backward, ids
 
 
+def ragged() -> torch.Tensor:
+    return torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def test_ragged_ids_are_marked() -> None:
-    ragged = torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)  # type: ignore[no-untyped-call]
     for given in (True, False):
         bench = Bench("sgd", given)
-        backward(bench.table(ragged).values().sum())
+        backward(bench.table(ragged()).values().sum())
         assert bench.swap() == [1, 2, 3]
         bench.step()
         assert bench.swap() == [1, 2, 3]
@@ -38,12 +41,20 @@ def faked(table: nn.Embedding) -> None:
         table(ids(1))
 
 
+def functionalized(table: nn.Embedding) -> None:
+    torch.func.functionalize(table)(ids(1, 2))  # type: ignore[no-untyped-call]
+
+
+def without_memory(table: nn.Embedding) -> None:
+    table(torch._efficientzerotensor((2,), dtype=torch.int64))
+
+
 def traced(table: nn.Embedding) -> None:
     torch.jit.trace(table, (ids(1, 2),))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("look", [vmapped, differentiated, faked, traced])
+@pytest.mark.parametrize("look", [vmapped, differentiated, faked, functionalized, without_memory, traced])
 def test_ids_without_values_are_left_to_steps_or_make_the_table_whole(
     look: Callable[[nn.Embedding], None],
 ) -> None:
@@ -99,3 +110,21 @@ def test_once_steps_are_seen_lookups_explain_no_other_change() -> None:
     assert bench.swap() == ALL
     bench.train(3)
     assert bench.swap() == [2, 3]  # those of the interval before are flagged again
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda table: torch.compile(table, backend="eager")(ragged()),
+        lambda table: torch.compile(lambda rows: torch.func.vmap(table)(rows), backend="eager")(
+            torch.tensor([[1, 2], [3, 1]])
+        ),
+    ],
+    ids=["ragged", "vmapped"],
+)
+def test_compiled_lookups_of_such_ids_are_marked(program: Callable[[nn.Embedding], Any]) -> None:
+    torch.compiler.reset()
+    bench = Bench("sgd", given=False)
+    program(bench.table)
+    assert bench.swap() == [1, 2, 3]
