@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
@@ -62,9 +63,20 @@ def group_moves_untouched(
         return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
     if not math.isfinite(group["lr"]):
         return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
+    return _adagrad_moves(group, where, dtype) if adagrad else None
+
+
+def _adagrad_moves(group: dict[str, Any], where: str, dtype: torch.dtype) -> str | None:
+    eps, decay, first = (
+        float(group.get(name, 0)) for name in ("eps", "lr_decay", "initial_accumulator_value")
+    )
     # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
-    if adagrad and _vanishes(group["eps"], dtype):
-        return f"{where}: eps={group['eps']} is 0 in {dtype}, so rows without a gradient become NaN"
+    if not 0 < eps < math.inf or _vanishes(eps, dtype):
+        return f"{where}: with eps={eps} in {dtype} rows without a gradient become NaN, or -0.0 in them 0.0"
+    if not 0 <= decay < math.inf:
+        return f"{where}: with lr_decay={decay} the rate may be negative or NaN, which moves any row"
+    if math.copysign(1, first) < 0:
+        return f"{where}: initial_accumulator_value={first} becomes 0.0 in rows without a gradient"
     return None
 
 

@@ -104,6 +104,12 @@ def test_rows_without_a_gradient_stay_where_they_surely_should(name: str) -> Non
     assert (moves_untouched(optimizer, weight) is None) == (name in TRUSTED)
 
 
+def changed(optimizer: Optimizer, **settings: object) -> Optimizer:
+    """With settings that its constructor would refuse, as loaded ones may be."""
+    optimizer.param_groups[0].update(settings)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
@@ -118,6 +124,12 @@ def test_rows_without_a_gradient_stay_where_they_surely_should(name: str) -> Non
         (lambda p: Adagrad(p, weight_decay=0.1), r"Adagrad, parameter group 0: weight_decay=0\.1"),
         (lambda p: Adagrad(p, eps=0), "eps=0"),
         (lambda p: Adagrad(p, eps=1e-60), "eps=1e-60"),
+        (lambda p: changed(Adagrad(p), eps=math.nan), "eps=nan"),
+        (lambda p: changed(Adagrad(p), eps=-1.0), r"eps=-1\.0"),
+        (lambda p: changed(Adagrad(p), lr_decay=math.nan), "lr_decay=nan"),
+        (lambda p: changed(Adagrad(p), lr_decay=-0.5), r"lr_decay=-0\.5"),
+        (lambda p: changed(Adagrad(p), eps=torch.tensor(1e-3), lr_decay=0.5), None),
+        (lambda p: Adagrad(p, initial_accumulator_value=-0.0), r"initial_accumulator_value=-0\.0"),
         (lambda p: SparseAdam(p), None),
         (lambda p: Adam(p), "Adam, parameter group 0: .*may move every row"),
         (lambda p: RMSprop(p), "RMSprop"),
