@@ -175,8 +175,8 @@ class Draft:
         # Bytes may be written until somebody else has them. Whatever else Python makes it fills first, and holds its
         # lock meanwhile: for a chunk in new memory that is milliseconds in which training stands still.
         self._payload: bytes = _new_bytes(None, nbytes)
-        raw = (ctypes.c_uint8 * nbytes).from_address(_address(self._payload))
-        self._view = np.ctypeslib.as_array(raw)
+        # A view by address: one through a ctypes array would make a type for every size.
+        self._view = np.frombuffer(_writable(_address(self._payload), nbytes, _PYBUF_WRITE), np.uint8)
         self.codes = self._view[head_bytes:].reshape(count, width)
 
     def finish(self, head: bytes) -> bytes:
@@ -190,6 +190,10 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 _address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
+_writable = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_PYBUF_WRITE = 0x200
 
 
 def checked_seal(seal: int) -> int:
