@@ -162,6 +162,7 @@ class PartialRestore:
                 optimizer, names, self._tables, tree, match.tables, loaded, self._record.arrays
             )
             self._fits.append(fit)
+            match.missing += [f"state of {name!r} in optimizer {position}" for name in fit.kept]
             if self._selection.everything and not fit.takes_settings(names):
                 match.missing.append(f"settings of optimizer {position}")
 

@@ -55,8 +55,8 @@ class Restored:
         Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
     missing, unexpected
         What was chosen and only the model has, and only the version: names of tables and tensors, and ``state of
-        optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for. With
-        ``strict="raise"`` only the latter are possible; all below are empty, too.
+        optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for, ``state of 'parameter'
+        in optimizer 0`` for what an optimizer keeps of one that the saved one did not train. With ``strict="raise"`` only the latter are possible; all below are empty, too.
     grown
         By table with more rows than are stored: how many were loaded, and how many there are.
     cast

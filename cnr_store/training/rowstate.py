@@ -29,7 +29,9 @@ class OptimizerFit:
     tree
         The stored state, see `optimizer_tree`.
     loaded
-        Names of the parameters that are loaded.
+        Names of the parameters that are loaded and whose state, or that they had none, the tree tells.
+    kept
+        Names of the others that are loaded and have state now, which stays: the optimizer saved did not train them.
     slots
         By table and slot, the tensor to fill: the optimizer's own, or a new one.
     """
@@ -39,6 +41,7 @@ class OptimizerFit:
     tables: Sequence[Table]
     fits: Mapping[str, TableFit]
     loaded: Collection[str]
+    kept: Collection[str]
     slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def takes_settings(self, names: Mapping[int, str]) -> bool:
@@ -74,15 +77,18 @@ class OptimizerFit:
         owned = {names[id(one)] for group in self.optimizer.param_groups for one in group["params"]}
         state = present["state"]
         for name in owned & {*self.loaded}:
-            fit, stored = by_parameter.get(name), self.tree["state"].get(name, {})
+            fit, stored = by_parameter.get(name), self.tree["state"].get(name)
             if fit is not None and fit.ids is not None:
-                state[name] = {**stored, **state.get(name, {})}
+                if beside := {**(stored or {}), **state.get(name, {})}:
+                    state[name] = beside
                 slots[fit.table.name] = {
                     **slots.get(fit.table.name, {}),
                     **self.slots.get(fit.table.name, {}),
                 }
                 continue
-            state[name] = stored
+            state.pop(name, None)
+            if stored is not None:  # empty state is not the same: some classes look for a step in each
+                state[name] = stored
             if fit is not None:
                 slots[fit.table.name] = self.slots.get(fit.table.name, {})
         return {**present, "slots": {name: sorted(found) for name, found in slots.items()}}, slots
@@ -104,9 +110,16 @@ def fit_optimizer(
     ModelMismatchError
         State has another shape, or new rows need some and nobody knows how it begins.
     """
-    owned = {names.get(id(one)) for group in optimizer.param_groups for one in group["params"]}
+    params = [one for group in optimizer.param_groups for one in group["params"]]
+    owned = {names[id(one)]: one for one in params if id(one) in names}
     fitting = {fit.table.name: fit for fit in fits if fit.table.parameter_name in owned}
-    found = OptimizerFit(optimizer, tree, tables, fitting, loaded)
+    told = {name for group in tree["param_groups"] for name in group["params"]}
+    kept = [
+        name
+        for name, one in owned.items()
+        if name in loaded and name not in told and optimizer.state.get(one)
+    ]
+    found = OptimizerFit(optimizer, tree, tables, fitting, told.intersection(loaded), kept)
     for name, fit in fitting.items():
         for slot in tree["slots"].get(name, ()):
             entry = arrays[slot_path(name, slot)]
