@@ -63,6 +63,10 @@ class TrackedReader(Generic[T]):
         """Batches of a whole epoch, wherever the reader stands in it; of a loader that has no length, its TypeError."""
         return len(self._source)
 
+    def __bool__(self) -> bool:
+        """True, as for other loaders: whether there is a reader, however many batches it has."""
+        return True
+
     @property
     def epoch(self) -> int:
         """Number of the present epoch, from 0: the one that the next loop goes on with."""

@@ -425,6 +425,11 @@ def test_its_length_is_its_loader_s() -> None:
         len(TrackedReader(iter([1])))
 
 
+@pytest.mark.parametrize("loader", [[], iter([1]), range(5)])
+def test_it_is_true_whatever_its_length(loader: Any) -> None:
+    assert TrackedReader(loader)
+
+
 def test_no_state_was_saved_without_a_reader() -> None:
     with pytest.raises(
         OptionError, match="None is not a state of this reader: the version was saved without reader="
