@@ -56,7 +56,8 @@ class Restored:
     missing, unexpected
         What was chosen and only the model has, and only the version: names of tables and tensors, and ``state of
         optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for, ``state of 'parameter'
-        in optimizer 0`` for what an optimizer keeps of one that the saved one did not train. With ``strict="raise"`` only the latter are possible; all below are empty, too.
+        in optimizer 0`` for what an optimizer keeps of one that the saved one did not train. With ``strict="raise"``
+        only the latter are possible; all below are empty, too.
     grown
         By table with more rows than are stored: how many were loaded, and how many there are.
     cast
