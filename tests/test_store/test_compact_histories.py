@@ -77,13 +77,19 @@ class FoldingJob(Job):
         return found
 
     def remove_all_but(self, kept: set[str]) -> None:
-        """Remove the versions that the kept ones don't need, as folds are now, and start again."""
+        """Remove what the kept versions don't need, as folds are now, nor what these need, and start again."""
         catalog = Catalog(self.backend)
-        needed = set(kept)
-        for version in kept:
+        needed: set[str] = set()
+        todo = [*kept]
+        while todo:
+            version = todo.pop()
+            if version in needed:
+                continue
+            # A version that is needed for one array stays visible, and so needs what its other arrays lean on.
+            needed.add(version)
             record = catalog.record(version)
             paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
-            needed |= {each.id for path in paths for each in chain.chain(catalog, record, path)}
+            todo += [each.id for path in paths for each in chain.chain(catalog, record, path)]
         for version in sorted(set(self.expected.versions) - needed, reverse=True):
             self.backend.delete(layout.record_key(version))
             for room in (layout.FOLDS, layout.VERSIONS):
