@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -194,16 +194,19 @@ class StateWidths:
                     f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
 
-    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log patterns that fit none of the slots that their tables have, once each.
 
         No error: a slot may come with a later step, and a save that is refused loses more than a width.
 
         Parameters
         ----------
-        slots
-            By table, those that optimizers have made so far.
+        find
+            Gives, by table, the slots that optimizers have made so far; asked only while a pattern fits none.
         """
+        if not self._unproven:
+            return
+        slots = find()
         for pattern in sorted(self._unproven):
             of_table, of_slot = _table_and_slot(pattern)
             there = {

@@ -149,7 +149,7 @@ class Checkpointer:
         self._tables = find_tables(model)
         self._places = Places(model)
         codecs.check_tables([table.name for table in self._tables])
-        codecs.tell_unknown_slots(table_slots(self._optimizers, self._tables))
+        codecs.tell_unknown_slots(partial(table_slots, self._optimizers, self._tables))
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
         self._catalog.check_format()

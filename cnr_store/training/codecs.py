@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,9 +103,9 @@ class CodecChoice:
                 )
         self._state.check_tables(tables)
 
-    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log patterns of `state_bits` that fit no slot: see `StateWidths.tell_unknown_slots`."""
-        self._state.tell_unknown_slots(slots)
+        self._state.tell_unknown_slots(find)
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,9 +90,9 @@ class Planner:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
         self.go_on_from(self.lineage.folded(version), since_whole)
 
-    def tell_unknown_slots(self, slots: Mapping[str, Collection[str]]) -> None:
+    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log widths for state that there is none of: see `StateWidths.tell_unknown_slots`."""
-        self._codecs.tell_unknown_slots(slots)
+        self._codecs.tell_unknown_slots(find)
 
     def decide(
         self,

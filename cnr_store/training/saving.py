@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 
 from torch.optim import Optimizer
 
@@ -114,7 +115,7 @@ class Saves:
         An interrupt at any point leaves either a save under way or none, never a row forgotten.
         """
         arrays = row_arrays(self._tables, self._optimizers)
-        self._planner.tell_unknown_slots(table_slots(self._optimizers, self._tables))
+        self._planner.tell_unknown_slots(partial(table_slots, self._optimizers, self._tables))
         unsafe = self._tracker.whole_reasons()
         rows_done = threading.Event()
         dirty: Bitmaps = {}

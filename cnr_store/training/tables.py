@@ -191,6 +191,10 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
         raise UnsupportedModelError(
             f"{where} is on the meta device, without values; materialize the model before"
         )
+    if type(weight.data).__name__ == "DTensor":  # by name: its module is long to import
+        raise UnsupportedModelError(
+            f"{where} is a DTensor, spread over ranks; give a model whose tables this process holds itself"
+        )
     if weight.layout is not torch.strided or weight.is_quantized:
         kind = "quantized" if weight.is_quantized else f"of layout {weight.layout}"
         raise UnsupportedModelError(f"{where} is {kind}; make it a plain dense tensor")

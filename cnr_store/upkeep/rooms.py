@@ -105,7 +105,7 @@ class Attempt:
             what = f"{home}: {key} is lost; it was committed, for {named_by} refers to it"
         else:
             what = (
-                f"{home}: {key} is missing while all else seems to be there: it is lost, or its writer is about to "
-                "commit or died then. Without it the version before is the latest"
+                f"{home}: {key} is missing while what a save puts behind all its data is there: it is lost, or its "
+                "writer is about to commit or died then. Without it the version before is the latest"
             )
         return Finding(what, self.id, key)

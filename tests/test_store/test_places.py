@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import parametrizations
 from torch.optim import SGD
 
@@ -218,3 +219,25 @@ def test_a_parameter_that_was_replaced_is_loaded(tmp_path: Path) -> None:
         net.user.weight = nn.Parameter(torch.zeros(ROWS, 3))
         ckpt.load()
     assert torch.equal(net.user.weight, saved)
+
+
+def test_tables_that_were_spread_over_ranks_are_refused(tmp_path: Path) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+        def spread(net: Net) -> None:
+            net.user.weight = nn.Parameter(
+                distribute_tensor(net.user.weight.detach(), mesh)  # type: ignore[no-untyped-call, unused-ignore]
+            )
+
+        with Checkpointer(tmp_path, net := Net(), bits=32) as ckpt:
+            ckpt.save(1).result()
+            spread(net)
+            with pytest.raises(UnsupportedModelError, match=r"table 'user' is a DTensor, spread over ranks"):
+                ckpt.save(2)
+        with pytest.raises(UnsupportedModelError, match=r"table 'user' is a DTensor"):
+            Checkpointer(tmp_path, net)
+    finally:
+        distributed.destroy_process_group()
