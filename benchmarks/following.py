@@ -27,8 +27,8 @@ from benchmarks.reading_bench.counting import CountingBackend  # noqa: E402
 from cnr_backends import Backend, open_backend  # noqa: E402
 from cnr_codecs import UniformRows  # noqa: E402
 from cnr_store.format.layout import record_key, weight_path  # noqa: E402
-from cnr_store.plan import Plan, RowsWrite  # noqa: E402
-from cnr_store.write import Writer  # noqa: E402
+from cnr_store.writing.plan import Plan, RowsWrite  # noqa: E402
+from cnr_store.writing.writer import Writer  # noqa: E402
 
 _RESULTS = Path(__file__).parent / "results"
 _DIM = 64

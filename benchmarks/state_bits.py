@@ -24,7 +24,7 @@ from torch.optim import Adagrad, Adam, Optimizer, SparseAdam
 
 import cnr_store
 from cnr_backends import open_backend
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.demo.data import Features, load_features
 from cnr_store.demo.metrics import auc
 from cnr_store.demo.model import Recommender, new_training

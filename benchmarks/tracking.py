@@ -30,8 +30,8 @@ from torch.optim import SGD, Optimizer  # noqa: E402
 from benchmarks.codec_bench.machine import describe  # noqa: E402
 from cnr_store.demo.data import CROSS_ROWS  # noqa: E402
 from cnr_store.demo.model import BAGS, new_training  # noqa: E402
-from cnr_store.training.tables import find_tables  # noqa: E402
-from cnr_store.training.tracker import Tracker  # noqa: E402
+from cnr_store.training.model.tables import find_tables  # noqa: E402
+from cnr_store.training.tracking.tracker import Tracker  # noqa: E402
 
 _RESULTS = Path(__file__).parent / "results"
 _BATCH = 4096

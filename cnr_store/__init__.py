@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cnr_store.bits import ExpectedRestores
-from cnr_store.catalog import VersionInfo
+from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.errors import (
     BaseLostError,
     BusyError,
@@ -28,36 +27,38 @@ from cnr_store.errors import (
     UnsupportedModelError,
     VersionNotFoundError,
 )
-from cnr_store.reading.access import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
-from cnr_store.reading.access import state_dict, versions, view
+from cnr_store.following.follow import Update, follow
+from cnr_store.maintenance.collection.pins import pin, pins, unpin
+from cnr_store.maintenance.collection.retention import GcReport, gc
+from cnr_store.maintenance.folding.compact import CompactReport, compact
+from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
+from cnr_store.maintenance.verification.verify import verify
+from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
+from cnr_store.policies.widths import ExpectedRestores
+from cnr_store.reading.blocks import ArrayInfo, Block
 from cnr_store.reading.diff import ArrayDiff, diff
 from cnr_store.reading.export import export
-from cnr_store.reading.follow import ArrayInfo, Block, Update, follow
-from cnr_store.simulation import SimulatedSave, Trace, simulate
-from cnr_store.upkeep.compact import CompactReport, compact
-from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
-from cnr_store.upkeep.pins import pin, pins, unpin
-from cnr_store.upkeep.retention import GcReport, gc
-from cnr_store.upkeep.verify import verify
+from cnr_store.reading.opening import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
+from cnr_store.reading.opening import state_dict, versions, view
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer, load, save
-    from cnr_store.training.importing import import_file
-    from cnr_store.training.pending import PendingSave
+    from cnr_store.training.data.tracked_reader import TrackedReader
+    from cnr_store.training.importing.import_file import import_file
+    from cnr_store.training.loading.restore import Restored
     from cnr_store.training.preemption import Preemption
-    from cnr_store.training.reader import TrackedReader
-    from cnr_store.training.restore import Restored
+    from cnr_store.training.saving.pending_save import PendingSave
 
 __version__ = "0.1.0"
 _TRAINING = {
     "Checkpointer": "checkpointer",
-    "PendingSave": "pending",
+    "PendingSave": "saving.pending_save",
     "Preemption": "preemption",
     "save": "checkpointer",
     "load": "checkpointer",
-    "Restored": "restore",
-    "TrackedReader": "reader",
-    "import_file": "importing",
+    "Restored": "loading.restore",
+    "TrackedReader": "data.tracked_reader",
+    "import_file": "importing.import_file",
 }
 
 

@@ -15,8 +15,8 @@ from cnr_backends import Backend
 from cnr_codecs import UniformRows, array_dtype
 from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.layout import weight_path
-from cnr_store.plan import Plan, RowsWrite
-from cnr_store.write import Writer
+from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.writer import Writer
 
 Array = np.ndarray[Any, Any]
 TABLE = "huge"

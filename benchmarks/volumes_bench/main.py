@@ -18,8 +18,8 @@ from benchmarks.volumes_bench.workloads import MovieLens, Synthetic, Workload
 from cnr_store.demo.data import load_features
 from cnr_store.demo.errors import DemoDataError
 from cnr_store.demo.source import find_data
-from cnr_store.policy import POLICIES
-from cnr_store.training.tables import find_tables
+from cnr_store.policies.policy import POLICIES
+from cnr_store.training.model.tables import find_tables
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _WIDTHS = (32, 8, 4, 3, 2)

@@ -12,8 +12,8 @@ import torch
 import cnr_store
 from benchmarks.volumes_bench.ledger import PARTS, Ledger, Part
 from benchmarks.volumes_bench.workloads import Workload
-from cnr_store.bits import LOSSLESS
-from cnr_store.training.tables import find_tables
+from cnr_store.policies.widths import LOSSLESS
+from cnr_store.training.model.tables import find_tables
 
 Bits = int | str
 

@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cnr_backends import Backend, ObjectExistsError
-from cnr_store.catalog import read_object
+from cnr_store.catalog.catalog import read_object
 from cnr_store.errors import BaseLostError, CorruptionError, FormatError, SaveError, SupersededError
-from cnr_store.format import layout, proof
+from cnr_store.format import layout, validate
 from cnr_store.format.arrays import document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.state import dumps, loads
@@ -124,8 +124,8 @@ def base_of(backend: Backend, mine: ClaimId) -> str | None:
     """
     key = layout.writer_key(mine)
     try:
-        doc = proof.members(loads(read_object(backend, key, f"writer {mine}"), key), key)
-        return None if doc["base"] is None else proof.version(doc["base"], "base")
+        doc = validate.members(loads(read_object(backend, key, f"writer {mine}"), key), key)
+        return None if doc["base"] is None else validate.version(doc["base"], "base")
     except (FormatError, ValueError, KeyError) as error:
         raise CorruptionError(
             f"{backend.url}: {key} is malformed ({error}); if its writer has ended, remove it"

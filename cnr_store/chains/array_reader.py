@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cnr_codecs import Segment, array_dtype
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.link import Link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.link import Link
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]

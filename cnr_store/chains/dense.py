@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from cnr_backends import ShardError, check_chunk
-from cnr_store.catalog import Catalog, read_object
+from cnr_store.catalog.catalog import Catalog, read_object
+from cnr_store.chains.allocation import empty
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.arrays import DenseGrid, parse_dense_document
 from cnr_store.format.record import Record
-from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
 

@@ -30,14 +30,14 @@ from cnr_codecs import (
     parse,
     take_rows,
 )
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.allocation import empty
+from cnr_store.chains.payload_cache import KeptPayloads
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.kept import KeptPayloads
-from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
 _COALESCED_BYTES = 16 << 20

@@ -16,8 +16,8 @@ from cnr_codecs import CodecError
 from cnr_store.cli.demo import demo
 from cnr_store.cli.exchange import diff, export, serve
 from cnr_store.cli.listing import info, ls
+from cnr_store.cli.maintenance import compact, gc, pin, unpin, verify
 from cnr_store.cli.simulating import simulate
-from cnr_store.cli.upkeep import compact, gc, pin, unpin, verify
 from cnr_store.errors import CheckpointError
 
 

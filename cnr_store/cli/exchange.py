@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cnr_backends import open_backend
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.cli.options import AsJson, StorageOptions, Url, require, storage_options, version_named
 from cnr_store.cli.output import new_table, print_json, print_line, print_table, say
 from cnr_store.reading import diff as comparing

@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.upkeep.survey import ids
+from cnr_store.maintenance.collection.survey import ids
 
 _SHOWN_IDS = 3
 

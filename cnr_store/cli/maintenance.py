@@ -9,10 +9,10 @@ import typer
 
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
 from cnr_store.cli.output import print_json, print_line, progress, say
-from cnr_store.upkeep import compact as folding
-from cnr_store.upkeep import pins, retention
-from cnr_store.upkeep import verify as proving
-from cnr_store.upkeep.findings import VerifyReport
+from cnr_store.maintenance.collection import pins, retention
+from cnr_store.maintenance.folding import compact as folding
+from cnr_store.maintenance.verification import verify as proving
+from cnr_store.maintenance.verification.report import VerifyReport
 
 DAMAGED = 3
 """Exit status of `cnr verify` where something is damaged."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cnr_store.bits import check_bits
 from cnr_store.errors import OptionError
-from cnr_store.policy import check_policy
+from cnr_store.policies.policy import check_policy
+from cnr_store.policies.widths import check_bits
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where the store is: a folder, s3://..., any fsspec URL.")

@@ -9,9 +9,9 @@ import typer
 
 from cnr_store.cli.options import AsJson
 from cnr_store.cli.output import new_table, print_json, print_table
-from cnr_store.policy import POLICIES
-from cnr_store.simulation import SimulatedSave, Trace
-from cnr_store.simulation import simulate as run
+from cnr_store.policies.policy import POLICIES
+from cnr_store.policies.simulation import SimulatedSave, Trace
+from cnr_store.policies.simulation import simulate as run
 
 Rows = Annotated[int, typer.Option(min=1, help="Rows of all tables.")]
 Saves = Annotated[int, typer.Option(min=1, help="Saves to simulate.")]

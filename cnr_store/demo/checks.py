@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cnr_store.catalog import VersionInfo
+from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.demo.config import TrainConfig
 from cnr_store.demo.process import RunLog
 from cnr_store.demo.reader import TimeOrderedReader

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cnr_store.catalog import VersionInfo
+from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.demo.checks import Check
 from cnr_store.demo.config import Finished
 from cnr_store.demo.supervise import Interruption, Story

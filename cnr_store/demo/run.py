@@ -23,7 +23,7 @@ from cnr_store.demo.process import OnStep, RunLog
 from cnr_store.demo.show import print_tree
 from cnr_store.demo.source import find_data
 from cnr_store.demo.supervise import Story, train_killed, train_undisturbed
-from cnr_store.reading.access import versions, view
+from cnr_store.reading.opening import versions, view
 
 EVERY = 200
 _KILL_AFTER = 4

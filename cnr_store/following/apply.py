@@ -9,17 +9,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError
 from cnr_store.format.layout import weight_path
-from cnr_store.format.proof import shown
 from cnr_store.format.record import Record
-from cnr_store.reading.access import model_arrays
-from cnr_store.reading.follow import Block
-from cnr_store.training.restore import Restore
-from cnr_store.training.statetree import accepted, decode_tree
-from cnr_store.training.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
-from cnr_store.training.tensors import assign_rows, dense_tensor, dtype_name, has_numpy_type, overwriting
+from cnr_store.format.validate import shown
+from cnr_store.reading.blocks import Block
+from cnr_store.reading.opening import model_arrays
+from cnr_store.training.loading.restore import Restore
+from cnr_store.training.loading.state_tree import accepted, decode_tree
+from cnr_store.training.model.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
+from cnr_store.training.model.tensors import (
+    assign_ids,
+    dense_tensor,
+    dtype_name,
+    has_numpy_type,
+    overwriting,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -56,17 +62,6 @@ def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[
                 load_extra_state(model, extra)
 
     return take
-
-
-def assign_ids(tensor: torch.Tensor, ids: Array, values: Array) -> None:
-    """Write `values`, (n, dim) of the array type, over the rows `ids`, (n,) ascending, of a tensor on any device."""
-    if ids[-1] - ids[0] == len(ids) - 1:
-        assign_rows(tensor, int(ids[0]), values)
-        return
-    source = torch.empty(values.shape, dtype=tensor.dtype, device="cpu")
-    assign_rows(source, 0, values)
-    with overwriting(tensor):
-        tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
 
 
 def _assign_dense(tensor: torch.Tensor, values: Array) -> None:

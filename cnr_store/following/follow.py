@@ -5,7 +5,7 @@
         for name, rows, values in update.blocks(): ...
 
 What a follower holds after it has taken an update equals the update's version, bit for bit, whatever happened
-between: see `cnr_store.reading.changes` for the rule and its proof.
+between: see `cnr_store.reading.changed_rows` for the rule and its proof.
 """
 
 from __future__ import annotations
@@ -13,65 +13,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.dense import read_dense
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.arrays import parse_dense_document
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
-from cnr_store.reading.access import READ_WORKERS, Url, model_arrays
-from cnr_store.reading.changes import Unshared, all_rows, changed_rows, find_unshared
+from cnr_store.reading.blocks import ArrayInfo, Block
+from cnr_store.reading.changed_rows import Unshared, all_rows, changed_rows, find_unshared
+from cnr_store.reading.opening import READ_WORKERS, Url, model_arrays
 
 Since = Version | Sequence[Version] | None
-
-
-class Block(NamedTuple):
-    """Some rows of a table, or a dense tensor.
-
-    Attributes
-    ----------
-    name
-        The array's, as in `cnr_store.state_dict`.
-    rows
-        Of a table: which, int64 (n,) ascending. Of a dense tensor None: all of it.
-    values
-        Of a table (n, dim); of a dense tensor its shape. In the dtype of `ArrayInfo`.
-    """
-
-    name: str
-    rows: np.ndarray[Any, Any] | None
-    values: np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class ArrayInfo:
-    """A table or dense tensor of a version.
-
-    Attributes
-    ----------
-    shape, dtype
-        As `cnr_store.state_dict` returns it: tables of bfloat16 as float32, dense tensors of a type that numpy
-        lacks as unsigned integers that hold their bits.
-    element
-        The type it has in the model: ``"bfloat16"``.
-    is_table
-        Whether it is stored, and yielded, by rows.
-    aliases
-        Further names of a tied tensor. Blocks come under the first name alone.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    element: str
-    is_table: bool
-    aliases: tuple[str, ...]
 
 
 class Update:
@@ -155,7 +111,7 @@ class Update:
         """
         try:
             # It stands above this module, as it needs torch.
-            training = importlib.import_module("cnr_store.training.apply")
+            training = importlib.import_module("cnr_store.following.apply")
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise

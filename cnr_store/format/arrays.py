@@ -1,4 +1,4 @@
-"""Zarr metadata documents of the arrays in a version: made by zarr itself, read back with proof."""
+"""Zarr metadata documents of the arrays in a version: made by zarr itself, read back with validate."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zarr.storage import MemoryStore
 
 from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
 from cnr_store.errors import FormatError
-from cnr_store.format import proof
+from cnr_store.format import validate
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
-from cnr_store.format.leaves import NUMBER_TYPES
 from cnr_store.format.state import dumps
+from cnr_store.format.state_arrays import NUMBER_TYPES
 
 MAX_DENSE_CHUNK_BYTES = 32 << 20
 MAX_BLOCK_BYTES = 1 << 30
@@ -177,7 +177,7 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
         shape, shard = _shape_and_chunk(doc, range(1, 3), least=1)
         (sharding,) = doc["codecs"]
         configuration = sharding["configuration"]
-        chunk = proof.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
+        chunk = validate.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
         itemsize = _NUMBER_TYPES[doc["data_type"]].itemsize
         sound = (
             sharding["name"] == "sharding_indexed"
@@ -267,5 +267,5 @@ def _shape_and_chunk(
         or doc["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}
     ):
         raise ValueError("it is no array, or its chunks lie elsewhere")
-    shape = proof.sizes(doc["shape"], "shape", least, dimensions)
-    return shape, proof.sizes(grid["configuration"]["chunk_shape"], "chunk_shape", 1, [len(shape)])
+    shape = validate.sizes(doc["shape"], "shape", least, dimensions)
+    return shape, validate.sizes(grid["configuration"]["chunk_shape"], "chunk_shape", 1, [len(shape)])

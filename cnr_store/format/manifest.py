@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnr_store.errors import CorruptionError, SaveError
-from cnr_store.format import proof
+from cnr_store.format import validate
 from cnr_store.format.state import dumps, loads
 
 MAX_MANIFEST_BYTES = 64 << 20
@@ -86,9 +86,11 @@ def decode_manifest(data: bytes, version: str) -> Manifest:
     try:
         if doc["format"] != 1 or doc["version"] != version:
             raise ValueError(
-                f"it says format {proof.shown(doc['format'])}, version {proof.shown(doc['version'])}"
+                f"it says format {validate.shown(doc['format'])}, version {validate.shown(doc['version'])}"
             )
-        arrays = {path: _parts(proof.members(columns, "an array")) for path, columns in doc["arrays"].items()}
+        arrays = {
+            path: _parts(validate.members(columns, "an array")) for path, columns in doc["arrays"].items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"{what}: {error!r}; the object was altered or swapped") from error
     return Manifest(version, arrays)
@@ -96,7 +98,7 @@ def decode_manifest(data: bytes, version: str) -> Manifest:
 
 def _parts(columns: dict[str, Any]) -> dict[int, Part]:
     index, nbytes, tail = (columns[name] for name in ("index", "bytes", "tail"))
-    if any(type(n) is not int or not 0 <= n <= proof.MOST for n in itertools.chain(index, nbytes, tail)):
+    if any(type(n) is not int or not 0 <= n <= validate.MOST for n in itertools.chain(index, nbytes, tail)):
         raise ValueError("a size or index is not a natural number")
     if any(b <= a for a, b in itertools.pairwise(index)):
         raise ValueError("indexes are not ascending")

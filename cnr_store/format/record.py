@@ -17,7 +17,7 @@ from typing import Any
 
 from cnr_codecs import array_dtype
 from cnr_store.errors import CorruptionError, FormatError, SaveError
-from cnr_store.format import proof
+from cnr_store.format import validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
 from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS, record_key, seal, version_key
 from cnr_store.format.state import dumps, loads
@@ -77,23 +77,23 @@ class ArrayEntry:
     @classmethod
     def from_json(cls, doc: Doc) -> ArrayEntry:
         """The entry, proven; ValueError or KeyError where it is malformed."""
-        kind = proof.one_of(doc["kind"], "kind", KINDS)
-        aliases = proof.texts(doc.get("aliases", []), "aliases")
-        nbytes = proof.natural(doc["bytes"], "bytes")
+        kind = validate.one_of(doc["kind"], "kind", KINDS)
+        aliases = validate.texts(doc.get("aliases", []), "aliases")
+        nbytes = validate.natural(doc["bytes"], "bytes")
         if kind == "dense":
-            shape = proof.sizes(doc["shape"], "shape", 0, range(MAX_DIMENSIONS + 1))
-            return cls(kind, shape, proof.text(doc["element"], "element"), nbytes=nbytes, aliases=aliases)
-        shape, base = proof.sizes(doc["shape"], "shape", 1, (1, 2)), doc["base"]
+            shape = validate.sizes(doc["shape"], "shape", 0, range(MAX_DIMENSIONS + 1))
+            return cls(kind, shape, validate.text(doc["element"], "element"), nbytes=nbytes, aliases=aliases)
+        shape, base = validate.sizes(doc["shape"], "shape", 1, (1, 2)), doc["base"]
         if (kind == "delta") != (base is not None):
-            raise ValueError(f"an array of kind {kind} with base {proof.shown(base)}")
+            raise ValueError(f"an array of kind {kind} with base {validate.shown(base)}")
         return cls(
             kind,
             shape,
             _element(doc["element"]),
-            None if base is None else proof.version(base, "base"),
-            proof.natural(doc["rows"], "rows", shape[0]),
+            None if base is None else validate.version(base, "base"),
+            validate.natural(doc["rows"], "rows", shape[0]),
             nbytes,
-            proof.members(doc["codec"], "codec"),
+            validate.members(doc["codec"], "codec"),
             aliases,
         )
 
@@ -239,15 +239,15 @@ def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | N
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     if cnr.get("format") != FORMAT:
         raise FormatError(
-            f"{what}: format {proof.shown(cnr.get('format'))}; this release reads format {FORMAT}"
+            f"{what}: format {validate.shown(cnr.get('format'))}; this release reads format {FORMAT}"
         )
     _check_digest(data, cnr, what)
     try:
-        unknown = sorted(set(proof.texts(cnr["requires"], "requires")) - FEATURES)
+        unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
             nodes = _nodes(doc)
             if room == FOLDS:
-                nodes = _above(proof.token(cnr["nonce"], "nonce"), nodes)
+                nodes = _above(validate.token(cnr["nonce"], "nonce"), nodes)
             return _record(cnr, nodes, version, len(data), room)
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: malformed: {error!r}") from error
@@ -255,9 +255,11 @@ def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | N
 
 
 def _nodes(doc: Doc) -> dict[str, Doc]:
-    consolidated = proof.members(doc["consolidated_metadata"], "consolidated_metadata")
-    nodes = proof.members(consolidated["metadata"], "consolidated_metadata.metadata")
-    return {path: proof.members(node, f"metadata of {proof.shown(path)}") for path, node in nodes.items()}
+    consolidated = validate.members(doc["consolidated_metadata"], "consolidated_metadata")
+    nodes = validate.members(consolidated["metadata"], "consolidated_metadata.metadata")
+    return {
+        path: validate.members(node, f"metadata of {validate.shown(path)}") for path, node in nodes.items()
+    }
 
 
 def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
@@ -275,24 +277,24 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, room: str) -> Record:
     if cnr["id"] != version:
-        raise ValueError(f"it is the record of {proof.version(cnr['id'], 'id')}: objects were swapped")
+        raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
     previous = cnr["previous"]
     return Record(
         id=version,
-        nonce=proof.text(cnr["nonce"], "nonce"),
-        step=proof.natural(cnr["step"], "step"),
-        time=proof.seconds(cnr["time"], "time"),
-        previous=None if previous is None else proof.version(previous, "previous"),
-        needs=tuple(proof.version(need, "needs") for need in proof.texts(cnr["needs"], "needs")),
-        arrays=_entries(proof.members(cnr["arrays"], "arrays")),
+        nonce=validate.text(cnr["nonce"], "nonce"),
+        step=validate.natural(cnr["step"], "step"),
+        time=validate.seconds(cnr["time"], "time"),
+        previous=None if previous is None else validate.version(previous, "previous"),
+        needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
+        arrays=_entries(validate.members(cnr["arrays"], "arrays")),
         nodes=nodes,
-        policy=_policy(proof.members(cnr["policy"], "policy")),
-        restores=proof.natural(cnr["restores"], "restores"),
-        objects_bytes=proof.natural(cnr["bytes"], "bytes"),
-        manifest_sha256=proof.text(cnr["manifest"], "manifest"),
-        state_sha256=proof.text(cnr["state"], "state"),
+        policy=_policy(validate.members(cnr["policy"], "policy")),
+        restores=validate.natural(cnr["restores"], "restores"),
+        objects_bytes=validate.natural(cnr["bytes"], "bytes"),
+        manifest_sha256=validate.text(cnr["manifest"], "manifest"),
+        state_sha256=validate.text(cnr["state"], "state"),
         metadata=cnr["metadata"],
-        requires=proof.texts(cnr["requires"], "requires"),
+        requires=validate.texts(cnr["requires"], "requires"),
         record_bytes=record_bytes,
         room=room,
     )
@@ -302,20 +304,20 @@ def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
     entries = {}
     for path, doc in arrays.items():
         try:
-            entry = ArrayEntry.from_json(proof.members(doc, "its entry"))
-            if (entry.kind == "dense") != proof.array_path(path).startswith("dense/"):
+            entry = ArrayEntry.from_json(validate.members(doc, "its entry"))
+            if (entry.kind == "dense") != validate.array_path(path).startswith("dense/"):
                 raise ValueError(f"its kind is {entry.kind}")
         except KeyError as error:
-            raise ValueError(f"array {proof.shown(path)}: it lacks {error}") from error
+            raise ValueError(f"array {validate.shown(path)}: it lacks {error}") from error
         except ValueError as error:
-            raise ValueError(f"array {proof.shown(path)}: {error}") from error
+            raise ValueError(f"array {validate.shown(path)}: {error}") from error
         entries[path] = entry
     return entries
 
 
 def _element(value: Any) -> str:
     """A payload's element type that this release decodes."""
-    array_dtype(proof.text(value, "element"))
+    array_dtype(validate.text(value, "element"))
     return str(value)
 
 
@@ -325,18 +327,18 @@ def _policy(policy: Doc) -> Doc:
     if type(policy.get("full", True)) is not bool or not isinstance(past, list):
         raise ValueError("policy.full or policy.sizes_bytes is of another type")
     for size in past:
-        proof.natural(size, "policy.sizes_bytes")
+        validate.natural(size, "policy.sizes_bytes")
     deltas, offer = policy.get("deltas", []), policy.get("offer")
     if not isinstance(deltas, list) or len(deltas) > max(len(past) - 1, 0):
         raise ValueError("policy.deltas is no list of deltas among policy.sizes_bytes")
     for delta in deltas:
         if not isinstance(delta, list) or len(delta) != 2:
-            raise ValueError(f"policy.deltas has {proof.shown(delta)}")
-        proof.one_of(delta[0], "policy.deltas", ("baseline", "previous"))
-        proof.natural(delta[1], "policy.deltas")
+            raise ValueError(f"policy.deltas has {validate.shown(delta)}")
+        validate.one_of(delta[0], "policy.deltas", ("baseline", "previous"))
+        validate.natural(delta[1], "policy.deltas")
     if offer is not None:
         for name in ("baseline_bytes", "previous_bytes"):
-            proof.natural(proof.members(offer, "policy.offer")[name], f"policy.offer.{name}")
+            validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
     return policy
 
 
@@ -362,6 +364,6 @@ def void_time(data: bytes) -> float:
     """When an id was burnt, by its void record; 0 where that does not tell."""
     void = loads(data, "void record")["attributes"]["cnr_void"]
     try:
-        return proof.seconds(void.get("time"), "time")
+        return validate.seconds(void.get("time"), "time")
     except ValueError:
         return 0.0

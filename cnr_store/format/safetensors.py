@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cnr_store.errors import FormatError, OptionError
-from cnr_store.format import proof
+from cnr_store.format import validate
 from cnr_store.format.state import loads
 
 LENGTH = struct.Struct("<Q")
@@ -135,17 +135,19 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
     doc = loads(text, what, MAX_HEADER_BYTES)
     found, aliases = {}, {}
     try:
-        for name, entry in proof.members(doc, "the header").items():
+        for name, entry in validate.members(doc, "the header").items():
             if name != _METADATA:
-                found[name] = _place(proof.members(entry, proof.shown(name)), proof.shown(name))
-        metadata = proof.members(doc.get(_METADATA, {}), _METADATA)
+                found[name] = _place(validate.members(entry, validate.shown(name)), validate.shown(name))
+        metadata = validate.members(doc.get(_METADATA, {}), _METADATA)
         aliases = _aliases(metadata, found, what)
     except (KeyError, ValueError) as error:
         raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
     at = 0
     for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
-            raise FormatError(f"{what}: tensor {proof.shown(name)} begins at byte {place.begin}, not at {at}")
+            raise FormatError(
+                f"{what}: tensor {validate.shown(name)} begins at byte {place.begin}, not at {at}"
+            )
         at = place.end
     if at != nbytes:
         raise FormatError(
@@ -156,24 +158,26 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
 
 def _aliases(metadata: Mapping[str, Any], tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
     noted = metadata.get(_ALIASES, "{}")
-    aliases = proof.members(loads(proof.text(noted, _ALIASES).encode(), what), _ALIASES)
+    aliases = validate.members(loads(validate.text(noted, _ALIASES).encode(), what), _ALIASES)
     for alias, name in aliases.items():
-        same = [(tensors[each].element, tensors[each].shape) for each in (alias, proof.text(name, _ALIASES))]
+        same = [
+            (tensors[each].element, tensors[each].shape) for each in (alias, validate.text(name, _ALIASES))
+        ]
         if same[0] != same[1] or name in aliases:
-            raise ValueError(f"{proof.shown(alias)} can't be another name of {proof.shown(name)}")
+            raise ValueError(f"{validate.shown(alias)} can't be another name of {validate.shown(name)}")
     return aliases
 
 
 def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:
-    tag = proof.text(entry["dtype"], f"{name}.dtype")
+    tag = validate.text(entry["dtype"], f"{name}.dtype")
     if tag not in _ELEMENTS:
-        raise ValueError(f"{name} has the type {proof.shown(tag)}, which this release does not know")
+        raise ValueError(f"{name} has the type {validate.shown(tag)}, which this release does not know")
     element, itemsize = _ELEMENTS[tag]
-    shape = proof.sizes(entry["shape"], f"{name}.shape", 0, range(65))
+    shape = validate.sizes(entry["shape"], f"{name}.shape", 0, range(65))
     offsets = entry["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{name}.data_offsets is {proof.shown(offsets)}, not a pair")
-    begin, end = (proof.natural(offset, f"{name}.data_offsets") for offset in offsets)
+        raise ValueError(f"{name}.data_offsets is {validate.shown(offsets)}, not a pair")
+    begin, end = (validate.natural(offset, f"{name}.data_offsets") for offset in offsets)
     if end - begin != math.prod(shape) * itemsize:
         raise ValueError(f"{name} takes {end - begin} bytes, {shape} of {element} are another number")
     return TensorPlace(element, shape, begin, end)

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from cnr_store.errors import CheckpointError, FormatError, StateError
-from cnr_store.format.leaves import (
+from cnr_store.format.state_arrays import (
     ArrayLeaf,
     Beside,
     decode_leaf,

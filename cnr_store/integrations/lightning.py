@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.reading.access import Url
+from cnr_store.reading.opening import Url
 from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.options import Overlap, count
-from cnr_store.training.reader import TrackedReader
-from cnr_store.training.rng import rng_state, set_rng_state
+from cnr_store.training.data.tracked_reader import TrackedReader
+from cnr_store.training.model.arguments import Overlap, count
+from cnr_store.training.model.rng_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

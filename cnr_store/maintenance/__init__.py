@@ -1,1 +1,1 @@
-"""Looking after stores: proving, deleting and folding versions."""
+"""Maintenance of stores: versions are verified, removed and folded."""

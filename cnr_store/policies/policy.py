@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from cnr_store.errors import OptionError
-from cnr_store.numeric import amount
+from cnr_store.policies.checks import amount
 
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent", "auto"]
 Since = Literal["baseline", "previous"]

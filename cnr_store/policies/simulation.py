@@ -1,6 +1,6 @@
 """Runs a policy over a trace of changed rows, without training: what it would write, keep and read.
 
-The decisions are made by the code that makes them in training (`cnr_store.policy.decide`).
+The decisions are made by the code that makes them in training (`cnr_store.policies.policy.decide`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cnr_store.errors import OptionError
-from cnr_store.numeric import MOST, amount, whole
-from cnr_store.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
+from cnr_store.policies.checks import MOST, amount, whole
+from cnr_store.policies.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
-from cnr_store.numeric import amount
+from cnr_store.policies.checks import amount
 
 logger = logging.getLogger("cnr_store")
 

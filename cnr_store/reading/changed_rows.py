@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from cnr_backends import Transfer
-from cnr_store.catalog import Catalog
-from cnr_store.chain import ArrayReader, region_rows
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.allocation import empty
+from cnr_store.chains.array_reader import ArrayReader, region_rows
+from cnr_store.chains.link import Link
 from cnr_store.format.record import Record
-from cnr_store.link import Link
-from cnr_store.memory import empty
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[Array, Array]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cnr_store.reading.computed import Made, in_reader
+from cnr_store.reading.virtual_store import Made, in_reader
 
 RUN_BYTES = 4 << 20
 

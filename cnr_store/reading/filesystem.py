@@ -10,10 +10,10 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem, make_instance
 from zarr.abc.store import Store
 
 from cnr_backends import ObjectNotFoundError
-from cnr_store.catalog import Version
+from cnr_store.catalog.catalog import Version
 from cnr_store.errors import OptionError, ReadOnlyError
-from cnr_store.reading.access import view
-from cnr_store.reading.computed import ComputedStore
+from cnr_store.reading.opening import view
+from cnr_store.reading.virtual_store import ComputedStore
 
 
 class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types

@@ -11,12 +11,12 @@ import zarr
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.chain import ArrayReader
-from cnr_store.dense import read_dense
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.chains.allocation import empty
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
-from cnr_store.memory import empty
 from cnr_store.reading.overlay import Overlay
 
 Url = str | os.PathLike[str] | Store | Backend

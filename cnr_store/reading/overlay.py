@@ -16,9 +16,11 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_backends import Backend
-from cnr_store.catalog import Catalog
-from cnr_store.chain import ArrayReader
-from cnr_store.dense import dense_layout, dense_object
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.allocation import empty
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.dense import dense_layout, dense_object
+from cnr_store.chains.payload_cache import KeptPayloads
 from cnr_store.format.arrays import (
     DenseGrid,
     Doc,
@@ -29,10 +31,8 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
-from cnr_store.kept import KeptPayloads
-from cnr_store.memory import empty
-from cnr_store.reading.computed import ComputedStore, Made
-from cnr_store.reading.runs import Runs
+from cnr_store.reading.coalesce import Runs
+from cnr_store.reading.virtual_store import ComputedStore, Made
 
 CHUNK_BYTES = 4 << 20
 KEPT_BYTES = 32 << 20

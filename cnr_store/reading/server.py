@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from cnr_backends import BackendError
-from cnr_store.catalog import Version
+from cnr_store.catalog.catalog import Version
 from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.layout import NODE
-from cnr_store.reading.access import Url, view
-from cnr_store.reading.computed import in_reader
+from cnr_store.reading.opening import Url, view
 from cnr_store.reading.overlay import Overlay
+from cnr_store.reading.virtual_store import in_reader
 
 try:
     import uvicorn

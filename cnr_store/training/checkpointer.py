@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer, open_backend
-from cnr_store import claims
-from cnr_store.bits import LOSSLESS, Bits, ExpectedRestores, StateBits
-from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog import claims
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import (
     CheckpointError,
     ClosedError,
@@ -25,29 +24,31 @@ from cnr_store.errors import (
     VersionNotFoundError,
 )
 from cnr_store.format.record import Record
-from cnr_store.lineage import Lineage
-from cnr_store.policy import Costs, check_policy
-from cnr_store.reading.access import READ_WORKERS, Url
-from cnr_store.training.audit import Audit
-from cnr_store.training.background import Upkeep
-from cnr_store.training.codecs import CodecChoice, CodecOption
-from cnr_store.training.fallback import load_found, load_newest_sound
-from cnr_store.training.matching import Selection, Strict
-from cnr_store.training.optimizers import as_list, table_slots
-from cnr_store.training.options import Overlap, callback, check_overlap, count, module, stateful
-from cnr_store.training.partial import PartialRestore
-from cnr_store.training.pending import PendingSave, Turn
-from cnr_store.training.places import Places
-from cnr_store.training.planner import Planner
+from cnr_store.maintenance.collection.retention import Rules
+from cnr_store.policies.policy import Costs, check_policy
+from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
+from cnr_store.reading.opening import READ_WORKERS, Url
+from cnr_store.training.loading.fallback import load_found, load_newest_sound
+from cnr_store.training.loading.partial import PartialRestore
+from cnr_store.training.loading.restore import Restore, Restored, tell_left_out
+from cnr_store.training.loading.selection import Selection, Strict
+from cnr_store.training.model.arguments import Overlap, callback, check_overlap, count, module, stateful
+from cnr_store.training.model.optimizer_state import as_list, table_slots
+from cnr_store.training.model.row_arrays import row_arrays
+from cnr_store.training.model.tables import find_tables
 from cnr_store.training.preemption import Preemption, watch_signals
-from cnr_store.training.restore import Restore, Restored, tell_left_out
-from cnr_store.training.saving import Outcomes, Saves
-from cnr_store.training.snapshot import Staging, row_arrays, snapshot_dense, table_aliases
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from cnr_store.training.trust import trusted_classes
-from cnr_store.upkeep.retention import Rules
-from cnr_store.write import Writer
+from cnr_store.training.saving.auto_maintenance import Upkeep
+from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
+from cnr_store.training.saving.pending_save import PendingSave, Turn
+from cnr_store.training.saving.planner import Planner
+from cnr_store.training.saving.save_queue import Outcomes, Saves
+from cnr_store.training.saving.snapshot import Staging, snapshot_dense, table_aliases
+from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.model_guard import Places
+from cnr_store.training.tracking.optimizer_rules import trusted_classes
+from cnr_store.training.tracking.tracker import Tracker
+from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.writer import Writer
 
 
 class Checkpointer:

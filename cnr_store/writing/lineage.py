@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cnr_store.catalog import Catalog
-from cnr_store.chain import ArrayReader
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.format.record import Record
-from cnr_store.policy import Delta, Since, deltas_after
+from cnr_store.policies.policy import Delta, Since, deltas_after
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from cnr_store.format.arrays import (
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
-from cnr_store.plan import DenseWrite, Plan, RowsWrite
+from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20

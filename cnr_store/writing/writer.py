@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
-from cnr_store import claims
+from cnr_store.catalog import claims
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
 from cnr_store.format.manifest import Manifest, encode_manifest
 from cnr_store.format.record import Record, decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
-from cnr_store.plan import Plan
-from cnr_store.stage import Staged, put_object, stage
+from cnr_store.writing.plan import Plan
+from cnr_store.writing.stage import Staged, put_object, stage
 
 log = logging.getLogger("cnr_store")
 

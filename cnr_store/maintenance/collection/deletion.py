@@ -11,7 +11,7 @@ from cnr_store.format import layout
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import encode_void
 from cnr_store.format.state import dumps
-from cnr_store.upkeep.survey import Look, ids, objects, remove
+from cnr_store.maintenance.collection.survey import Look, ids, objects, remove
 
 
 class Deletion:

@@ -7,14 +7,14 @@ import time
 from typing import Any
 
 from cnr_backends import Backend, ObjectNotFoundError, open_backend
-from cnr_store import claims
-from cnr_store.catalog import Catalog, Version
+from cnr_store.catalog import claims
+from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import decode_record
 from cnr_store.format.state import dumps
-from cnr_store.reading.access import Url
-from cnr_store.upkeep.survey import ids, objects
+from cnr_store.maintenance.collection.survey import ids, objects
+from cnr_store.reading.opening import Url
 
 
 def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:

@@ -14,13 +14,13 @@ from numbers import Integral
 from typing import Any
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
-from cnr_store.reading.access import Url
-from cnr_store.upkeep.deletion import Deletion, collectable, freeable
-from cnr_store.upkeep.survey import WORKERS, Look, Survey, objects
+from cnr_store.maintenance.collection.deletion import Deletion, collectable, freeable
+from cnr_store.maintenance.collection.survey import WORKERS, Look, Survey, objects
+from cnr_store.reading.opening import Url
 
 GRACE_SECONDS = 3600.0
 Progress = Callable[[int, int], None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
-from cnr_store import claims
+from cnr_store.catalog import claims
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId

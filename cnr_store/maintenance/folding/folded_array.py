@@ -22,14 +22,14 @@ from cnr_codecs import (
     split_segments,
 )
 from cnr_codecs.elements import element_named
-from cnr_store.catalog import Catalog
-from cnr_store.chain import REGION_BYTES, ArrayReader
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
+from cnr_store.chains.link import Link
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, parse_rows_document
 from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.link import Link
 
 MAX_REGION_BYTES = 2 * REGION_BYTES
 """Decoded. Regions grow to this, so that payloads of sparse links, which span many rows, are read fewer times."""

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import array_dtype
-from cnr_store.chain import region_rows
-from cnr_store.dense import dense_object
+from cnr_store.chains.allocation import empty
+from cnr_store.chains.array_reader import region_rows
+from cnr_store.chains.dense import dense_object
+from cnr_store.chains.link import Link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
 from cnr_store.format.grid import Grid
 from cnr_store.format.state import decode_state
-from cnr_store.link import Link
-from cnr_store.memory import empty
-from cnr_store.upkeep.findings import Finding
-from cnr_store.upkeep.inspection import STATE, Inspection, Rows
+from cnr_store.maintenance.verification.inspect_version import STATE, Inspection, Rows
+from cnr_store.maintenance.verification.report import Finding
 
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnr_backends import Backend
-from cnr_store.catalog import Catalog, VersionInfo, read_object
-from cnr_store.dense import dense_layout
+from cnr_store.catalog.catalog import Catalog, VersionInfo, read_object
+from cnr_store.chains.dense import dense_layout
+from cnr_store.chains.link import Link
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, Doc, document_bytes, group_document
@@ -16,8 +17,7 @@ from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import Record
 from cnr_store.format.state import loads
-from cnr_store.link import Link
-from cnr_store.upkeep.findings import Finding, Leftovers
+from cnr_store.maintenance.verification.report import Finding, Leftovers
 
 Rows = tuple[int, int]
 STATE = "state/main.json"

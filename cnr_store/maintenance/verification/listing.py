@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cnr_backends import Transfer
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.upkeep.findings import Finding, Leftovers
-from cnr_store.upkeep.inspection import leftovers
-from cnr_store.upkeep.rooms import Attempt
-from cnr_store.upkeep.survey import ids
+from cnr_store.maintenance.collection.survey import ids
+from cnr_store.maintenance.verification.inspect_version import leftovers
+from cnr_store.maintenance.verification.report import Finding, Leftovers
+from cnr_store.maintenance.verification.strays import Attempt
 
 
 @dataclass

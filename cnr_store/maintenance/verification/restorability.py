@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from cnr_store.catalog import Catalog
-from cnr_store.chain import chain
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.upkeep.findings import Finding
-from cnr_store.upkeep.inspection import Soundness
+from cnr_store.maintenance.verification.inspect_version import Soundness
+from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
 """Room and id of a version or a fold."""

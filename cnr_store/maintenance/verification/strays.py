@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectNotFoundError
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import FormatError
-from cnr_store.format import layout, proof
+from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document
 from cnr_store.format.layout import ClaimId
 from cnr_store.format.state import loads
-from cnr_store.upkeep.findings import Finding, Leftovers
-from cnr_store.upkeep.inspection import STATE, leftovers
+from cnr_store.maintenance.verification.inspect_version import STATE, leftovers
+from cnr_store.maintenance.verification.report import Finding, Leftovers
 
 
 def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
@@ -59,12 +59,12 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
     for claim in sorted(claims):
         key = layout.writer_key(claim)
         try:
-            doc = proof.members(loads(backend.get(key), key), "the claim")
+            doc = validate.members(loads(backend.get(key), key), "the claim")
             if (doc["generation"], doc["token"]) != (claim.generation, claim.token):
                 raise ValueError("it is another one's")
             if doc["base"] is not None:
-                proof.version(doc["base"], "base")
-            proof.seconds(doc["time"], "time")
+                validate.version(doc["base"], "base")
+            validate.seconds(doc["time"], "time")
         except ObjectNotFoundError:  # removed meanwhile
             continue
         except (KeyError, ValueError) as error:  # FormatError is one

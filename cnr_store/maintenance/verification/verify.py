@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog import Catalog, Version, VersionInfo
-from cnr_store.chain import chain
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.reading.access import Url
-from cnr_store.upkeep.discovery import Discovery
-from cnr_store.upkeep.findings import Finding, Leftovers, VerifyReport
-from cnr_store.upkeep.inspection import Inspection, Soundness
-from cnr_store.upkeep.proving import Proving
-from cnr_store.upkeep.restorability import Home, Restorability
-from cnr_store.upkeep.rooms import check_claims, check_root
+from cnr_store.maintenance.verification.deep_checks import Proving
+from cnr_store.maintenance.verification.inspect_version import Inspection, Soundness
+from cnr_store.maintenance.verification.listing import Discovery
+from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
+from cnr_store.maintenance.verification.restorability import Home, Restorability
+from cnr_store.maintenance.verification.strays import check_claims, check_root
+from cnr_store.reading.opening import Url
 
 Progress = Callable[[int, int], None]
 _RUNS = 3

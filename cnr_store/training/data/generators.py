@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cnr_store.errors import OptionError
-from cnr_store.training.rng import check_numpy, check_python, check_torch
+from cnr_store.training.model.rng_state import check_numpy, check_python, check_torch
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

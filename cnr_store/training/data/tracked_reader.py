@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from cnr_store.errors import OptionError
-from cnr_store.training.generators import (
+from cnr_store.training.data.generators import (
     check_generator_states,
     check_generators,
     find_generators,
     generator_states,
     set_generators,
 )
-from cnr_store.training.loading import source_of
-from cnr_store.training.options import count
-from cnr_store.training.rng import check_rng_state, rng_state, set_rng_state
+from cnr_store.training.data.loader_replay import source_of
+from cnr_store.training.model.arguments import count
+from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 T = TypeVar("T")
 _FIELDS = {"epoch", "batch", "loader", "reused", "start", "generators"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +13,27 @@ import numpy as np
 
 from cnr_backends import open_backend
 from cnr_codecs import array_dtype
-from cnr_store.bits import Bits, match_pattern
-from cnr_store.catalog import Catalog, VersionInfo
+from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import dense_path, table_name, weight_path
-from cnr_store.format.leaves import NUMBER_TYPES, ArrayLeaf
 from cnr_store.format.safetensors import LENGTH, MAX_HEADER_BYTES, decode_header
 from cnr_store.format.state import encode_state
-from cnr_store.plan import DenseWrite, Plan, RowsWrite
-from cnr_store.policy import decide
-from cnr_store.reading.access import Url
-from cnr_store.training.codecs import CodecChoice, CodecOption
-from cnr_store.write import Writer
+from cnr_store.format.state_arrays import NUMBER_TYPES, ArrayLeaf
+from cnr_store.policies.policy import decide
+from cnr_store.policies.widths import Bits, match_pattern
+from cnr_store.reading.opening import Url
+from cnr_store.training.importing.model_file import FileTensor, ModelFile, clean_names
+from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
+from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
+from cnr_store.writing.writer import Writer
 
 Array = np.ndarray[Any, Any]
 TABLE_ROWS = 10_000
 """Without being told, a matrix of at least so many rows is taken for a table."""
 
 _COMPARED_BYTES = 8 << 20
-_TABLE_ELEMENTS = frozenset({"float32", "float16", "bfloat16"})
 _NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor in a file.
-
-    Attributes
-    ----------
-    element
-        Torch's name of its type.
-    values
-        Mapped, not read. Unsigned integers with its bits where numpy lacks the type.
-    """
-
-    element: str
-    values: Array
-
-    @property
-    def may_be_table(self) -> bool:
-        return self.values.ndim == 2 and self.values.size > 0 and self.element in _TABLE_ELEMENTS
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """What a file holds: tensors by name, further names of the same tensors, and modules' extra state
-    with what recognises tensors in it."""
-
-    tensors: Mapping[str, FileTensor]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    extra_state: Mapping[str, Any] = field(default_factory=dict)
-    as_leaf: Callable[[object], ArrayLeaf | None] = lambda _: None
 
 
 class FileRows:
@@ -183,7 +152,7 @@ def _open(path: Path, key: str | None) -> ModelFile:
     if not is_zip:
         raise FormatError(f"{path} is no file of torch.save, so there is nothing under key={key!r}")
     try:
-        from cnr_store.training.torchfile import read_torch_file
+        from cnr_store.training.importing.torch_file import read_torch_file
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -285,19 +254,3 @@ def _state(found: ModelFile, dense: list[DenseWrite]) -> Any:
         "rng": None,
     }
     return encode_state(tree, beside=beside, as_leaf=found.as_leaf)
-
-
-def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:
-    """The names of a state dict's keys without the prefixes of wrappers.
-
-    Raises
-    ------
-    FormatError
-        Two keys have one name.
-    """
-    kept = {key: ".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys}
-    while kept and all(name.startswith("module.") for name in kept.values()):
-        kept = {key: name.removeprefix("module.") for key, name in kept.items()}
-    if len(set(kept.values())) < len(kept):
-        raise FormatError(f"{what} has two tensors of one name, once prefixes of wrappers are left out")
-    return kept

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cnr_store.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.errors import (
     CheckpointError,
     CorruptionError,
@@ -21,7 +21,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
-from cnr_store.training.restore import Restored
+from cnr_store.training.loading.restore import Restored
 
 log = logging.getLogger("cnr_store")
 _LISTINGS = 5

@@ -11,10 +11,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
-from cnr_store.training.matching import TableFit
-from cnr_store.training.optimizers import Tree, check_groups, optimizer_tree, row_slots
-from cnr_store.training.tables import Table
-from cnr_store.training.tensors import dtype_named, may_overlap_itself
+from cnr_store.training.loading.selection import TableFit
+from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
+from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
 
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
 """Exact classes whose state of a row that was never trained is zero."""

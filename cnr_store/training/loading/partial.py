@@ -13,25 +13,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer
-from cnr_store.catalog import Catalog, VersionInfo
-from cnr_store.chain import ArrayReader
-from cnr_store.dense import dense_layout, read_dense
+from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.dense import dense_layout, read_dense
 from cnr_store.errors import CorruptionError, ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, weight_path
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.lineage import Lineage
-from cnr_store.training.apply import assign_ids
-from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.matching import Match, Selection, TableFit
-from cnr_store.training.optimizers import load_optimizer
-from cnr_store.training.proof import check_slots, check_tree
-from cnr_store.training.restore import Restored, left_out_of
-from cnr_store.training.rng import set_rng_state
-from cnr_store.training.rowreads import Fill, RowsRead
-from cnr_store.training.rowstate import OptimizerFit, fit_optimizer
-from cnr_store.training.statetree import accepted, decode_tree
-from cnr_store.training.tables import Table, dense_tensors, extra_state, load_extra_state, parameter_names
-from cnr_store.training.tensors import dense_tensor, overwriting
+from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizer
+from cnr_store.training.loading.restore import Restored, left_out_of
+from cnr_store.training.loading.row_fill import Fill, RowsRead
+from cnr_store.training.loading.selection import Match, Selection, TableFit
+from cnr_store.training.loading.state_tree import accepted, decode_tree
+from cnr_store.training.loading.validate_state import check_slots, check_tree
+from cnr_store.training.model.optimizer_state import load_optimizer
+from cnr_store.training.model.rng_state import set_rng_state
+from cnr_store.training.model.tables import (
+    Table,
+    dense_tensors,
+    extra_state,
+    load_extra_state,
+    parameter_names,
+)
+from cnr_store.training.model.tensors import assign_ids, dense_tensor, overwriting
+from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.writing.lineage import Lineage
 
 Array = np.ndarray[Any, Any]
 log = logging.getLogger("cnr_store")

@@ -13,29 +13,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer
-from cnr_store.catalog import Catalog, VersionInfo
-from cnr_store.chain import ArrayReader
-from cnr_store.dense import dense_layout, read_dense
+from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.dense import dense_layout, read_dense
 from cnr_store.errors import CorruptionError, ModelMismatchError
 from cnr_store.format.layout import decode_name, dense_path, slot_path
 from cnr_store.format.record import Record
-from cnr_store.lineage import Lineage
-from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.optimizers import check_groups, load_optimizer
-from cnr_store.training.options import IGNORE
-from cnr_store.training.proof import check_slots, check_tree
-from cnr_store.training.rng import set_rng_state
-from cnr_store.training.rowreads import RowsRead
-from cnr_store.training.snapshot import row_arrays
-from cnr_store.training.statetree import accepted, decode_tree
-from cnr_store.training.tables import (
+from cnr_store.training.loading.row_fill import RowsRead
+from cnr_store.training.loading.state_tree import accepted, decode_tree
+from cnr_store.training.loading.validate_state import check_slots, check_tree
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.optimizer_state import check_groups, load_optimizer
+from cnr_store.training.model.rng_state import set_rng_state
+from cnr_store.training.model.row_arrays import row_arrays
+from cnr_store.training.model.tables import (
     Table,
     check_extra_state,
     dense_tensors,
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.tensors import dense_tensor, dtype_name, dtype_named, may_overlap_itself, overwriting
+from cnr_store.training.model.tensors import (
+    dense_tensor,
+    dtype_name,
+    dtype_named,
+    may_overlap_itself,
+    overwriting,
+)
+from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.writing.lineage import Lineage
 
 Array = np.ndarray[Any, Any]
 log = logging.getLogger("cnr_store")

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from cnr_backends import Transfer
-from cnr_store.chain import ArrayReader
-from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.tensors import assign_rows, dtype_name, note_change, numpy_view
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.training.model.tensors import assign_rows, dtype_name, note_change, numpy_view
+from cnr_store.training.tracking.bitmap import Bitmap
 
 Array = np.ndarray[Any, Any]
 

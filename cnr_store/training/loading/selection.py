@@ -13,8 +13,8 @@ import torch
 
 from cnr_store.errors import ModelMismatchError, OptionError
 from cnr_store.format.record import ArrayEntry
-from cnr_store.training.tables import Table
-from cnr_store.training.tensors import dtype_name, dtype_named
+from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tensors import dtype_name, dtype_named
 
 Strict = Literal["raise", "ignore", "report"]
 Ids = npt.NDArray[np.int64]

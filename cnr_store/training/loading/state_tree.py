@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.catalog import Catalog
-from cnr_store.dense import read_dense
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CheckpointError, FormatError, ModelMismatchError
 from cnr_store.format.record import Record
 from cnr_store.format.state import decode_state
-from cnr_store.training.proof import state_tensor
+from cnr_store.training.loading.validate_state import state_tensor
 
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
 

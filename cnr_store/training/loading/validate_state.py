@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from cnr_store.chains.allocation import empty
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.layout import slot_path, weight_path
-from cnr_store.format.leaves import ArrayLeaf
-from cnr_store.format.proof import members, shown, text, texts
 from cnr_store.format.record import ArrayEntry
-from cnr_store.memory import empty
-from cnr_store.training.rng import check_rng_state
-from cnr_store.training.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
+from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.validate import members, shown, text, texts
+from cnr_store.training.model.rng_state import check_rng_state
+from cnr_store.training.model.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
 
 _SLOT_TYPES = {dtype_name(dtype): dtype for dtype in SLOT_DTYPES}
 

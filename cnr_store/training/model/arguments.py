@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from cnr_store.errors import OptionError, UnsupportedModelError
-from cnr_store.format.proof import MOST
+from cnr_store.format.validate import MOST
 
 Overlap = Literal["wait", "skip"]
 IGNORE = 'load(strict="ignore"), which loads'

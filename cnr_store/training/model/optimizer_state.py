@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
-from cnr_store.training.options import IGNORE
-from cnr_store.training.statetypes import load_uncast
-from cnr_store.training.tables import Table
-from cnr_store.training.tensors import SLOT_DTYPES
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.state_types import load_uncast
+from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tensors import SLOT_DTYPES
 
 Group = dict[str, Any]
 Tree = dict[str, Any]

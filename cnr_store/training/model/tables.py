@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.format.layout import table_name
-from cnr_store.training.options import IGNORE
-from cnr_store.training.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 _EXTRA_STATE = "_extra_state"

@@ -138,6 +138,17 @@ def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
             _keep_nans(target, source)
 
 
+def assign_ids(tensor: torch.Tensor, ids: AnyArray, values: AnyArray) -> None:
+    """Write `values`, (n, dim) of the array type, over the rows `ids`, (n,) ascending, of a tensor on any device."""
+    if ids[-1] - ids[0] == len(ids) - 1:
+        assign_rows(tensor, int(ids[0]), values)
+        return
+    source = torch.empty(values.shape, dtype=tensor.dtype, device="cpu")
+    assign_rows(source, 0, values)
+    with overwriting(tensor):
+        tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
+
+
 def _keep_nans(target: torch.Tensor, source: npt.NDArray[np.float32]) -> None:
     """Give a bfloat16 tensor the sign and payload of each NaN of `source`, which torch makes all alike."""
     where = np.isnan(source)

@@ -6,12 +6,12 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from cnr_backends import Backend
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
-from cnr_store.training.pending import finish_before_exit
-from cnr_store.upkeep.compact import fold
-from cnr_store.upkeep.retention import Retention, Rules
+from cnr_store.maintenance.collection.retention import Retention, Rules
+from cnr_store.maintenance.folding.compact import fold
+from cnr_store.training.saving.pending_save import finish_before_exit
 
 log = logging.getLogger("cnr_store")
 

@@ -17,7 +17,8 @@ from cnr_codecs import (
     parse,
     row_codec,
 )
-from cnr_store.bits import (
+from cnr_store.errors import OptionError
+from cnr_store.policies.widths import (
     LOSSLESS,
     LOSSLESS_BELOW_BYTES,
     Bits,
@@ -29,8 +30,7 @@ from cnr_store.bits import (
     choose_bits,
     match_pattern,
 )
-from cnr_store.errors import OptionError
-from cnr_store.training.raised import QUANTIZABLE, RaisedRows
+from cnr_store.training.saving.never_below_codec import QUANTIZABLE, RaisedRows
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.catalog import VersionInfo
+from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.errors import BusyError, ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
-from cnr_store.training.snapshot import LiveRows
+from cnr_store.training.saving.snapshot import LiveRows
 
 
 class PendingSave:

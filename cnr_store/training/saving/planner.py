@@ -13,14 +13,15 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
-from cnr_store.lineage import Lineage
-from cnr_store.plan import RowsWrite
-from cnr_store.policy import Costs, Decision, Offer, PolicyName, decide
-from cnr_store.training.bitmap import Bitmap, count, rows_of
-from cnr_store.training.codecs import CodecChoice
-from cnr_store.training.pending import LeasedRows, PendingSave
-from cnr_store.training.snapshot import LiveRows, RowArray, Staging
-from cnr_store.training.tables import Table
+from cnr_store.policies.policy import Costs, Decision, Offer, PolicyName, decide
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tables import Table
+from cnr_store.training.saving.codec_choice import CodecChoice
+from cnr_store.training.saving.pending_save import LeasedRows, PendingSave
+from cnr_store.training.saving.snapshot import LiveRows, Staging
+from cnr_store.training.tracking.bitmap import Bitmap, count, rows_of
+from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.plan import RowsWrite
 
 Bitmaps = dict[str, Bitmap]
 Ids = np.ndarray[Any, np.dtype[np.int64]]

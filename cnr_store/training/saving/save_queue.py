@@ -13,16 +13,17 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
 from cnr_store.format.record import Record
-from cnr_store.plan import Plan, RowsWrite
-from cnr_store.policy import Costs, Decision, PolicyName
-from cnr_store.training.audit import Audit
-from cnr_store.training.optimizers import table_slots
-from cnr_store.training.pending import LeasedRows, PendingSave, Turn, finish_before_exit
-from cnr_store.training.planner import Bitmaps, Planner
-from cnr_store.training.snapshot import DenseSnapshot, RowArray, row_arrays
-from cnr_store.training.tables import Table
-from cnr_store.training.tracker import Tracker
-from cnr_store.write import Writer
+from cnr_store.policies.policy import Costs, Decision, PolicyName
+from cnr_store.training.model.optimizer_state import table_slots
+from cnr_store.training.model.row_arrays import RowArray, row_arrays
+from cnr_store.training.model.tables import Table
+from cnr_store.training.saving.pending_save import LeasedRows, PendingSave, Turn, finish_before_exit
+from cnr_store.training.saving.planner import Bitmaps, Planner
+from cnr_store.training.saving.snapshot import DenseSnapshot
+from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.tracker import Tracker
+from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
 

@@ -12,48 +12,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cnr_store.errors import StateError, UnsupportedModelError
-from cnr_store.format.layout import decode_name, dense_path, slot_path
-from cnr_store.format.leaves import ArrayLeaf
+from cnr_store.errors import StateError
+from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps, encode_state
-from cnr_store.plan import DenseWrite
-from cnr_store.training.optimizers import optimizer_tree, row_slots
-from cnr_store.training.rng import rng_state
-from cnr_store.training.tables import (
-    Table,
-    dense_items,
-    extra_state,
-    parameter_names,
-    state_names,
-)
-from cnr_store.training.tensors import array_dtype, dense_numpy, dtype_name, gather
+from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.model.optimizer_state import optimizer_tree
+from cnr_store.training.model.rng_state import rng_state
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.state_leaves import state_of, tensor_leaf
+from cnr_store.training.model.tables import Table, dense_items, extra_state, parameter_names, state_names
+from cnr_store.training.model.tensors import array_dtype, dense_numpy, gather
+from cnr_store.writing.plan import DenseWrite
 
 Array = np.ndarray[Any, Any]
 MAX_METADATA_BYTES = 64 << 10
-
-
-@dataclass(frozen=True)
-class RowArray:
-    """A live tensor whose rows belong to a table: its weight, or optimizer state that follows it."""
-
-    table: Table
-    path: str
-    tensor: torch.Tensor
-    element: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def slot(self) -> str:
-        """The array's name beside the table: ``weight``, or the optimizer's key."""
-        return decode_name(self.path.rsplit("/", 1)[1])
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in the array type."""
-        return math.prod(self.shape[1:]) * array_dtype(self.tensor.dtype).itemsize
 
 
 class StagedRows:
@@ -121,34 +93,6 @@ class Staging:
                 self._buffers.clear()  # views of this snapshot keep what they use
             buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes]
-
-
-def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[RowArray]:
-    """Every array that is stored by rows: the tables' weights and what their optimizers keep beside each row.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Two optimizers keep state of one name for one table, or one calls it as the rows themselves are called.
-    """
-    found: dict[str, RowArray] = {}
-    for table in tables:
-        weight = RowArray(table, slot_path(table.name, "weight"), table.parameter, table.element)
-        found[weight.path] = weight
-        for optimizer in optimizers:
-            for slot, tensor in row_slots(optimizer, table.parameter).items():
-                path = slot_path(table.name, slot)
-                if path == weight.path:
-                    raise UnsupportedModelError(
-                        f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
-                        "rows are called in the store; give that state another name"
-                    )
-                if path in found:
-                    raise UnsupportedModelError(
-                        f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
-                    )
-                found[path] = RowArray(table, path, tensor, dtype_name(tensor.dtype))
-    return list(found.values())
 
 
 @dataclass
@@ -220,33 +164,6 @@ def encode_metadata(metadata: Any) -> Any:
             f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
         )
     return doc
-
-
-def state_of(value: Any) -> Any:
-    """An object's `state_dict()`, or the value itself where it has none.
-
-    Raises
-    ------
-    StateError
-        It is a class.
-    """
-    if isinstance(value, type):
-        raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-
-
-def tensor_leaf(value: object) -> ArrayLeaf | None:
-    """A tensor or a numpy array as a leaf of a state; it owns its memory.
-
-    None for subclasses, whose masks, units or shards would be lost.
-    """
-    kind = type(value)
-    if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):
-        values, torch_dtype = dense_numpy(value)
-        return ArrayLeaf(values, "torch", torch_dtype)
-    if isinstance(value, np.ndarray) and kind is np.ndarray:
-        return ArrayLeaf(value.copy())
-    return None
 
 
 def table_aliases(model: nn.Module, tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:

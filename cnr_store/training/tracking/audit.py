@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import TrackingError
-from cnr_store.training import options
-from cnr_store.training.bitmap import Bitmap, Rows, count, rows_of
-from cnr_store.training.rowbits import as_integers
-from cnr_store.training.snapshot import RowArray
+from cnr_store.training.model import arguments
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
+from cnr_store.training.tracking.device_bitmap import as_integers
 
 DEFAULT_BYTES = 1 << 20
 """Of samples of all tables: 4,096 rows of 64 floats. If 230 of them change in an interval, 99 of 100 trackers that
@@ -72,7 +72,7 @@ class Audit:
         """
         if isinstance(audit, bool):
             return cls(DEFAULT_BYTES if audit else 0)
-        return cls(options.count("audit", audit, least=0))
+        return cls(arguments.count("audit", audit, least=0))
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cnr_store.training import bitmap
-from cnr_store.training.bitmap import Bitmap
+from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking.bitmap import Bitmap
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cnr_store.training.hooks import Handle, Local
-from cnr_store.training.tables import Lookup
-from cnr_store.training.watch import OUTSIDE, Watch
+from cnr_store.training.model.tables import Lookup
+from cnr_store.training.tracking.step_hooks import Handle, Local
+from cnr_store.training.tracking.table_tracker import OUTSIDE, Watch
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 # A captured CUDA graph replays kernels, and would leave the operator out; releases without this tag capture none

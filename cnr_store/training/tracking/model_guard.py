@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.tables import Lookup, check_weight, clean_name, wrapper_paths
+from cnr_store.training.model.tables import Lookup, check_weight, clean_name, wrapper_paths
 
 _Place = tuple[str, int, int]
 _Named = dict[str, tuple[int, frozenset[str]]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-from cnr_store.training.watch import Watch
+from cnr_store.training.tracking.table_tracker import Watch
 
 Stepped = list[tuple[int, Watch]]
 

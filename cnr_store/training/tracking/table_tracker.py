@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from cnr_store.training import bitmap
-from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.fingerprint import Fingerprint
-from cnr_store.training.optimizers import row_slots
-from cnr_store.training.rowbits import RowBits
-from cnr_store.training.tables import Table
+from cnr_store.training.model.optimizer_state import row_slots
+from cnr_store.training.model.tables import Table
+from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.training.tracking.version_counter import Fingerprint
 
 OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"

@@ -22,13 +22,18 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.bitmap import Bitmap
-from cnr_store.training.hooks import Handle, remove_all, unwatch_steps, watch_steps
-from cnr_store.training.lookups import hook_lookups
-from cnr_store.training.stepped import SteppedTables
-from cnr_store.training.tables import Table
-from cnr_store.training.trust import Classes, counted_changes, group_moves_untouched, passes_over
-from cnr_store.training.watch import OUTSIDE, STATE_OUTSIDE, Watch
+from cnr_store.training.model.tables import Table
+from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.training.tracking.lookup_hooks import hook_lookups
+from cnr_store.training.tracking.optimizer_rules import (
+    Classes,
+    counted_changes,
+    group_moves_untouched,
+    passes_over,
+)
+from cnr_store.training.tracking.step_hooks import Handle, remove_all, unwatch_steps, watch_steps
+from cnr_store.training.tracking.stepped_tables import SteppedTables
+from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, Watch
 
 logger = logging.getLogger("cnr_store")
 

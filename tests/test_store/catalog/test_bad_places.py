@@ -18,7 +18,7 @@ import zarr
 import cnr_store
 from cnr_backends import OpenError, StorageError
 from cnr_store import Checkpointer, EmptyStoreError, FormatError, SaveError
-from tests.test_store.lasting_store import lasting_store, make_model, weight
+from tests.test_store.support.lasting_store import lasting_store, make_model, weight
 
 if TYPE_CHECKING:
     from tests.conftest import S3Server

@@ -16,7 +16,7 @@ import cnr_store
 from cnr_backends import ObjectExistsError, open_backend
 from cnr_store import Checkpointer, SupersededError
 from tests.s3_server import BUCKET
-from tests.test_store.small_model import Ids, make_model, other_state, row_state
+from tests.test_store.support.small_model import Ids, make_model, other_state, row_state
 
 if TYPE_CHECKING:
     from tests.s3_server import S3Server

@@ -12,10 +12,10 @@ import pytest
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store import VersionNotFoundError
-from cnr_store.policy import POLICIES
-from tests.test_store.kept import is_void, remains
-from tests.test_store.processes import Jobs
-from tests.test_store.retention_process import digest
+from cnr_store.policies.policy import POLICIES
+from tests.test_store.support.processes import Jobs
+from tests.test_store.support.retention_helpers import is_void, remains
+from tests.test_store.support.retention_process import digest
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from torch import nn
 import cnr_store
 from cnr_backends import BackendError
 from cnr_store import Checkpointer, CheckpointError, VersionInfo
-from cnr_store.upkeep.findings import VerifyReport
-from cnr_store.upkeep.verify import verify
+from cnr_store.maintenance.verification.report import VerifyReport
+from cnr_store.maintenance.verification.verify import verify
 
 Values = dict[str, bytes]
 

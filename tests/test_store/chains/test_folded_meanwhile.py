@@ -20,7 +20,7 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CorruptionError
 from cnr_store.format import layout
 from cnr_store.reading.filesystem import CnrFileSystem
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
 
 ROWS = 3000
 CHUNK = "tables/weight/weight/c/0/0"

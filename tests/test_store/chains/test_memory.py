@@ -12,7 +12,7 @@ import pytest
 from benchmarks.storage_bench.memory import peak_bytes
 from benchmarks.storage_bench.peak import SNAPSHOT_BYTES
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
-from cnr_store.stage import PUT_BYTES_IN_FLIGHT
+from cnr_store.writing.stage import PUT_BYTES_IN_FLIGHT
 
 pytestmark = [
     pytest.mark.slow,

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 import cnr_store
 from cnr_store.cli import main
 from cnr_store.cli.options import OWN_PARAMETERS
-from cnr_store.policy import POLICIES
+from cnr_store.policies.policy import POLICIES
 
 WITHOUT_TORCH = """
 import sys
@@ -67,7 +67,7 @@ def test_ls_lists_versions_oldest_first(capsys: pytest.CaptureFixture[str], stor
 
 
 def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], store: str) -> None:
-    from cnr_store.reading.access import versions
+    from cnr_store.reading.opening import versions
 
     status, out, _ = cnr(capsys, "ls", store, "--json")
     names = ("id", "step", "kind", "rows", "bytes", "previous", "time", "metadata")

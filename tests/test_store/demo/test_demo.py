@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cnr_backends import StorageError, open_backend
-from cnr_store.catalog import VersionInfo
+from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.demo.checks import check_all, kept_steps
 from cnr_store.demo.config import Failed, Finished, Saved, Started, Step, TrainConfig, event_line, parse_event
 from cnr_store.demo.data import CROSS_ROWS, load_features

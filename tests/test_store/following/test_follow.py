@@ -25,8 +25,8 @@ from cnr_store import (
     VersionInfo,
     VersionNotFoundError,
 )
-from cnr_store.reading import changes
-from tests.test_store.follower import Follower, delete_version
+from cnr_store.reading import changed_rows
+from tests.test_store.support.follower import Follower, delete_version
 
 ROWS, DIM = 4000, 8
 
@@ -251,7 +251,7 @@ def test_tied_tables_come_once(tmp_path):
 
 
 def test_blocks_are_bounded_and_each_row_comes_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(changed_rows, "BLOCK_BYTES", 1000)
     run = Run(tmp_path)
     held = run.save()
     run.save(*range(0, ROWS, 3))

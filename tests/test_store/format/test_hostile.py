@@ -21,8 +21,17 @@ from torch import nn
 
 import cnr_store
 from cnr_store import CorruptionError
-from cnr_store.training.rng import check_rng_state, rng_state
-from tests.test_store.forged import DENSE, READERS, ROWS, SLOT, WEIGHT, Forgery, make_store, read_all
+from cnr_store.training.model.rng_state import check_rng_state, rng_state
+from tests.test_store.support.tampering import (
+    DENSE,
+    READERS,
+    ROWS,
+    SLOT,
+    WEIGHT,
+    Forgery,
+    make_store,
+    read_all,
+)
 
 Json = Any
 Forge = Callable[[], Forgery]

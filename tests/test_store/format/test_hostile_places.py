@@ -19,7 +19,7 @@ import cnr_store
 from cnr_backends import BackendError
 from cnr_store import CheckpointError
 from cnr_store.format import layout
-from tests.test_store.forged import DENSE, SLOT, WEIGHT, Forgery, make_store, read_all
+from tests.test_store.support.tampering import DENSE, SLOT, WEIGHT, Forgery, make_store, read_all
 
 Json = Any
 

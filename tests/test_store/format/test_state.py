@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import FormatError, StateError
-from cnr_store.format.leaves import ArrayLeaf
 from cnr_store.format.state import MAX_DEPTH, decode_state, dumps, encode_state, loads
+from cnr_store.format.state_arrays import ArrayLeaf
 
 scalars = st.one_of(
     st.none(),

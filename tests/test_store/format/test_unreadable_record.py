@@ -12,9 +12,9 @@ from cnr_backends import open_backend
 from cnr_codecs import LosslessRows
 from cnr_store import SaveError
 from cnr_store.format.layout import weight_path
-from cnr_store.plan import Plan, RowsWrite
-from cnr_store.training.snapshot import StagedRows
-from cnr_store.write import Writer
+from cnr_store.training.saving.snapshot import StagedRows
+from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.writer import Writer
 
 
 def plan(step: int, rows: int) -> Plan:

@@ -29,12 +29,12 @@ from cnr_store import (
     VersionNotFoundError,
     compact,
 )
-from cnr_store.catalog import Catalog
-from cnr_store.chain import ArrayReader
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
 from cnr_store.format.record import decode_record, encode_record
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CODECS: dict[str, Any] = {
@@ -70,7 +70,7 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"TARGET_CHUNK_BYTES": 512, "MAX_CHUNK_BYTES": 1024, "TARGET_SHARD_BYTES": 4096}
     for name, nbytes in {**sizes, "MAX_SHARD_BYTES": 4096}.items():
         monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr("cnr_store.upkeep.folding.REGION_BYTES", 4096)
+    monkeypatch.setattr("cnr_store.maintenance.folding.folded_array.REGION_BYTES", 4096)
 
 
 class Tables(nn.Module):

@@ -24,11 +24,11 @@ from cnr_backends import Backend, BackendError, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Decide, Fault
 from cnr_store import Checkpointer, CheckpointError, compact
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 from tests.s3_server import S3Server
-from tests.test_store import folding_process
-from tests.test_store.spoiling import forget
+from tests.test_store.support import folding_process
+from tests.test_store.support.faults import forget
 
 pytestmark = pytest.mark.slow
 

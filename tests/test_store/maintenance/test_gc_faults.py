@@ -16,14 +16,21 @@ import pytest
 import cnr_store
 from cnr_backends import Backend, BackendError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
-from cnr_store.catalog import Catalog
-from cnr_store.chain import chain
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import chain
 from cnr_store.format.layout import VersionId, version_key
 from tests.s3_server import S3Server
-from tests.test_store.kept import Trainer, check_exact, contents, objects, remains, visible
-from tests.test_store.processes import Jobs
-from tests.test_store.small_model import make_model
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
+from tests.test_store.support.processes import Jobs
+from tests.test_store.support.retention_helpers import (
+    Trainer,
+    check_exact,
+    contents,
+    objects,
+    remains,
+    visible,
+)
+from tests.test_store.support.small_model import make_model
 
 KINDS: list[Fault] = ["before", "after", "full"]
 ENDS: list[Fault] = ["before", "after"]

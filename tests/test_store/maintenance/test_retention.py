@@ -14,9 +14,10 @@ import cnr_store
 from cnr_backends import Backend, StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, Checkpointer, OptionError, SupersededError, VersionNotFoundError
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId, record_key, version_key
-from tests.test_store.kept import (
+from tests.test_store.support.faults import forget
+from tests.test_store.support.retention_helpers import (
     Trainer,
     check_exact,
     content,
@@ -27,8 +28,7 @@ from tests.test_store.kept import (
     save_many,
     visible,
 )
-from tests.test_store.small_model import make_model
-from tests.test_store.spoiling import forget
+from tests.test_store.support.small_model import make_model
 
 
 @pytest.fixture

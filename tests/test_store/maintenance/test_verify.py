@@ -18,14 +18,14 @@ import cnr_store
 from cnr_backends import Backend, StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import CheckpointError, EmptyStoreError, FormatError, VersionNotFoundError
-from cnr_store.chain import chain
+from cnr_store.chains.array_reader import chain
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.upkeep.findings import VerifyReport
-from cnr_store.upkeep.verify import verify
-from tests.test_store.forged import DENSE, WEIGHT, Forgery, Model, make_store
-from tests.test_store.job import Job, Setting
-from tests.test_store.spoiling import Spoil
+from cnr_store.maintenance.verification.report import VerifyReport
+from cnr_store.maintenance.verification.verify import verify
+from tests.test_store.support.faults import Spoil
+from tests.test_store.support.tampering import DENSE, WEIGHT, Forgery, Model, make_store
+from tests.test_store.support.trainer_model import Job, Setting
 
 ATTEMPT = "000001-0123abcd.00000009"
 
@@ -365,7 +365,7 @@ def test_long_chains_are_followed_once(tmp_path: Path, monkeypatch: pytest.Monke
             yield link
 
     for module in ("verify", "restorability"):
-        monkeypatch.setattr(f"cnr_store.upkeep.{module}.chain", counted)
+        monkeypatch.setattr(f"cnr_store.maintenance.{module}.chain", counted)
     report = verify(tmp_path)
     assert report.ok
     assert report.restorable == tuple(ids(tmp_path))

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import OptionError
-from cnr_store.policy import POLICIES, Costs, Delta, Offer, check_policy, decide, deltas_after, full_is_due
+from cnr_store.policies.policy import (
+    POLICIES,
+    Costs,
+    Delta,
+    Offer,
+    check_policy,
+    decide,
+    deltas_after,
+    full_is_due,
+)
 
 sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=30)
 

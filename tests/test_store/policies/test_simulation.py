@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import OptionError
-from cnr_store.policy import POLICIES
-from cnr_store.simulation import SimulatedSave, Trace, simulate
+from cnr_store.policies.policy import POLICIES
+from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
 
 ROWS = 60
 PAPER = Trace.of_growth(1_000_000, [0.25 * i**0.3 for i in range(1, 30)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import ExpectedRestores, OptionError
-from cnr_store.bits import auto_bits, check_bits, choose_bits
+from cnr_store.policies.widths import auto_bits, check_bits, choose_bits
 
 
 @pytest.mark.parametrize("bits", [0, 1, 5, 16, 33, -8, "4", None, 8.0, True, {"user*": 7}])

@@ -19,7 +19,8 @@ from torch import nn
 
 import cnr_store
 from cnr_backends import StorageError
-from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError, chain
+from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError
+from cnr_store.chains import array_reader
 from cnr_store.format import arrays
 
 
@@ -48,7 +49,7 @@ class Model(nn.Module):
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store whose newest version is a delta of quantized rows."""
     if request.param == "many pieces":
-        monkeypatch.setattr(chain, "REGION_BYTES", 2000)
+        monkeypatch.setattr(array_reader, "REGION_BYTES", 2000)
         monkeypatch.setattr(arrays, "MAX_DENSE_CHUNK_BYTES", 1000)
     torch.manual_seed(0)
     model = Model()

@@ -17,10 +17,10 @@ from torch import nn
 import cnr_store
 from cnr_backends import BackendError, OpenError, open_backend
 from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError, VersionNotFoundError
-from cnr_store.catalog import Catalog
-from cnr_store.reading.computed import ComputedStore
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.filesystem import CnrFileSystem
 from cnr_store.reading.overlay import Overlay
+from cnr_store.reading.virtual_store import ComputedStore
 
 # fsspec's suite
 

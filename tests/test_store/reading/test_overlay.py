@@ -25,9 +25,9 @@ from zarr.testing.store import StoreTests
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store import Checkpointer, ReadOnlyError
-from cnr_store.catalog import Catalog
-from cnr_store.reading.computed import ComputedStore
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.overlay import Overlay
+from cnr_store.reading.virtual_store import ComputedStore
 
 ROWS, DIM = 5000, 6
 

@@ -16,16 +16,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 import cnr_store
 from cnr_backends import Backend, open_backend
-from cnr_store import chain
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains import array_reader
 from cnr_store.format import grid, layout
 from cnr_store.format.record import Record
-from cnr_store.upkeep import folding
-from tests.test_store.expected import POLICIES, Content, Expected
-from tests.test_store.job import Job, Setting
-from tests.test_store.small_model import OPTIMIZERS, SHAPES, Ids
-from tests.test_store.spoiling import forget
-from tests.test_store.test_model_based import EDITS, IDS, SELDOM, settings_of
+from cnr_store.maintenance.folding import folded_array
+from tests.test_store.stateful.test_model_based import EDITS, IDS, SELDOM, settings_of
+from tests.test_store.support.faults import forget
+from tests.test_store.support.oracle import POLICIES, Content, Expected
+from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
+from tests.test_store.support.trainer_model import Job, Setting
 
 
 @dataclass
@@ -89,7 +89,7 @@ class FoldingJob(Job):
             needed.add(version)
             record = catalog.record(version)
             paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
-            todo += [each.id for path in paths for each in chain.chain(catalog, record, path)]
+            todo += [each.id for path in paths for each in array_reader.chain(catalog, record, path)]
         for version in sorted(set(self.expected.versions) - needed, reverse=True):
             self.backend.delete(layout.record_key(version))
             for room in (layout.FOLDS, layout.VERSIONS):
@@ -99,7 +99,7 @@ class FoldingJob(Job):
 
     def check_needs(self, catalog: Catalog, record: Record, content: Content) -> None:
         """Folds made since make some of what a record names needless."""
-        used = {each.id for path in content.written for each in chain.chain(catalog, record, path)} - {
+        used = {each.id for path in content.written for each in array_reader.chain(catalog, record, path)} - {
             record.id
         }
         assert used <= set(record.needs)
@@ -177,8 +177,8 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     }
     for name, nbytes in limits.items():
         monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(chain, "REGION_BYTES", 2048)
-    monkeypatch.setattr(folding, "REGION_BYTES", 2048)
+    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
+    monkeypatch.setattr(folded_array, "REGION_BYTES", 2048)
 
 
 @pytest.mark.slow

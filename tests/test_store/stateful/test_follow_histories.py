@@ -13,17 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
-from cnr_store import Update, VersionNotFoundError, chain
-from cnr_store.catalog import Catalog
+from cnr_store import Update, VersionNotFoundError
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains import array_reader
 from cnr_store.format import grid
-from cnr_store.reading import changes
-from cnr_store.upkeep.compact import compact
-from tests.test_store.expected import FORETOLD
-from tests.test_store.follower import Follower, ModelFollower, delete_version
-from tests.test_store.job import Job
-from tests.test_store.small_model import Ids
-from tests.test_store.spoiling import Spoil, forget
-from tests.test_store.test_model_based import IDS, SELDOM, SPOILS, settings_of
+from cnr_store.maintenance.folding.compact import compact
+from cnr_store.reading import changed_rows
+from tests.test_store.stateful.test_model_based import IDS, SELDOM, SPOILS, settings_of
+from tests.test_store.support.faults import Spoil, forget
+from tests.test_store.support.follower import Follower, ModelFollower, delete_version
+from tests.test_store.support.oracle import FORETOLD
+from tests.test_store.support.small_model import Ids
+from tests.test_store.support.trainer_model import Job
 
 
 class Followed(RuleBasedStateMachine):
@@ -132,7 +133,7 @@ def leant_on(catalog: Catalog, version: str) -> set[str]:
     """Versions that reading one touches; none beneath a fold."""
     record = catalog.record(version)
     paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
-    return {link.version for path in paths for link in chain.ArrayReader(catalog, record, path).links}
+    return {link.version for path in paths for link in array_reader.ArrayReader(catalog, record, path).links}
 
 
 @pytest.fixture(params=["one chunk", "many chunks"])
@@ -148,8 +149,8 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     }
     for name, nbytes in limits.items():
         monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(chain, "REGION_BYTES", 2048)
-    monkeypatch.setattr(changes, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
+    monkeypatch.setattr(changed_rows, "BLOCK_BYTES", 500)
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
-from cnr_store import chain
+from cnr_store.chains import array_reader
 from cnr_store.format import grid
-from tests.test_store.expected import POLICIES
-from tests.test_store.job import ENOUGH_BYTES, Job, Setting
-from tests.test_store.small_model import OPTIMIZERS, SHAPES, Ids
-from tests.test_store.spoiling import Spoil, forget
+from tests.test_store.support.faults import Spoil, forget
+from tests.test_store.support.oracle import POLICIES
+from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
+from tests.test_store.support.trainer_model import ENOUGH_BYTES, Job, Setting
 
 
 def settings_of(policies: Sequence[str]) -> st.SearchStrategy[Setting]:
@@ -147,7 +147,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     }
     for name, nbytes in limits.items():
         monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(chain, "REGION_BYTES", 2048)
+    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
 
 
 @pytest.mark.slow

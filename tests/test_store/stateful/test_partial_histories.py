@@ -18,8 +18,8 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 import cnr_store
 from cnr_store import Checkpointer, ModelMismatchError
-from tests.test_store.expected import POLICIES
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
+from tests.test_store.support.oracle import POLICIES
 
 NAMES = ("users", "ads", "tags")
 DIM = 6

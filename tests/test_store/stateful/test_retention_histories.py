@@ -16,10 +16,10 @@ import cnr_store
 from cnr_backends import BackendError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, EmptyStoreError, SaveError
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId
-from tests.test_store.kept import Content, Trainer, content, visible
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
+from tests.test_store.support.retention_helpers import Content, Trainer, content, visible
 
 NUMBER = st.integers(0, 1000)
 RULES = st.sampled_from(

@@ -10,7 +10,7 @@ import torch
 import cnr_store
 from cnr_backends import Backend
 from cnr_store import Block, Update
-from tests.test_store.small_model import Array, SmallModel, make_model
+from tests.test_store.support.small_model import Array, SmallModel, make_model
 
 GARBAGE = -77
 

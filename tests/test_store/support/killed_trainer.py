@@ -29,7 +29,7 @@ from torch import nn
 from cnr_codecs import UniformRows, decode_into, parse
 from cnr_codecs.plugins import zarr_face as zarr_face  # imported here once, rather than by zarr in each job
 from cnr_store import Checkpointer, versions
-from cnr_store.training import bitmap
+from cnr_store.training.tracking import bitmap
 
 TABLES = {"user": (4096, 24), "item": (3000, 16), "ad": (2048, 32)}
 LOOKUPS = 48

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import UniformRows, decode_into, parse
-from cnr_store.training.raised import RaisedRows
-from tests.test_store.small_model import SHAPES, Array
+from cnr_store.training.saving.never_below_codec import RaisedRows
+from tests.test_store.support.small_model import SHAPES, Array
 
 Codec = UniformRows | RaisedRows | None
 Row = tuple[Codec, bytes]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.test_store import retention_process
+from tests.test_store.support import retention_process
 
 
 class Jobs:

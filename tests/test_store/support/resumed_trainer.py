@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnr_store import Checkpointer, TrackedReader, versions
-from tests.test_store import killed_trainer
+from tests.test_store.support import killed_trainer
 
 ROWS, DIM = {"user": 1500, "item": 1000}, 16
 SAMPLES, BATCH, EPOCHS = 2048, 64, 4

@@ -10,11 +10,11 @@ import numpy as np
 import cnr_store
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store import Checkpointer
-from cnr_store.catalog import Catalog
-from cnr_store.chain import ArrayReader
-from cnr_store.dense import read_dense
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import VERSIONS, record_key
-from tests.test_store.small_model import make_model, table_weight
+from tests.test_store.support.small_model import make_model, table_weight
 
 Content = dict[str, bytes]
 

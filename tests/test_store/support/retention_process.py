@@ -34,9 +34,9 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_codecs import LosslessRows, decode_into, parse
 from cnr_codecs.plugins import zarr_face as zarr_face  # imported here once, rather than by zarr in each job
 from cnr_store import SaveError, SupersededError
-from tests.test_store import killed_trainer
-from tests.test_store.kept import Trainer
-from tests.test_store.small_model import SHAPES, table_weight
+from tests.test_store.support import killed_trainer
+from tests.test_store.support.retention_helpers import Trainer
+from tests.test_store.support.small_model import SHAPES, table_weight
 
 Job = dict[str, Any]
 TABLES = [f"{name}.weight" for name in SHAPES]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from cnr_store.training.bitmap import Bitmap, rows_of
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.bitmap import Bitmap, rows_of
+from cnr_store.training.tracking.tracker import Tracker
 
 ROWS = 40
 ALL = list(range(ROWS))

@@ -13,12 +13,13 @@ from cnr_backends import Backend, check_chunk, index_nbytes, parse_index
 from cnr_backends.testing import FaultyBackend
 from cnr_codecs import parse, present_rows
 from cnr_store import Checkpointer, SaveError, VersionInfo
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_rows_document
 from cnr_store.format.layout import record_key, version_key
 from cnr_store.format.record import Record
-from tests.test_store.expected import Attempt, Bits, Content, Expected, StateBits, restored
-from tests.test_store.small_model import (
+from tests.test_store.support.faults import Spoil, Weather
+from tests.test_store.support.oracle import Attempt, Bits, Content, Expected, StateBits, restored
+from tests.test_store.support.small_model import (
     SHAPES,
     Ids,
     SmallModel,
@@ -28,7 +29,6 @@ from tests.test_store.small_model import (
     row_state,
     table_weight,
 )
-from tests.test_store.spoiling import Spoil, Weather
 
 WAIT_SECONDS = 60
 ENOUGH_BYTES = 1 << 30

@@ -22,7 +22,15 @@ from cnr_store import (
     UnsupportedModelError,
     VersionNotFoundError,
 )
-from tests.test_store.lasting_store import DIM, ROWS, assert_newest, change, lasting_store, make_model, weight
+from tests.test_store.support.lasting_store import (
+    DIM,
+    ROWS,
+    assert_newest,
+    change,
+    lasting_store,
+    make_model,
+    weight,
+)
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ import cnr_store
 from cnr_backends import Backend, BackendError, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
-from cnr_store.catalog import Catalog
-from cnr_store.training import planner, snapshot, tensors
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.training.model import tensors
+from cnr_store.training.saving import planner, snapshot
 
 
 class Job:

@@ -14,8 +14,8 @@ from torch.optim import SGD
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store import Checkpointer, ExpectedRestores, OptionError, Trace, simulate
-from cnr_store.catalog import Catalog
-from cnr_store.policy import POLICIES
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.policies.policy import POLICIES
 
 ROWS, DIM, SAVES = 3000, 64, 12
 ROW_BYTES = 4 * DIM

@@ -13,7 +13,7 @@ import pytest
 
 import cnr_store
 from cnr_store import Checkpointer, ClosedError, OptionError
-from tests.test_store.lasting_store import assert_newest, change, make_model
+from tests.test_store.support.lasting_store import assert_newest, change, make_model
 
 
 def test_a_signal_ends_the_loop_with_a_save(tmp_path: Path) -> None:

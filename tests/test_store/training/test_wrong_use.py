@@ -22,7 +22,7 @@ from cnr_store import (
     SupersededError,
     VersionNotFoundError,
 )
-from tests.test_store.lasting_store import ROWS, assert_newest, change, make_model, weight
+from tests.test_store.support.lasting_store import ROWS, assert_newest, change, make_model, weight
 
 
 @pytest.mark.parametrize("url", [None, "", 3, b"x"])

@@ -14,9 +14,9 @@ import cnr_store
 from cnr_backends import Backend, ObjectExistsError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import Checkpointer, SupersededError
-from tests.test_store.job import WAIT_SECONDS, Job, Setting
-from tests.test_store.small_model import Ids, make_model, other_state, row_state
-from tests.test_store.spoiling import Spoil, forget
+from tests.test_store.support.faults import Spoil, forget
+from tests.test_store.support.small_model import Ids, make_model, other_state, row_state
+from tests.test_store.support.trainer_model import WAIT_SECONDS, Job, Setting
 
 SETTING = Setting(policy="consecutive", bits=4)
 FIRST: Ids = {"users": [1, 2, 3], "tags": [4], "items": [0, 264]}

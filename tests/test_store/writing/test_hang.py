@@ -18,10 +18,10 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, SaveError
-from tests.test_store.processes import Jobs
-from tests.test_store.retention_process import digest
-from tests.test_store.small_model import Ids, make_model
-from tests.test_store.spoiling import forget
+from tests.test_store.support.faults import forget
+from tests.test_store.support.processes import Jobs
+from tests.test_store.support.retention_process import digest
+from tests.test_store.support.small_model import Ids, make_model
 
 if TYPE_CHECKING:
     from tests.s3_proxy import SpoiledOptions

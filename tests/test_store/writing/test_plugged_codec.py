@@ -18,7 +18,7 @@ import cnr_codecs
 import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import Followed, RowCodec, UniformRows
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_unpacker
 
 PAGE = Path(__file__).parents[2] / "docs" / "codecs.md"

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 import cnr_store
 from cnr_store import OptionError, TrackedReader
-from cnr_store.training.rng import rng_state
+from cnr_store.training.model.rng_state import rng_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

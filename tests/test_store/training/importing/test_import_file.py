@@ -16,7 +16,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer, FormatError, ModelMismatchError, OptionError
-from tests.test_store.test_export import Model, contents, same
+from tests.test_store.reading.test_export import Model, contents, same
 
 TABLES = ["users", "items", "tags"]
 

@@ -24,7 +24,7 @@ from cnr_store import (
     VersionNotFoundError,
 )
 from cnr_store.format import layout
-from tests.test_store.forged import Forgery
+from tests.test_store.support.tampering import Forgery
 
 ROWS, DIM, STEPS = 500, 8, 4
 WEIGHT = "tables/emb/weight"

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import cnr_store
-from tests.test_store import resumed_trainer
-from tests.test_store.resumed_trainer import STEPS, Job
+from tests.test_store.support import resumed_trainer
+from tests.test_store.support.resumed_trainer import STEPS, Job
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from torch.optim import SGD
 import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.errors import CheckpointError, ModelMismatchError, UnsupportedModelError
-from tests.test_store.tracked_table import backward, ids
+from tests.test_store.support.tracked_table import backward, ids
 
 ROWS = 30
 

@@ -13,15 +13,10 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
-from cnr_store.training.optimizers import (
-    as_list,
-    load_optimizer,
-    optimizer_tree,
-    row_slots,
-)
-from cnr_store.training.tables import find_tables, parameter_names
-from cnr_store.training.trust import moves_untouched
-from tests.test_store.rowwise import RowWiseAdagrad
+from cnr_store.training.model.optimizer_state import as_list, load_optimizer, optimizer_tree, row_slots
+from cnr_store.training.model.tables import find_tables, parameter_names
+from cnr_store.training.tracking.optimizer_rules import moves_untouched
+from tests.test_store.support.rowwise_optimizers import RowWiseAdagrad
 
 Make = Callable[[Any], Optimizer]
 

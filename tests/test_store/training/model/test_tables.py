@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
-from cnr_store.training.tables import (
+from cnr_store.training.model.tables import (
     clean_name,
     dense_items,
     dense_tensors,
@@ -21,7 +21,7 @@ from cnr_store.training.tables import (
     parameter_names,
     state_names,
 )
-from cnr_store.training.tensors import (
+from cnr_store.training.model.tensors import (
     array_dtype,
     assign_rows,
     dense_numpy,

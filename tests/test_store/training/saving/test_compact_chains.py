@@ -17,7 +17,7 @@ from cnr_backends import Backend, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, OptionError
-from cnr_store.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 
 WAIT_SECONDS = 60

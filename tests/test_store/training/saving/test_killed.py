@@ -22,8 +22,8 @@ import pytest
 import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
-from tests.test_store import killed_trainer
-from tests.test_store.killed_trainer import TABLES, Job, make_training, state_arrays
+from tests.test_store.support import killed_trainer
+from tests.test_store.support.killed_trainer import TABLES, Job, make_training, state_arrays
 
 pytestmark = pytest.mark.slow
 

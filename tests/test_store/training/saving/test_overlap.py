@@ -17,7 +17,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import BusyError, Checkpointer, OptionError, PendingSave, SaveError, SkippedError
-from tests.test_store.lasting_store import assert_newest, change, make_model
+from tests.test_store.support.lasting_store import assert_newest, change, make_model
 
 PATIENCE_SECONDS = 60
 

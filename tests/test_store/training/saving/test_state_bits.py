@@ -19,9 +19,9 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import RowCodec, array_dtype, decode_into, parse
 from cnr_store import Checkpointer, OptionError
-from cnr_store.bits import StateWidths
-from cnr_store.catalog import Catalog
-from cnr_store.training.raised import RaisedRows
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.policies.widths import StateWidths
+from cnr_store.training.saving.never_below_codec import RaisedRows
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8]

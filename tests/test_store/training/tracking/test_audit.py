@@ -16,10 +16,10 @@ from torch.optim import SGD, Adagrad
 
 import cnr_store
 from cnr_store.errors import OptionError, SaveError, TrackingError
-from cnr_store.training.audit import Audit
-from cnr_store.training.bitmap import Bitmap, empty_bitmap, full_bitmap, mark
-from cnr_store.training.snapshot import RowArray, row_arrays
-from cnr_store.training.tables import find_tables
+from cnr_store.training.model.row_arrays import RowArray, row_arrays
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap, mark
 
 ROWS = 20_000
 SAVES = 20

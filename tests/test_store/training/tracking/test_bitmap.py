@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
-from cnr_store.training import bitmap
-from cnr_store.training.rowbits import RowBits, mark_nonzero_on_device, mark_on_device
+from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device, mark_on_device
 
 ROWS = st.integers(1, 300)
 # The first call of a kernel compiles it.

@@ -14,9 +14,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import cnr_store
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ROWS, backward, listed
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.tracked_table import ROWS, backward, listed
 
 pytestmark = [
     # The compiler itself looks at every tensor's gradient where it leaves compiled code.

@@ -11,7 +11,7 @@ import pytest
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.test_store.tracked_table import ALL, TRUSTED, Bench
+from tests.test_store.support.tracked_table import ALL, TRUSTED, Bench
 
 Hook = Callable[[Optimizer, Any, Any], None]
 DENSE = [kind for kind in TRUSTED if "sparse" not in kind]

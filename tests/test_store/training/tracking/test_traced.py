@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ALL, Bench, backward, ids
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.tracked_table import ALL, Bench, backward, ids
 
 
 def ragged() -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.optimizers import row_slots
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ALL, ROWS, TRUSTED, Bench, backward, ids, listed
+from cnr_store.training.model.optimizer_state import row_slots
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, backward, ids, listed
 
 
 @pytest.mark.parametrize("kind", TRUSTED)

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cnr_store
 from cnr_store import Checkpointer
-from cnr_store.training.bitmap import count, full_bitmap
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tensors import assign_rows, gather
-from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ALL, ROWS, TRUSTED, Bench, ids, listed
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.model.tensors import assign_rows, gather
+from cnr_store.training.tracking.bitmap import count, full_bitmap
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, ids, listed
 
 
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])

@@ -12,9 +12,9 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from tests.test_store.tracked_table import ALL, ROWS, backward, listed
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.tracked_table import ALL, ROWS, backward, listed
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]

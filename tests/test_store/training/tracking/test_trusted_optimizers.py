@@ -16,10 +16,10 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import cnr_store
 from cnr_store import Checkpointer, OptionError, TrackingError
-from cnr_store.training.tables import find_tables
-from cnr_store.training.tracker import Tracker
-from cnr_store.training.trust import moves_untouched
-from tests.test_store.rowwise import (
+from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking.optimizer_rules import moves_untouched
+from cnr_store.training.tracking.tracker import Tracker
+from tests.test_store.support.rowwise_optimizers import (
     OWN,
     DropsGradients,
     FailsBehindUpdate,
@@ -28,7 +28,7 @@ from tests.test_store.rowwise import (
     RowWiseAdagrad,
     TwoChanges,
 )
-from tests.test_store.tracked_table import listed
+from tests.test_store.support.tracked_table import listed
 
 ROWS, DIM = 500, 4
 

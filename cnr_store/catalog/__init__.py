@@ -1,0 +1,1 @@
+"""What versions exist, and who may write the next one."""

@@ -1,0 +1,1 @@
+"""The one way to read: arrays composed from the versions that hold their rows."""

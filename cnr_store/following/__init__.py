@@ -1,0 +1,1 @@
+"""The rows that new versions change, for those who serve what is trained."""

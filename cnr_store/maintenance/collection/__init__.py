@@ -1,0 +1,1 @@
+"""Which versions are kept, and the deletion of the others."""

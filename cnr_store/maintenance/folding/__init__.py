@@ -1,0 +1,1 @@
+"""Versions stored once more without their chains."""

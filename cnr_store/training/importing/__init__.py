@@ -1,0 +1,1 @@
+"""Models saved as one file, stored as a version."""

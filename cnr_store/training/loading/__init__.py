@@ -1,0 +1,1 @@
+"""From a version back into a model and its optimizers."""

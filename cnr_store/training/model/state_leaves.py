@@ -1,0 +1,40 @@
+"""What objects return as their state, and the tensors and arrays in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cnr_store.errors import StateError
+from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.model.tensors import dense_numpy
+
+
+def tensor_leaf(value: object) -> ArrayLeaf | None:
+    """A tensor or a numpy array as a leaf of a state; it owns its memory.
+
+    None for subclasses, whose masks, units or shards would be lost.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):
+        values, torch_dtype = dense_numpy(value)
+        return ArrayLeaf(values, "torch", torch_dtype)
+    if isinstance(value, np.ndarray) and kind is np.ndarray:
+        return ArrayLeaf(value.copy())
+    return None
+
+
+def state_of(value: Any) -> Any:
+    """An object's `state_dict()`, or the value itself where it has none.
+
+    Raises
+    ------
+    StateError
+        It is a class.
+    """
+    if isinstance(value, type):
+        raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value

@@ -1,0 +1,1 @@
+"""From the state of a moment to a committed version, in the background."""

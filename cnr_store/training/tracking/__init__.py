@@ -1,0 +1,1 @@
+"""Which rows of a table may have changed since the last save."""
