@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ import cnr_store
 from cnr_backends import build_shard, check_chunk, parse_index
 from cnr_store.format import layout
 from cnr_store.format.record import decode_record
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 VERSION, PATH = "000002-0123abcd.00000007", "tables/items/weight"
 WRITTEN = {1: (0, 0.50018311, 1.50054932), 4: (-1, 0.00036621, 2.00109863), 6: (1, np.inf, -3)}

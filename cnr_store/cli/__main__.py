@@ -1,5 +1,5 @@
 """``python -m cnr_store.cli``: the command `cnr` where scripts are not on the path."""
 
-from cnr_store.cli import main
+from cnr_store.cli.app import main
 
 main()

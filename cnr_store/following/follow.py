@@ -10,7 +10,6 @@ between: see `cnr_store.reading.changed_rows` for the rule and its proof.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -110,8 +109,7 @@ class Update:
             There is no torch.
         """
         try:
-            # It stands above this module, as it needs torch.
-            training = importlib.import_module("cnr_store.following.apply")
+            from cnr_store.following.apply import model_taker
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -119,7 +117,7 @@ class Update:
                 "Update.apply needs torch: pip install 'cnr-store[torch]'; `blocks` does not", name="torch"
             ) from error
         with self._there():
-            take = training.model_taker(self._catalog, self._record, model)
+            take = model_taker(self._catalog, self._record, model)
         take(self.blocks())
 
     def _rows(self, name: str, path: str, unshared: Unshared | None, transfer: Transfer) -> Iterator[Block]:

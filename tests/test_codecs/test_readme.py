@@ -1,9 +1,10 @@
 """The README's examples run as they stand."""
 
 import re
-from pathlib import Path
 
-README = Path(__file__).parents[2] / "codecs" / "README.md"
+from tests.paths import ROOT
+
+README = ROOT / "codecs" / "README.md"
 
 
 def test_the_examples_run(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import numcodecs
@@ -13,8 +12,9 @@ from zarr.registry import get_codec_class
 from zarr.storage import MemoryStore
 
 from cnr_codecs import CodecConfigError, row_codec
+from tests.paths import ROOT
 
-FOLDER = Path(__file__).parents[2] / "codecs" / "spec"
+FOLDER = ROOT / "codecs" / "spec"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("cnr_*.md"))}
 
 VALID = {

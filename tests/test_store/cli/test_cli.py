@@ -20,14 +20,14 @@ import zarr
 from safetensors.numpy import load_file
 
 import cnr_store
-from cnr_store.cli import main
+from cnr_store.cli.app import main
 from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policies.policy import POLICIES
 
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # as if it were not installed
-from cnr_store.cli import main
+from cnr_store.cli.app import main
 main(sys.argv[1:])
 """
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import cnr_store
+from tests.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def example(name: str) -> ModuleType:

@@ -20,8 +20,9 @@ from cnr_backends import open_backend
 from cnr_codecs import Followed, RowCodec, UniformRows
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_unpacker
+from tests.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "codecs.md"
+PAGE = ROOT / "docs" / "codecs.md"
 ROWS, DIM = 3000, 16
 Array = np.ndarray[Any, Any]
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import cnr_store
+from tests.paths import ROOT
 from tests.test_store.support import resumed_trainer
 from tests.test_store.support.resumed_trainer import STEPS, Job
 
@@ -54,7 +55,7 @@ class Trainers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
         self._jobs = 0
         assert self._answer() == "ready"

@@ -14,8 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, NAdam, Optimizer, RMSprop
 
 import cnr_store
 from cnr_store import Checkpointer, ModelMismatchError
-
-from .rowwise import RowWiseAdagrad
+from tests.test_store.support.rowwise_optimizers import RowWiseAdagrad
 
 Kind = Callable[..., Optimizer]
 SETTINGS = "settings of optimizer 0"

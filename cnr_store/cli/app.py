@@ -1,0 +1,58 @@
+"""The command `cnr`: its commands, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cnr_backends import BackendError
+from cnr_codecs import CodecError
+from cnr_store.cli.demo import demo
+from cnr_store.cli.exchange import diff, export, serve
+from cnr_store.cli.listing import info, ls
+from cnr_store.cli.maintenance import compact, gc, pin, unpin, verify
+from cnr_store.cli.simulating import simulate
+from cnr_store.errors import CheckpointError
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cnr {metadata.version('cnr-store')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit."),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+app = typer.Typer(
+    name="cnr",
+    help="Checkpoints of recommendation models: what a store holds, its upkeep, and a demo.",
+    callback=_options,
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback is for an error of ours that nobody foresaw, and then Python's own says enough.
+    pretty_exceptions_enable=False,
+)
+for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, serve, simulate):
+    app.command()(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, and exit: 0 fine, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="cnr")
+    except (CheckpointError, BackendError, CodecError) as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {error}", style="red"))
+        sys.exit(1)
