@@ -95,7 +95,7 @@ def _write(
 ) -> cnr_store.VersionInfo:
     write = RowsWrite(_PATH, (rows, _DIM), "float32", base, ids, Values(step), _CODEC)
     needs = (base,) if base else ()
-    return cnr_store.VersionInfo.of(writer.write(Plan(step, base, [write], [], {}, {}, needs)))
+    return cnr_store.VersionInfo.from_record(writer.write(Plan(step, base, [write], [], {}, {}, needs)))
 
 
 def _follow(place: Backend, since: cnr_store.VersionInfo, rows: int) -> None:

@@ -50,7 +50,7 @@ class VersionInfo:
     metadata: Any = None
 
     @classmethod
-    def of(cls, record: Record) -> VersionInfo:
+    def from_record(cls, record: Record) -> VersionInfo:
         metadata = decode_state(record.metadata, read=_no_array)
         return cls(
             record.id,
@@ -138,16 +138,16 @@ class Catalog:
         """The record of a version, or None if that id was never committed."""
         return self._find(version, layout.VERSIONS)
 
-    def _find(self, version: str, room: str) -> Record | None:
+    def _find(self, version: str, prefix: str) -> Record | None:
         with self._lock:
-            if (room, version) in self._records:
-                return self._records[room, version]
+            if (prefix, version) in self._records:
+                return self._records[prefix, version]
         try:
-            record = decode_record(self.backend.get(layout.record_key(version, room)), version, room)
+            record = decode_record(self.backend.get(layout.record_key(version, prefix)), version, prefix)
         except ObjectNotFoundError:
             return None  # it may still come
         with self._lock:
-            self._records[room, version] = record
+            self._records[prefix, version] = record
         return record
 
     def find_fold(self, version: str) -> Record | None:
@@ -250,13 +250,13 @@ class Catalog:
     def manifest(self, record: Record) -> Manifest:
         """The manifest that a record's digest names."""
         with self._lock:
-            known = self._manifests.get((record.room, record.id))
+            known = self._manifests.get((record.prefix, record.id))
         if known is not None:
             return known
         data = self._proven(record, "manifest", record.manifest_sha256)
         manifest = decode_manifest(data, record.id)
         with self._lock:
-            self._manifests[record.room, record.id] = manifest
+            self._manifests[record.prefix, record.id] = manifest
         return manifest
 
     def state(self, record: Record) -> Any:

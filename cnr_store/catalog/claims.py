@@ -95,7 +95,7 @@ def check(backend: Backend, mine: Claim, needs: Sequence[str]) -> None:
     """
     there = listed(backend)
     _refuse_newer(backend, there, mine.id)
-    lost = _doomed(backend, needs) if needs else []
+    lost = _tombstoned(backend, needs) if needs else []
     if mine.id not in there:
         lost.append(layout.writer_key(mine.id))
     if lost:
@@ -104,7 +104,7 @@ def check(backend: Backend, mine: Claim, needs: Sequence[str]) -> None:
         )
 
 
-def doomed(backend: Backend) -> frozenset[str]:
+def tombstoned(backend: Backend) -> frozenset[str]:
     """Versions that carry a tombstone: they are gone, or may be at any moment."""
     return frozenset(filter(VersionId.parse, backend.list_names(layout.TOMBSTONES)))
 
@@ -141,9 +141,9 @@ def _refuse_newer(backend: Backend, there: Sequence[ClaimId], mine: ClaimId) -> 
         )
 
 
-def _doomed(backend: Backend, needs: Sequence[str]) -> list[str]:
+def _tombstoned(backend: Backend, needs: Sequence[str]) -> list[str]:
     # In this order: a tombstone goes only after what it stands for, so one of the two shows what was removed.
-    gone = doomed(backend)
+    gone = tombstoned(backend)
     there = set(backend.list_names(layout.VERSIONS))
     return sorted(need for need in needs if need in gone or need not in there)
 

@@ -10,7 +10,7 @@ import numpy as np
 from cnr_store.errors import CorruptionError
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
     """A new array, its values undefined.
 
     Raises

@@ -151,14 +151,14 @@ class ArrayReader:
 
     def _find_links(self, known: Sequence[Link]) -> list[Link]:
         """The links of the chain, proven to fit each other; those that are `known` stay, with what they keep."""
-        there = {(link.record.room, link.version): link for link in known}
+        there = {(link.record.prefix, link.version): link for link in known}
         links = [
-            there.get((record.room, record.id)) or Link(self._catalog, record, self.path)
+            there.get((record.prefix, record.id)) or Link(self._catalog, record, self.path)
             for record in chain(self._catalog, self._record, self.path)
         ]
         kept = next((link.kept for link in known if link.kept is not None), None)
         for link in links:
-            if (link.record.room, link.version) not in there:
+            if (link.record.prefix, link.version) not in there:
                 link.kept = kept
         self._check_links(links)
         return links

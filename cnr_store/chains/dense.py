@@ -8,7 +8,7 @@ import numpy as np
 
 from cnr_backends import ShardError, check_chunk
 from cnr_store.catalog.catalog import Catalog, read_object
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.arrays import DenseGrid, parse_dense_document
 from cnr_store.format.record import Record
@@ -59,7 +59,7 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
     grid = dense_layout(catalog, record, path)
     # Before memory is taken: that there is a first chunk of the size that all have.
     data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
-    out = empty(grid.shape, grid.dtype, f"version {record.id}, {path}")
+    out = allocate(grid.shape, grid.dtype, f"version {record.id}, {path}")
     for index in range(grid.chunks):
         if index:
             data = dense_object(catalog, record, path, grid, index)

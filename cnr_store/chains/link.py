@@ -31,8 +31,8 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import empty
-from cnr_store.chains.payload_cache import KeptPayloads
+from cnr_store.chains.allocation import allocate
+from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.grid import Grid
@@ -69,7 +69,7 @@ class Link:
         self._reading: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
         self.grid: Grid | None = None
-        self.kept: KeptPayloads | None = None
+        self.kept: PayloadCache | None = None
         self._unpacker = Unpacker()
         if path in record.nodes:
             shape, self.grid = parse_rows_document(record.nodes[path], f"{record.home}, {path}")
@@ -191,7 +191,7 @@ class Link:
             if width == payload.dim:
                 decode_into(payload, target, wanted, skipped)
             else:
-                padded = empty((end - begin, payload.dim), out.dtype, self._where(row, grid.chunk_rows))
+                padded = allocate((end - begin, payload.dim), out.dtype, self._where(row, grid.chunk_rows))
                 before = wanted.copy()
                 decode_into(payload, padded, wanted, skipped)
                 rows = before != wanted
@@ -236,8 +236,8 @@ class Link:
         grid = self.grid
         assert grid is not None  # chunks come from it
         try:
-            most_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
-            payload = parse(self._unpacker.unpack(data, most_bytes))
+            max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
+            payload = parse(self._unpacker.unpack(data, max_bytes))
         except CodecError as error:
             raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
         if payload.seal != self.record.seal(self.path, row, column):

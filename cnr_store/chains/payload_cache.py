@@ -11,17 +11,17 @@ from cnr_codecs import Payload
 Place = tuple[str, int]
 
 
-class KeptPayloads:
+class PayloadCache:
     """The payloads used last, by the key of their shard and their place in it. Thread-safe.
 
     Parameters
     ----------
-    most_bytes
+    max_bytes
         What all of them may take; larger ones are not kept at all.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
         self._payloads: OrderedDict[Place, Payload] = OrderedDict()
         self._fetching: WeakValueDictionary[Place, threading.Lock] = WeakValueDictionary()
@@ -41,14 +41,14 @@ class KeptPayloads:
 
     def put(self, place: Place, payload: Payload) -> None:
         nbytes = _nbytes(payload)
-        if nbytes > self._most_bytes:
+        if nbytes > self._max_bytes:
             return
         with self._lock:
             if place in self._payloads:
                 return
             self._payloads[place] = payload
             self._bytes += nbytes
-            while self._bytes > self._most_bytes:
+            while self._bytes > self._max_bytes:
                 self._bytes -= _nbytes(self._payloads.popitem(last=False)[1])
 
 

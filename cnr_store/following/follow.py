@@ -48,7 +48,7 @@ class Update:
         self._paths = model_arrays(record)
         self._before: _Held = before
         self._taken = False
-        self.version = VersionInfo.of(record)
+        self.version = VersionInfo.from_record(record)
         self.arrays: Mapping[str, ArrayInfo] = {
             name: _info(record, path) for name, path in self._paths.items()
         }

@@ -67,19 +67,19 @@ def writer_key(claim: ClaimId) -> str:
     return f"{WRITERS}/{claim}"
 
 
-def version_key(version: str, *parts: str, room: str = VERSIONS) -> str:
-    """Key of something in a version, or in its fold, pin or tombstone by `room`.
+def version_key(version: str, *parts: str, prefix: str = VERSIONS) -> str:
+    """Key of something in a version, or in its fold, pin or tombstone by `prefix`.
 
     Ids come from a store, so they are proven to be ids first.
     """
     if VersionId.parse(version) is None:
         raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
-    return "/".join((room, version, *parts))
+    return "/".join((prefix, version, *parts))
 
 
-def record_key(version: str, room: str = VERSIONS) -> str:
+def record_key(version: str, prefix: str = VERSIONS) -> str:
     """Key of the commit record of a version, or of its fold."""
-    return version_key(version, NODE, room=room)
+    return version_key(version, NODE, prefix=prefix)
 
 
 def encode_name(name: str) -> str:
@@ -150,9 +150,9 @@ def parent_groups(path: str) -> list[str]:
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def seal(version: str, path: str, first_row: int, first_column: int, room: str = VERSIONS) -> int:
+def seal(version: str, path: str, first_row: int, first_column: int, prefix: str = VERSIONS) -> int:
     """The 64 bits that tie a payload to its place, never 0 (which means: written by a plain Zarr writer)."""
-    home = version if room == VERSIONS else f"{room}/{version}"
+    home = version if prefix == VERSIONS else f"{prefix}/{version}"
     text = f"{home}\n{path}\n{first_row}\n{first_column}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1

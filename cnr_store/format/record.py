@@ -106,7 +106,7 @@ class Record:
     ----------
     id, nonce
         The version, and a random id of this very commit (to recognise one's own after a lost response).
-    room
+    prefix
         Where its objects lie: ``versions``, or ``folds``.
     step, time
         The caller's step; seconds since 1970, UTC.
@@ -144,26 +144,26 @@ class Record:
     metadata: Any = None
     requires: tuple[str, ...] = ()
     record_bytes: int = field(default=0, compare=False)
-    room: str = VERSIONS
+    prefix: str = VERSIONS
 
     @property
     def home(self) -> str:
         """What holds its objects, for messages."""
-        return f"version {self.id}" if self.room == VERSIONS else f"fold of version {self.id}"
+        return f"version {self.id}" if self.prefix == VERSIONS else f"fold of version {self.id}"
 
     def key(self, *parts: str) -> str:
         """Key of one of its objects; of the record itself without parts."""
         if not parts:
-            return record_key(self.id, self.room)
-        return version_key(self.id, *self._folder, *parts, room=self.room)
+            return record_key(self.id, self.prefix)
+        return version_key(self.id, *self._folder, *parts, prefix=self.prefix)
 
     @property
     def _folder(self) -> tuple[str, ...]:
-        return (self.nonce,) if self.room == FOLDS else ()
+        return (self.nonce,) if self.prefix == FOLDS else ()
 
     def seal(self, path: str, first_row: int, first_column: int) -> int:
         """What ties a payload of this record to its place."""
-        return seal(self.id, path, first_row, first_column, self.room)
+        return seal(self.id, path, first_row, first_column, self.prefix)
 
     @property
     def kind(self) -> str:
@@ -201,11 +201,11 @@ def encode_record(record: Record) -> bytes:
         "state": record.state_sha256,
         "metadata": record.metadata,
     }
-    doc = group_document({_ATTRIBUTE[record.room]: cnr})
+    doc = group_document({_ATTRIBUTE[record.prefix]: cnr})
     doc["consolidated_metadata"] = {
         "kind": "inline",
         "must_understand": False,
-        "metadata": _below(record.nonce, record.nodes) if record.room == FOLDS else dict(record.nodes),
+        "metadata": _below(record.nonce, record.nodes) if record.prefix == FOLDS else dict(record.nodes),
     }
     data = dumps(doc)
     if len(data) > MAX_RECORD_BYTES:
@@ -216,7 +216,7 @@ def encode_record(record: Record) -> bytes:
     return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
 
 
-def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | None:
+def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
     """Parse and prove the commit record of `version`, or of its fold; None for a void record.
 
     Raises
@@ -226,15 +226,19 @@ def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | N
     FormatError
         A newer format, or a feature this reader lacks.
     """
-    what = f"commit record of {'version' if room == VERSIONS else 'the fold of version'} {version}"
+    what = f"commit record of {'version' if prefix == VERSIONS else 'the fold of version'} {version}"
     try:
         doc = loads(data, what, MAX_RECORD_BYTES)
     except FormatError as error:
         raise CorruptionError(f"{error}; the object was altered or cut") from error
     attributes = doc.get("attributes") if isinstance(doc, dict) else None
-    cnr = attributes.get(_ATTRIBUTE[room]) if isinstance(attributes, dict) else None
+    cnr = attributes.get(_ATTRIBUTE[prefix]) if isinstance(attributes, dict) else None
     if not isinstance(cnr, dict):
-        if room == VERSIONS and isinstance(attributes, dict) and isinstance(attributes.get("cnr_void"), dict):
+        if (
+            prefix == VERSIONS
+            and isinstance(attributes, dict)
+            and isinstance(attributes.get("cnr_void"), dict)
+        ):
             return None
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     if cnr.get("format") != FORMAT:
@@ -246,9 +250,9 @@ def decode_record(data: bytes, version: str, room: str = VERSIONS) -> Record | N
         unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
             nodes = _nodes(doc)
-            if room == FOLDS:
+            if prefix == FOLDS:
                 nodes = _above(validate.token(cnr["nonce"], "nonce"), nodes)
-            return _record(cnr, nodes, version, len(data), room)
+            return _record(cnr, nodes, version, len(data), prefix)
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: malformed: {error!r}") from error
     raise FormatError(f"{what} requires {', '.join(unknown)[:_SHOWN]}: install a newer cnr-store to read it")
@@ -275,7 +279,7 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
     return {path.removeprefix(f"{folder}/"): node for path, node in inside.items()}
 
 
-def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, room: str) -> Record:
+def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
     if cnr["id"] != version:
         raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
     previous = cnr["previous"]
@@ -296,7 +300,7 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, ro
         metadata=cnr["metadata"],
         requires=validate.texts(cnr["requires"], "requires"),
         record_bytes=record_bytes,
-        room=room,
+        prefix=prefix,
     )
 
 

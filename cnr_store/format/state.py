@@ -249,8 +249,8 @@ def dumps(doc: Json) -> bytes:
     return data
 
 
-def loads(data: bytes, what: str, most_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
-    """Strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `most_bytes`.
+def loads(data: bytes, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
+    """Strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `max_bytes`.
 
     Raises
     ------
@@ -267,8 +267,8 @@ def loads(data: bytes, what: str, most_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
             raise ValueError("a key stands twice in one object")
         return found
 
-    if len(data) > most_bytes:
-        raise FormatError(f"{what}: {len(data)} bytes, at most {most_bytes >> 20} MiB are allowed")
+    if len(data) > max_bytes:
+        raise FormatError(f"{what}: {len(data)} bytes, at most {max_bytes >> 20} MiB are allowed")
     try:
         doc = json.loads(data, parse_constant=no_constant, object_pairs_hook=unique)
         if _SURROGATE.search(data):

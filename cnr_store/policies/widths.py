@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import amount
 
-logger = logging.getLogger("cnr_store")
+log = logging.getLogger("cnr_store")
 
 Bits = int | str | Mapping[str, int | str]
 StateBits = int | Mapping[str, int]
@@ -21,7 +21,7 @@ LOSSLESS = 32
 LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
-RESTORES_STOOD = ((2, 1), (3, 3), (4, 20))
+MAX_RESTORES_BY_BITS = ((2, 1), (3, 3), (4, 20))
 """The paper's table: (bits, restores that they stand). More than the last takes `WITHOUT_EXPECTATION`."""
 
 T = TypeVar("T")
@@ -98,12 +98,12 @@ def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[
             WITHOUT_EXPECTATION,
             f"{restores_so_far} restores are more than the {expected.restores:.3g} expected",
         )
-    for bits, stood in RESTORES_STOOD:
+    for bits, stood in MAX_RESTORES_BY_BITS:
         if expected.restores <= stood:
             return bits, f"{expected.restores:.3g} restores are expected: at most {stood}"
     return (
         WITHOUT_EXPECTATION,
-        f"{expected.restores:.3g} restores are expected: more than {RESTORES_STOOD[-1][1]}",
+        f"{expected.restores:.3g} restores are expected: more than {MAX_RESTORES_BY_BITS[-1][1]}",
     )
 
 
@@ -194,7 +194,7 @@ class StateWidths:
                     f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
 
-    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
+    def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log patterns that fit none of the slots that their tables have, once each.
 
         No error: a slot may come with a later step, and a save that is refused loses more than a width.
@@ -216,7 +216,7 @@ class StateWidths:
                 continue
             self._unproven.discard(pattern)
             if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in there):
-                logger.warning(
+                log.warning(
                     "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
                     pattern,
                     ", ".join(map(repr, sorted(there))),

@@ -21,7 +21,7 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import Link
 from cnr_store.format.record import Record
@@ -96,7 +96,7 @@ def changed_rows(
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
         shape = (rows, reader.columns)
-        out = empty(shape, reader.dtype, f"version {record.id}, {path}")
+        out = allocate(shape, reader.dtype, f"version {record.id}, {path}")
         missing = np.ones(rows, np.uint8)
         for link in own:
             link.fill(first_row, out, missing)
@@ -118,7 +118,7 @@ def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) ->
 
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
-        out = empty((rows, reader.columns), reader.dtype, f"version {record.id}, {path}")
+        out = allocate((rows, reader.columns), reader.dtype, f"version {record.id}, {path}")
         reader.read(first_row, out)
         return np.arange(first_row, first_row + rows), out
 

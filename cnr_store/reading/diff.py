@@ -11,7 +11,7 @@ import numpy as np
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Version
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError
@@ -107,7 +107,7 @@ def _row_pairs(before: ArrayReader, found: Iterable[Rows]) -> Iterator[tuple[Arr
         first, span = int(ids[0]), int(ids[-1] - ids[0]) + 1
         need = np.zeros(span, np.uint8)
         need[ids - first] = 1
-        out = empty((span, before.columns), before.dtype, f"version {before.version}, {before.path}")
+        out = allocate((span, before.columns), before.dtype, f"version {before.version}, {before.path}")
         before.read_rows(first, out, need)
         yield out[ids - first], values
 

@@ -13,7 +13,7 @@ from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
@@ -79,7 +79,7 @@ def export(
     record = catalog.find(version)
     write = _write_file if format == "safetensors" else _write_group
     write(catalog, record, target, overwrite, dict(target_options or {}))
-    return VersionInfo.of(record)
+    return VersionInfo.from_record(record)
 
 
 def _write_file(
@@ -130,7 +130,7 @@ def _regions(reader: ArrayReader, transfer: Transfer) -> Iterator[tuple[int, Arr
 
     def read(region: tuple[int, int]) -> tuple[int, Array]:
         first_row, rows = region
-        out = empty((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        out = allocate((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
         reader.read(first_row, out)
         return first_row, out
 

@@ -12,7 +12,7 @@ from zarr.abc.store import Store
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import decode_name, table_parameter
@@ -41,7 +41,7 @@ def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
         Something else lives there.
     """
     catalog = Catalog(open_backend(url, **storage_options))
-    return [VersionInfo.of(record) for record in catalog.newest_first()][::-1]
+    return [VersionInfo.from_record(record) for record in catalog.newest_first()][::-1]
 
 
 def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overlay:
@@ -106,7 +106,7 @@ def model_arrays(record: Record) -> dict[str, str]:
 def read_tables(readers: Sequence[ArrayReader], transfer: Transfer) -> list[np.ndarray[Any, Any]]:
     """All rows of each array, in its shape and dtype; large ones in pieces, small ones beside each other."""
     found = [
-        empty((reader.shape[0], reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        allocate((reader.shape[0], reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
         for reader in readers
     ]
     pieces = (

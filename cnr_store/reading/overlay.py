@@ -17,10 +17,10 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import dense_layout, dense_object
-from cnr_store.chains.payload_cache import KeptPayloads
+from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.format.arrays import (
     DenseGrid,
     Doc,
@@ -68,7 +68,7 @@ class Overlay(ComputedStore):
         self._chunk_rows = dict(chunk_rows or {})
         self._arrays: dict[str, _Chunks] = {}
         self._runs = Runs()
-        self._kept = KeptPayloads(KEPT_BYTES)
+        self._kept = PayloadCache(KEPT_BYTES)
         self._groups: dict[str, dict[str, None]] = {"": {}}
         self._documents = {path: document_bytes(doc) for path, doc in self._make_documents().items()}
 
@@ -214,7 +214,7 @@ class _RowChunks:
         """Only the rows that the bytes belong to are fetched and decoded."""
         reader, first = self._reader, start // self._row_nbytes
         first_row, rows = index * self._rows + first, -(-stop // self._row_nbytes) - first
-        out = empty((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
+        out = allocate((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
         there = max(0, min(rows, reader.shape[0] - first_row))
         out[there:] = np.nan if reader.dtype.kind == "f" else 0  # Zarr stores edge chunks whole
         if there:

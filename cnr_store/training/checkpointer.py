@@ -30,21 +30,21 @@ from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBit
 from cnr_store.reading.opening import READ_WORKERS, Url
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.partial import PartialRestore
-from cnr_store.training.loading.restore import Restore, Restored, tell_left_out
+from cnr_store.training.loading.restore import Restore, Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model.arguments import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.model.optimizer_state import as_list, table_slots
 from cnr_store.training.model.row_arrays import row_arrays
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.preemption import Preemption, watch_signals
-from cnr_store.training.saving.auto_maintenance import Upkeep
+from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
-from cnr_store.training.saving.pending_save import PendingSave, Turn
+from cnr_store.training.saving.pending_save import PendingSave, ReentrantGuard
 from cnr_store.training.saving.planner import Planner
-from cnr_store.training.saving.save_queue import Outcomes, Saves
+from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
 from cnr_store.training.saving.snapshot import Staging, snapshot_dense, table_aliases
 from cnr_store.training.tracking.audit import Audit
-from cnr_store.training.tracking.model_guard import Places
+from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.lineage import Lineage
@@ -144,32 +144,32 @@ class Checkpointer:
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits)
         self._objects = stateful(state or {})
         self._rng = rng
-        self._audit = Audit.of(audit)
+        self._audit = Audit.from_option(audit)
         self._model = module(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
-        self._places = Places(model)
+        self._places = ModelStructure(model)
         codecs.check_tables([table.name for table in self._tables])
-        codecs.tell_unknown_slots(partial(table_slots, self._optimizers, self._tables))
+        codecs.warn_unknown_slots(partial(table_slots, self._optimizers, self._tables))
         backend = open_backend(url, **(storage_options or {}))
         self._catalog = Catalog(backend)
         self._catalog.check_format()
         self._writer = Writer(backend, workers)
-        self._upkeep = Upkeep(backend, rules, max_chain, workers)
+        self._upkeep = BackgroundMaintenance(backend, rules, max_chain, workers)
         self._planner = Planner(
             self._tables, table_aliases(model, self._tables), codecs, Staging(snapshot_bytes)
         )
         self._closed = False
-        self._turn = Turn()
+        self._turn = ReentrantGuard()
         self._tracker = Tracker(self._tables, self._optimizers, trusted)
-        self._saves = Saves(
+        self._saves = SaveQueue(
             self._tables,
             self._optimizers,
             self._planner,
             self._writer,
             self._tracker,
             self._audit,
-            Outcomes(self._upkeep.after, on_done, self._turn),
+            SaveCallbacks(self._upkeep.after, on_done, self._turn),
             policy,
             costs,
         )
@@ -277,10 +277,10 @@ class Checkpointer:
             The version is damaged, and with `fallback` all before it, too. The model may be partly overwritten: load
             another version.
         """
-        selection = Selection.of(tables, tensors, rows, strict)
+        selection = Selection.from_options(tables, tensors, rows, strict)
         restored = self._load_version(version, fallback, selection)
         if selection is None:
-            tell_left_out(restored, self._catalog.backend.url)
+            warn_left_out(restored, self._catalog.backend.url)
         return restored
 
     def _load_version(self, version: Version, fallback: bool, selection: Selection | None) -> Restored:
@@ -302,7 +302,7 @@ class Checkpointer:
         into = (self._catalog, record, self._model, self._tables, self._optimizers)
         restore = Restore(*into) if selection is None else PartialRestore(*into, selection)
         restore.check(self._objects)
-        before = Lineage.of(self._catalog, record)
+        before = Lineage.from_record(self._catalog, record)
         self._planner.forget()  # until all is read, only whole tables are safe
         self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
@@ -321,8 +321,8 @@ class Checkpointer:
         then depends on when each array was read: so nothing is leant on.
         """
         try:
-            doomed = claims.doomed(self._catalog.backend)
-            steady = Lineage.of(self._catalog, record).lines == before.lines
+            doomed = claims.tombstoned(self._catalog.backend)
+            steady = Lineage.from_record(self._catalog, record).lines == before.lines
         except (CorruptionError, VersionNotFoundError):
             steady = False
         return before.without(doomed) if steady else before.alone()
@@ -413,4 +413,4 @@ def load(
     """
     of_load = {name: options.pop(name) for name in ("tables", "tensors", "rows", "strict") if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer._load_version(version, fallback, Selection.of(**of_load))
+        return checkpointer._load_version(version, fallback, Selection.from_options(**of_load))

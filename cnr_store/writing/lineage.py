@@ -70,7 +70,7 @@ class Lineage:
         return Lineage(record.id, lines, *_past(record), self.restores)
 
     @classmethod
-    def of(cls, catalog: Catalog, record: Record) -> Lineage:
+    def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
         """The lineage of a job that has just loaded `record`."""
         lines = {}
         for path, entry in record.arrays.items():

@@ -60,7 +60,7 @@ class Deletion:
     def empty(self, version: str) -> bool:
         """Remove all objects of a burnt id, and its fold, but the void record; whether there were any."""
         record, fold = layout.record_key(version), layout.record_key(version, layout.FOLDS)
-        found = objects(self._backend, layout.version_key(version, room=layout.FOLDS))
+        found = objects(self._backend, layout.version_key(version, prefix=layout.FOLDS))
         found += [item for item in objects(self._backend, layout.version_key(version)) if item[0] != record]
         if any(key == fold for key, _ in found):
             self._backend.delete(fold)
@@ -79,12 +79,12 @@ class Deletion:
             return
         left = ids(self._backend, layout.VERSIONS) | ids(self._backend, layout.FOLDS)
         for version in sorted(marked - left):
-            for room in (layout.TOMBSTONES, layout.PINS):
-                marks = objects(self._backend, layout.version_key(version, room=room))
+            for prefix in (layout.TOMBSTONES, layout.PINS):
+                marks = objects(self._backend, layout.version_key(version, prefix=prefix))
                 remove(self._backend, self._transfer, (key for key, _ in marks))
 
     def _tombstone(self, version: str) -> str:
-        return layout.version_key(version, self._run, room=layout.TOMBSTONES)
+        return layout.version_key(version, self._run, prefix=layout.TOMBSTONES)
 
 
 def collectable(look: Look, now: float, grace_seconds: float) -> list[str]:

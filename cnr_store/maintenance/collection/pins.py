@@ -28,9 +28,9 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     catalog = Catalog(open_backend(url, **storage_options))
     backend, name = catalog.backend, catalog.find(version).id
     # A pin of its own for each call, so that one that comes too late takes nobody else's away.
-    mine = layout.version_key(name, secrets.token_hex(8), room=layout.PINS)
+    mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
-    if name in claims.doomed(backend) or not _is_there(backend, name):
+    if name in claims.tombstoned(backend) or not _is_there(backend, name):
         backend.delete(mine)
         raise VersionNotFoundError(
             f"version {name} of {backend.url} is being removed by retention; pin another one"
@@ -47,7 +47,7 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     """
     catalog = Catalog(open_backend(url, **storage_options))
     name = catalog.find(version).id
-    for key, _ in objects(catalog.backend, layout.version_key(name, room=layout.PINS)):
+    for key, _ in objects(catalog.backend, layout.version_key(name, prefix=layout.PINS)):
         catalog.backend.delete(key)
     return name
 

@@ -229,8 +229,8 @@ class Retention:
         nbytes = {
             version: sum(
                 nbytes
-                for room in (layout.VERSIONS, layout.FOLDS)
-                for key, nbytes in objects(self._backend, layout.version_key(version, room=room))
+                for prefix in (layout.VERSIONS, layout.FOLDS)
+                for key, nbytes in objects(self._backend, layout.version_key(version, prefix=prefix))
                 if version in victims or key != layout.record_key(version)
             )
             for version in (*victims, *due)

@@ -161,9 +161,9 @@ class Survey:
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
 
 
-def ids(backend: Backend, room: str) -> frozenset[str]:
-    """The version ids listed in a room of the store."""
-    return frozenset(filter(VersionId.parse, backend.list_names(room)))
+def ids(backend: Backend, prefix: str) -> frozenset[str]:
+    """The version ids listed in a prefix of the store."""
+    return frozenset(filter(VersionId.parse, backend.list_names(prefix)))
 
 
 def objects(backend: Backend, folder: str) -> list[tuple[str, int]]:

@@ -174,7 +174,7 @@ class _Attempt:
             objects_bytes=0,
             manifest_sha256="",
             state_sha256="",
-            room=layout.FOLDS,
+            prefix=layout.FOLDS,
         )
 
     def write(self, arrays: Mapping[str, FoldedArray], workers: int, progress: Progress) -> Record | None:
@@ -275,7 +275,7 @@ def _nodes(arrays: Mapping[str, FoldedArray]) -> dict[str, Doc]:
 
 
 def _folder(fold: Record) -> str:
-    return layout.version_key(fold.id, fold.nonce, room=layout.FOLDS)
+    return layout.version_key(fold.id, fold.nonce, prefix=layout.FOLDS)
 
 
 def _gone(backend: Backend, version: Record) -> bool:
@@ -301,7 +301,7 @@ def _remove_others(backend: Backend, fold: Record) -> None:
         return
     kept = (fold.key(), f"{_folder(fold)}/")
     try:
-        there = backend.list_keys(layout.version_key(fold.id, room=layout.FOLDS))
+        there = backend.list_keys(layout.version_key(fold.id, prefix=layout.FOLDS))
         _remove(backend, [item for item in there if not item[0].startswith(kept)])
     except BackendError as error:
         log.warning("leftovers of folding version %s were not removed: %s", fold.id, error)

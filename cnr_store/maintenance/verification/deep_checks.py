@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import array_dtype
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import region_rows
 from cnr_store.chains.dense import dense_object
 from cnr_store.chains.link import Link
@@ -63,7 +63,7 @@ class Proving:
     def tasks(self) -> Iterator[Task]:
         """One for each region of rows, chunk of a dense array, and document; any order, any thread."""
         seen, record = self._seen, self._record
-        if record.room == layout.VERSIONS and seen.soundness.state:
+        if record.prefix == layout.VERSIONS and seen.soundness.state:
             yield self._check_state
         for key in seen.nodes.keys() - seen.missing:
             yield _bind(self._check_node, key)
@@ -98,7 +98,9 @@ class Proving:
         need = np.ones(count, np.uint8)
         try:
             shape = (count, (*entry.shape, 1)[1])
-            link.fill(rows[0], empty(shape, array_dtype(entry.element), self._seen.at(path, rows, key)), need)
+            link.fill(
+                rows[0], allocate(shape, array_dtype(entry.element), self._seen.at(path, rows, key)), need
+            )
         except (CorruptionError, FormatError) as error:
             return Proof(nbytes, Finding(str(error), self._record.id, key, path, rows))
         skipped = min(max(self._held_from(path) - rows[0], 0), count)

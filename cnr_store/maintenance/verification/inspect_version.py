@@ -80,7 +80,7 @@ class Inspection:
 
     def look(self) -> None:
         """Compare what is listed with what must be there, and prove the small documents."""
-        place = layout.version_key(self.record.id, room=self.record.room)
+        place = layout.version_key(self.record.id, prefix=self.record.prefix)
         listed = dict(self.backend.list_keys(place))
         listed.pop(self.record.key(), None)
         self._look_at_documents(listed)
@@ -92,10 +92,10 @@ class Inspection:
 
     def _look_at_documents(self, listed: dict[str, int]) -> None:
         self.soundness.manifest = self._is_proven("manifest", self.catalog.manifest, listed)
-        if self.record.room == layout.VERSIONS:
+        if self.record.prefix == layout.VERSIONS:
             self.soundness.state = self._is_proven(STATE, self.catalog.state, listed)
         try:
-            VersionInfo.of(self.record)
+            VersionInfo.from_record(self.record)
         except FormatError as error:
             self.soundness.state = False
             self.add(Finding(f"{self.record.home}: {error}", self.record.id, self.record.key()))
@@ -200,7 +200,7 @@ def _nodes(record: Record) -> dict[str, Doc]:
         for path, doc in record.nodes.items()
         if path in record.arrays or path in groups
     }
-    if record.room == layout.FOLDS:
+    if record.prefix == layout.FOLDS:
         nodes[record.key(layout.NODE)] = group_document()
     return nodes
 

@@ -95,7 +95,7 @@ class Discovery:
                 self.found.folds.append(fold)
 
     def _judge_fold(self, version: str) -> None:
-        place = layout.version_key(version, room=layout.FOLDS)
+        place = layout.version_key(version, prefix=layout.FOLDS)
         listed = dict(self._backend.list_keys(place))
         if (left := leftovers(place, listed)) is not None:
             self.found.leftovers.append(left)
@@ -122,7 +122,7 @@ class Discovery:
                 elif attempt.staged:  # any other is what each crash in a save leaves
                     found.suspicious.append(attempt.finding(url, by))
         for version in sorted({record.id for record in found.records} & doomed):
-            key = layout.version_key(version, room=layout.TOMBSTONES)
+            key = layout.version_key(version, prefix=layout.TOMBSTONES)
             what = f"version {version} of {url} is marked for removal; nothing may lean on it any more"
             found.suspicious.append(Finding(what, version, key))
 

@@ -66,7 +66,7 @@ class Restorability:
 
     def judge(self, record: Record) -> tuple[bool, Finding | None]:
         """Whether a version can be restored whole, and what its chains lack that no object's finding says."""
-        own = self._sound[record.room, record.id]
+        own = self._sound[record.prefix, record.id]
         reasons = {
             path: reason for path in record.arrays if (reason := self._broken(record, path, own)) is not None
         }
@@ -102,7 +102,7 @@ class Restorability:
         links, found = [], _Chain(None, 0, None)
         try:
             for link in chain(self._catalog, record, path):
-                known = self._chains.get(((link.room, link.id), path))
+                known = self._chains.get(((link.prefix, link.id), path))
                 if known is not None:
                     found = known
                     break
@@ -110,11 +110,11 @@ class Restorability:
         except (CorruptionError, FormatError) as error:
             found = _Chain(_TOLD if str(error) in self._known else str(error), 0, None)
         for link in reversed(links):
-            found = self._chains[(link.room, link.id), path] = self._over(link, path, found)
+            found = self._chains[(link.prefix, link.id), path] = self._over(link, path, found)
         return found
 
     def _over(self, link: Record, path: str, beneath: _Chain) -> _Chain:
-        sound = self._sound.get((link.room, link.id))
+        sound = self._sound.get((link.prefix, link.id))
         rows = 0 if sound is None else sound.most_rows.get(path, 0) + beneath.most_rows
         return _Chain(self._reason(link, path, sound, beneath), rows, link)
 
@@ -139,7 +139,7 @@ class Restorability:
 
     def _only_fold_is_damaged(self, record: Record) -> bool:
         """Whether everything is sound along the chains that the fold stands for."""
-        own = self._sound[record.room, record.id]
+        own = self._sound[record.prefix, record.id]
         if not (own.manifest and own.state and not own.spoiled):
             return False
         for path in record.arrays:

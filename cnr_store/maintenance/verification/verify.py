@@ -137,11 +137,11 @@ class _Verification:
     def removed_meanwhile(self) -> bool:
         """Whether a version that was found damaged is not there any more."""
         damaged = {room_id for room_id, sound in self._sound.items() if sound.findings}
-        names = {room: set(self._backend.list_names(room)) for room, _ in damaged}
+        names = {prefix: set(self._backend.list_names(prefix)) for prefix, _ in damaged}
         again = Catalog(self._backend)
         return any(
-            version not in names[room] or (room == layout.VERSIONS and _is_gone(again, version))
-            for room, version in damaged
+            version not in names[prefix] or (prefix == layout.VERSIONS and _is_gone(again, version))
+            for prefix, version in damaged
         )
 
     def _check_root(self) -> None:
@@ -199,11 +199,13 @@ class _Verification:
         """Check these, then whatever their chains lean on."""
         todo = list(records)
         while todo:
-            todo = [each for each in todo if (each.room, each.id) not in self._sound]
+            todo = [each for each in todo if (each.prefix, each.id) not in self._sound]
             self._known += sum(each.nbytes for each in todo)
             for inspection in self._transfer.map(self._look, todo):
                 self._read(inspection)
-            todo = list({(link.room, link.id): link for each in todo for link in self._links(each)}.values())
+            todo = list(
+                {(link.prefix, link.id): link for each in todo for link in self._links(each)}.values()
+            )
 
     def _look(self, record: Record) -> Inspection:
         inspection = Inspection(self._backend, record)
@@ -222,7 +224,7 @@ class _Verification:
             proving.conclude()
         self._done = end
         self._progress(self._done, self._known)
-        self._sound[record.room, record.id] = inspection.soundness
+        self._sound[record.prefix, record.id] = inspection.soundness
 
     def _base_rows(self, record: Record, path: str) -> int | None:
         base = record.arrays[path].base
@@ -235,14 +237,14 @@ class _Verification:
 
     def _links(self, record: Record) -> Iterator[Record]:
         """What the arrays of a version lean on, as far as their chains hold and were not followed before."""
-        if record.room != layout.VERSIONS:
+        if record.prefix != layout.VERSIONS:
             return
         for path, entry in record.arrays.items():
             if entry.kind != "delta":
                 continue
             try:
                 for link in chain(self._catalog, record, path):
-                    place = (link.room, link.id), path
+                    place = (link.prefix, link.id), path
                     if place in self._followed:
                         break
                     self._followed.add(place)

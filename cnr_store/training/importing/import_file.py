@@ -116,7 +116,7 @@ def import_file(
         state=_state(found, dense),
         policy=asdict(decide("full", (), full=True)),
     )
-    return VersionInfo.of(Writer(backend, workers).write(plan))
+    return VersionInfo.from_record(Writer(backend, workers).write(plan))
 
 
 def _path(source: object) -> Path:

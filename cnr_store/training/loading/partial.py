@@ -88,7 +88,7 @@ class PartialRestore:
         self._optimizers = optimizers
         self._selection = selection
         self._where = f"version {record.id} of {catalog.backend.url}"
-        self._info = VersionInfo.of(record)
+        self._info = VersionInfo.from_record(record)
         self._match = Match(self._where)
         self._fits: list[OptimizerFit] = []
         self._state: Any = None

@@ -115,7 +115,7 @@ class Restore:
         CorruptionError, FormatError
             The state is damaged.
         """
-        self._info = VersionInfo.of(self._record)
+        self._info = VersionInfo.from_record(self._record)
         self.check_model()
         stored = self._catalog.state(self._record)
         self._state = decode_tree(self._catalog, self._record, stored, self._where)
@@ -320,7 +320,7 @@ def left_out_of(state: Any, optimizers: Sequence[Optimizer], objects: Mapping[st
     return optimizer + [f"state of {name!r}" for name in state["objects"] if name not in objects]
 
 
-def tell_left_out(restored: Restored, url: str) -> None:
+def warn_left_out(restored: Restored, url: str) -> None:
     """Log what a whole load left out, since the next save would drop it in silence."""
     if restored.unexpected:
         log.warning(

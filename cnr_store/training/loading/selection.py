@@ -45,7 +45,7 @@ class Selection:
     strict: Strict
 
     @classmethod
-    def of(
+    def from_options(
         cls, tables: Any = None, tensors: Any = None, rows: Any = None, strict: object = "raise"
     ) -> Selection | None:
         """The selection that the options of `Checkpointer.load` stand for; None if they ask for all of a version.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cnr_store.chains.allocation import empty
+from cnr_store.chains.allocation import allocate
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.layout import slot_path, weight_path
 from cnr_store.format.record import ArrayEntry
@@ -107,7 +107,7 @@ def check_slots(
                     raise CorruptionError(
                         f"{where}: {path} is {entry.shape} {entry.element}, which does not follow {rows[table]} rows"
                     )
-                empty(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
+                allocate(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
                 found.append(path)
     weights = {weight_path(table) for table in rows}
     unnamed = sorted(path for path in arrays.keys() - weights - {*found} if path.startswith("tables/"))

@@ -16,7 +16,7 @@ from cnr_store.training.saving.pending_save import finish_before_exit
 log = logging.getLogger("cnr_store")
 
 
-class Upkeep:
+class BackgroundMaintenance:
     """Looks after the store behind each commit, in a thread of its own: neither training nor the next save waits.
 
     At most one run is under way and one waits: a newer commit's takes the place of one that has not begun, since
@@ -33,8 +33,8 @@ class Upkeep:
     """
 
     def __init__(self, backend: Backend, rules: Rules, max_chain: int | None, workers: int) -> None:
-        self._kept = KeptVersions(backend, rules)
-        self._chains = ShortChains(backend, max_chain, workers)
+        self._kept = RetentionJob(backend, rules)
+        self._chains = CompactionJob(backend, max_chain, workers)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
 
@@ -71,7 +71,7 @@ class Upkeep:
         self._executor.shutdown()
 
 
-class KeptVersions:
+class RetentionJob:
     """Applies a job's rules of retention under the claim that it writes with."""
 
     def __init__(self, backend: Backend, rules: Rules) -> None:
@@ -94,7 +94,7 @@ class KeptVersions:
             log.warning("nothing was removed from %s: %s", self._backend.url, report.stopped)
 
 
-class ShortChains:
+class CompactionJob:
     """Folds a version of a job when reading it touches more than `max_chain` versions; None folds nothing."""
 
     def __init__(self, backend: Backend, max_chain: int | None, workers: int) -> None:

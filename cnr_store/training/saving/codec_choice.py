@@ -30,7 +30,7 @@ from cnr_store.policies.widths import (
     choose_bits,
     match_pattern,
 )
-from cnr_store.training.saving.never_below_codec import QUANTIZABLE, RaisedRows
+from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
 
@@ -103,9 +103,9 @@ class CodecChoice:
                 )
         self._state.check_tables(tables)
 
-    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """Log patterns of `state_bits` that fit no slot: see `StateWidths.tell_unknown_slots`."""
-        self._state.tell_unknown_slots(find)
+    def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
+        """Log patterns of `state_bits` that fit no slot: see `StateWidths.warn_unknown_slots`."""
+        self._state.warn_unknown_slots(find)
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.
@@ -125,7 +125,7 @@ class CodecChoice:
         wanted = {(self.of(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()}
         for bits in self._state.quantized:
             wanted |= {
-                (RaisedRows(bits), dim, kind) for _, dim, kind in sizes.values() if kind in QUANTIZABLE
+                (CeilingRows(bits), dim, kind) for _, dim, kind in sizes.values() if kind in QUANTIZABLE
             }
         for codec, dim, element in wanted:
             rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
@@ -148,4 +148,4 @@ class CodecChoice:
         Element types that have no codes, such as integers, are lossless, whatever names them.
         """
         width = self._state.of(table, slot, nbytes)
-        return LosslessRows() if width == LOSSLESS or element not in QUANTIZABLE else RaisedRows(width)
+        return LosslessRows() if width == LOSSLESS or element not in QUANTIZABLE else CeilingRows(width)

@@ -18,7 +18,7 @@ _RAISED_STEPS = 0.51
 
 
 @dataclass(frozen=True)
-class RaisedRows:
+class CeilingRows:
     """Rows of optimizer state quantized uniformly over their whole range.
 
     A row without negative values holds sums or means of squares, by whose root steps are divided: where one came back

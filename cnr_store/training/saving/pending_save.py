@@ -72,7 +72,7 @@ class PendingSave:
             It is still being written.
         """
         self.exception(timeout)
-        return VersionInfo.of(self.future.result())
+        return VersionInfo.from_record(self.future.result())
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `result` would raise, or None if the version was committed. Waits at most `timeout` seconds.
@@ -107,7 +107,7 @@ class LeasedRows:
         return taken
 
 
-class Turn:
+class ReentrantGuard:
     """Lets one thread of one process work at a time, and refuses to be entered twice by one thread."""
 
     def __init__(self) -> None:

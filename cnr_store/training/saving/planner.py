@@ -91,9 +91,9 @@ class Planner:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
         self.go_on_from(self.lineage.folded(version), since_whole)
 
-    def tell_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """Log widths for state that there is none of: see `StateWidths.tell_unknown_slots`."""
-        self._codecs.tell_unknown_slots(find)
+    def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
+        """Log widths for state that there is none of: see `StateWidths.warn_unknown_slots`."""
+        self._codecs.warn_unknown_slots(find)
 
     def decide(
         self,

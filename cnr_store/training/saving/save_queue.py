@@ -17,7 +17,7 @@ from cnr_store.policies.policy import Costs, Decision, PolicyName
 from cnr_store.training.model.optimizer_state import table_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import Table
-from cnr_store.training.saving.pending_save import LeasedRows, PendingSave, Turn, finish_before_exit
+from cnr_store.training.saving.pending_save import LeasedRows, PendingSave, ReentrantGuard, finish_before_exit
 from cnr_store.training.saving.planner import Bitmaps, Planner
 from cnr_store.training.saving.snapshot import DenseSnapshot
 from cnr_store.training.tracking.audit import Audit
@@ -28,7 +28,7 @@ from cnr_store.writing.writer import Writer
 log = logging.getLogger("cnr_store")
 
 
-class Outcomes:
+class SaveCallbacks:
     """Whom the outcome of a save is told: `committed` first, then `on_done`, both on the thread that writes.
 
     Parameters
@@ -45,7 +45,7 @@ class Outcomes:
         self,
         committed: Callable[[Record], None],
         on_done: Callable[[PendingSave], object] | None,
-        turn: Turn,
+        turn: ReentrantGuard,
     ) -> None:
         self.committed = committed
         self._on_done = on_done
@@ -62,7 +62,7 @@ class Outcomes:
             log.exception("on_done of the save of step %d failed", pending.step)
 
 
-class Saves:
+class SaveQueue:
     """Begins saves on the training thread and writes them on another, at most one at a time.
 
     Parameters
@@ -85,7 +85,7 @@ class Saves:
         writer: Writer,
         tracker: Tracker,
         audit: Audit,
-        outcomes: Outcomes,
+        outcomes: SaveCallbacks,
         policy: PolicyName,
         costs: Costs,
     ) -> None:
@@ -116,7 +116,7 @@ class Saves:
         An interrupt at any point leaves either a save under way or none, never a row forgotten.
         """
         arrays = row_arrays(self._tables, self._optimizers)
-        self._planner.tell_unknown_slots(partial(table_slots, self._optimizers, self._tables))
+        self._planner.warn_unknown_slots(partial(table_slots, self._optimizers, self._tables))
         unsafe = self._tracker.whole_reasons()
         rows_done = threading.Event()
         dirty: Bitmaps = {}

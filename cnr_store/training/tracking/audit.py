@@ -62,7 +62,7 @@ class Audit:
         self._samples: dict[str, _Sample] = {}
 
     @classmethod
-    def of(cls, audit: bool | int) -> Self:
+    def from_option(cls, audit: bool | int) -> Self:
         """As a caller asks for it: True for `DEFAULT_BYTES`, False for none, or the bytes.
 
         Raises

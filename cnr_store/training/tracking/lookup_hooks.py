@@ -16,7 +16,7 @@ from torch import nn
 
 from cnr_store.training.model.tables import Lookup
 from cnr_store.training.tracking.step_hooks import Handle, Local
-from cnr_store.training.tracking.table_tracker import OUTSIDE, Watch
+from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 # A captured CUDA graph replays kernels, and would leave the operator out; releases without this tag capture none
@@ -32,7 +32,7 @@ _is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
 _modules: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary()
 
 
-def hook_lookups(module: Lookup, watch: Watch, handles: list[Handle]) -> None:
+def hook_lookups(module: Lookup, watch: TableTracker, handles: list[Handle]) -> None:
     """Tell `watch` of the rows that `module` looks up from now on, and of state dicts loaded into it.
 
     `handles` are those of the hooks, also of such as must be added later.
@@ -50,7 +50,7 @@ def hook_lookups(module: Lookup, watch: Watch, handles: list[Handle]) -> None:
 class _AfterLoad(Local):
     __slots__ = ("_watch",)
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: TableTracker) -> None:
         self._watch = watch
 
     def __call__(self, *_: object) -> None:
@@ -62,7 +62,7 @@ class _BeforeLookup(Local):
 
     __slots__ = ("_watch",)
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: TableTracker) -> None:
         self._watch = watch
 
     def __call__(self, module: Lookup, *_: object) -> None:
@@ -76,7 +76,7 @@ class _BeforeLookup(Local):
 class _AfterLookup(Local):
     __slots__ = ("_checked", "_handles", "_module", "_order", "_watch")
 
-    def __init__(self, module: Lookup, watch: Watch, handles: list[Handle]) -> None:
+    def __init__(self, module: Lookup, watch: TableTracker, handles: list[Handle]) -> None:
         self._module, self._watch, self._handles = module, watch, handles
         self._checked = False
         # What the operator in compiled code claims to change, so that it is kept and stays in order.
@@ -128,7 +128,7 @@ class _AfterLookup(Local):
             watch.account()
 
 
-def _mark(watch: Watch, ids: torch.Tensor) -> None:
+def _mark(watch: TableTracker, ids: torch.Tensor) -> None:
     try:
         if not _is_tracing():
             watch.mark(ids)
@@ -174,7 +174,7 @@ if hasattr(torch.library, "register_vmap"):  # from 2.5 on
     torch.library.register_vmap("cnr_store::looked_up", _looked_up_at_once)
 
 
-def _check_max_norm(watch: Watch) -> None:
+def _check_max_norm(watch: TableTracker) -> None:
     if watch.changed_elsewhere:
         watch.make_whole(OUTSIDE)
 

@@ -13,7 +13,7 @@ _Place = tuple[str, int, int]
 _Named = dict[str, tuple[int, frozenset[str]]]
 
 
-class Places:
+class ModelStructure:
     """Where the tables of a model are: which modules have their parameters, under which names.
 
     A table that is put in another's place has no hooks, and what was saved of that one is not its own. Other

@@ -40,7 +40,7 @@ def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
     return frozenset(kind for kind in classes if kind not in known and not _is_rowwise_adagrad(kind))
 
 
-def group_moves_untouched(
+def may_move_untouched_rows(
     optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes = ()
 ) -> str | None:
     """Why a step may move rows of `dtype` that have no gradient in one parameter group; None if it can't.
@@ -96,7 +96,7 @@ def _vanishes(eps: float, dtype: torch.dtype) -> bool:
     return bool(torch.tensor(eps, dtype=dtype, device="cpu") == 0)
 
 
-def counted_changes(optimizer: Optimizer, position: int, trusted: Classes = ()) -> float:
+def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()) -> float:
     """How often a step of a believed optimizer raises the version counter of a parameter in this group, or of a slot
     beside it that was there before, at most.
 
@@ -108,7 +108,7 @@ def counted_changes(optimizer: Optimizer, position: int, trusted: Classes = ()) 
     return 0 if optimizer.param_groups[position].get("fused") else 1
 
 
-def passes_over(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
+def is_noop_step(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
     """Whether a step changes nothing of a parameter with this sparse gradient, as it holds no rows."""
     return type(optimizer) is SparseAdam and not gradient._nnz()
 
@@ -120,5 +120,5 @@ def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None
     """
     for position, group in enumerate(optimizer.param_groups):
         if any(owned is parameter for owned in group["params"]):
-            return group_moves_untouched(optimizer, position, parameter.dtype)
+            return may_move_untouched_rows(optimizer, position, parameter.dtype)
     return None

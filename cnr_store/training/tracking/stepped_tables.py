@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-from cnr_store.training.tracking.table_tracker import Watch
+from cnr_store.training.tracking.table_tracker import TableTracker
 
-Stepped = list[tuple[int, Watch]]
+Stepped = list[tuple[int, TableTracker]]
 
 
 class SteppedTables:
@@ -19,7 +19,7 @@ class SteppedTables:
     table's parameter is never another's, as its watch keeps it alive.
     """
 
-    def __init__(self, watches: Iterable[Watch]) -> None:
+    def __init__(self, watches: Iterable[TableTracker]) -> None:
         self._watches = {id(watch.table.parameter): watch for watch in watches}
         self._found: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Stepped]] = (
             weakref.WeakKeyDictionary()
@@ -39,7 +39,7 @@ class SteppedTables:
             self._found[optimizer] = ids, found
         return found
 
-    def follow(self, watch: Watch, parameter: object) -> None:
+    def follow(self, watch: TableTracker, parameter: object) -> None:
         """From now on, `parameter` is that of the watch's table."""
         self._watches.pop(id(watch.table.parameter), None)
         self._watches[id(parameter)] = watch

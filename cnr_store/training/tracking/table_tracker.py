@@ -13,13 +13,13 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.version_counter import Fingerprint
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 
 
-class Watch:
+class TableTracker:
     """Flags of one table, and how far its changes, and those of what optimizers keep beside it, are accounted for.
 
     Parameters
@@ -61,7 +61,7 @@ class Watch:
         self._seen_slots: dict[int, _Slots] = {}
         self.owned = self._stepped = False
         self.bits = RowBits(table.rows, table.parameter.device)
-        self._seen = Fingerprint(table.parameter)
+        self._seen = VersionCounter(table.parameter)
         self.begin()
 
     def flagged(self, whole: bool) -> Bitmap:
@@ -92,7 +92,7 @@ class Watch:
 
     @property
     def changes(self) -> float:
-        """How often the parameter changed in place since that was last accounted for; see `Fingerprint`."""
+        """How often the parameter changed in place since that was last accounted for; see `VersionCounter`."""
         return self._seen.changes_in(self.table.parameter)
 
     @property
@@ -109,7 +109,7 @@ class Watch:
     def account(self) -> None:
         """Declare every change so far flagged."""
         if not self._seen.followed(self.table.parameter):
-            self._seen = Fingerprint(self.table.parameter)
+            self._seen = VersionCounter(self.table.parameter)
 
     def slot_changes(self, optimizer: Optimizer) -> float:
         """The most changes of one slot of `optimizer` in place since they were last accounted for.
@@ -141,7 +141,7 @@ class Watch:
         state = optimizer.state.get(self.table.parameter, {})
         if seen is None or not seen.followed(state):
             slots = row_slots(optimizer, self.table.parameter)
-            prints = {slot: Fingerprint(tensor) for slot, tensor in slots.items()}
+            prints = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
             self._seen_slots[id(optimizer)] = _Slots(len(state), prints)
 
     @property
@@ -189,7 +189,7 @@ class _Slots:
 
     __slots__ = ("_entries", "fingerprints")
 
-    def __init__(self, entries: int, fingerprints: dict[str, Fingerprint]) -> None:
+    def __init__(self, entries: int, fingerprints: dict[str, VersionCounter]) -> None:
         self._entries, self.fingerprints = entries, fingerprints
 
     def followed(self, state: Mapping[str, object]) -> bool:
@@ -203,5 +203,5 @@ class _Slots:
         return True
 
 
-def _changes(seen: Fingerprint, slot: object) -> float:
+def _changes(seen: VersionCounter, slot: object) -> float:
     return seen.changes_in(slot) if isinstance(slot, torch.Tensor) else math.inf

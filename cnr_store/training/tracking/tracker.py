@@ -27,15 +27,15 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.lookup_hooks import hook_lookups
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
-    counted_changes,
-    group_moves_untouched,
-    passes_over,
+    is_noop_step,
+    max_version_bumps,
+    may_move_untouched_rows,
 )
 from cnr_store.training.tracking.step_hooks import Handle, remove_all, unwatch_steps, watch_steps
 from cnr_store.training.tracking.stepped_tables import SteppedTables
-from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, Watch
+from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
-logger = logging.getLogger("cnr_store")
+log = logging.getLogger("cnr_store")
 
 
 class Tracker:
@@ -60,7 +60,7 @@ class Tracker:
     ) -> None:
         self._optimizers = list(optimizers)
         self._trusted = trusted
-        self._watches = {table.name: Watch(table, self._optimizers) for table in tables}
+        self._watches = {table.name: TableTracker(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._watches.values())
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._logged: set[tuple[str, str]] = set()
@@ -111,15 +111,15 @@ class Tracker:
             watch.account_slots(optimizer)
             if asked != (position, parameter.dtype):
                 asked = position, parameter.dtype
-                reason = group_moves_untouched(optimizer, *asked, self._trusted)
-                counted = counted_changes(optimizer, position, self._trusted)
+                reason = may_move_untouched_rows(optimizer, *asked, self._trusted)
+                counted = max_version_bumps(optimizer, position, self._trusted)
             if reason is not None:
                 watch.make_whole(reason)
             elif (
                 watch.resized
                 or gradient is None
                 or changes > counted
-                or (changes and gradient.is_sparse and passes_over(optimizer, gradient))
+                or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
             ):
                 watch.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
             else:
@@ -134,7 +134,7 @@ class Tracker:
             watch.table.name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
             for optimizer in begun
             for position, watch in self._stepped.of(optimizer)
-            if not counted_changes(optimizer, position, self._trusted)
+            if not max_version_bumps(optimizer, position, self._trusted)
         }
 
     def _find_owned(self) -> None:
@@ -214,10 +214,10 @@ class Tracker:
         for name, reason in reasons.items():
             if (name, reason) not in self._logged:
                 self._logged.add((name, reason))
-                logger.warning("table %r is saved whole: %s", name, reason)
+                log.warning("table %r is saved whole: %s", name, reason)
         return reasons
 
-    def _reason(self, watch: Watch) -> str | None:
+    def _reason(self, watch: TableTracker) -> str | None:
         if watch.whole is not None:
             return watch.whole
         if watch.table.shared_with:
@@ -236,7 +236,7 @@ class Tracker:
         for optimizer in self._optimizers:
             for position, watch in self._stepped.of(optimizer):
                 parameter = watch.table.parameter
-                reason = group_moves_untouched(optimizer, position, parameter.dtype, self._trusted)
+                reason = may_move_untouched_rows(optimizer, position, parameter.dtype, self._trusted)
                 if reason is not None and parameter.requires_grad:
                     moved[watch.table.name] = reason
         return moved
@@ -277,7 +277,7 @@ class Tracker:
         for watch in self._watches.values():
             watch.begin()
 
-    def _named(self, name: str) -> Watch:
+    def _named(self, name: str) -> TableTracker:
         if name not in self._watches:
             raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._watches)}")
         return self._watches[name]

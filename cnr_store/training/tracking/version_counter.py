@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Fingerprint:
+class VersionCounter:
     """Where the values of a tensor are, and how often they were changed in place, at one moment.
 
     Torch raises a tensor's version counter at every change in place. It does not when the tensor is given other

@@ -128,7 +128,7 @@ def remove_version(backend: Backend, version: str) -> None:
     """As retention does: the record goes first."""
     backend.delete(layout.record_key(version))
     for room in (layout.FOLDS, layout.VERSIONS):
-        for key, _ in list(backend.list_keys(layout.version_key(version, room=room))):
+        for key, _ in list(backend.list_keys(layout.version_key(version, prefix=room))):
             backend.delete(key)
 
 
@@ -314,7 +314,7 @@ def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> N
 def test_leftovers_of_a_crashed_attempt_go_with_the_next(url: str) -> None:
     expected = history(url, 2)[-1]
     backend, version = open_backend(url), cnr_store.versions(url)[-1].id
-    left = layout.version_key(version, "ab" * 16, "tables/full/weight/c/0/0", room=layout.FOLDS)
+    left = layout.version_key(version, "ab" * 16, "tables/full/weight/c/0/0", prefix=layout.FOLDS)
     backend.put(left, b"half")
     same(cnr_store.state_dict(url), expected)
     assert compact(url).outcome == "folded"

@@ -306,7 +306,9 @@ def test_stopped_and_woken_when_the_version_is_gone(folders: Folders, stored: tu
             assert folders.wait(zombie) == "stopped"
             version = Catalog(backend).find().id
             for room in (layout.VERSIONS, layout.FOLDS):
-                for key, _ in sorted(backend.list_keys(layout.version_key(version, room=room)), reverse=True):
+                for key, _ in sorted(
+                    backend.list_keys(layout.version_key(version, prefix=room)), reverse=True
+                ):
                     backend.delete(key)
             os.kill(zombie, signal.SIGCONT)
             assert folders.wait(zombie) == "VersionNotFoundError"

@@ -89,7 +89,7 @@ def needed_objects(backend: Backend, version: str) -> list[str]:
     catalog = Catalog(backend)
     record = catalog.record(version)
     paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
-    folders = {f"{each.room}/{each.id}" for path in paths for each in chain(catalog, record, path)}
+    folders = {f"{each.prefix}/{each.id}" for path in paths for each in chain(catalog, record, path)}
     return [key for folder in {*folders, f"versions/{version}"} for key, _ in backend.list_keys(folder)]
 
 

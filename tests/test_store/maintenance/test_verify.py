@@ -162,7 +162,7 @@ def test_lost_record_that_a_later_version_refers_to(store: Path) -> None:
     report = verify(store)
     assert report.restorable == ()
     assert f"version {newer} refers to it" in str(report.problems[0])
-    tombstone = store / layout.version_key(older, room=layout.TOMBSTONES)
+    tombstone = store / layout.version_key(older, prefix=layout.TOMBSTONES)
     tombstone.parent.mkdir()
     tombstone.write_bytes(b"{}")
     assert layout.record_key(older) not in keys(verify(store))
@@ -204,7 +204,7 @@ def test_objects_that_no_manifest_knows(store: Path) -> None:
 
 def test_version_that_is_being_removed(store: Path) -> None:
     older, newer = ids(store)
-    tombstone = store / layout.version_key(older, room=layout.TOMBSTONES)
+    tombstone = store / layout.version_key(older, prefix=layout.TOMBSTONES)
     tombstone.parent.mkdir()
     tombstone.write_bytes(b"{}")
     report = verify(store)
@@ -338,7 +338,7 @@ def test_a_version_that_is_folded_meanwhile_is_not_damaged(store: Path, deep: bo
     """An attempt was listed, whose record comes while the version beneath is checked."""
     older, newer = ids(store)
     inner = open_backend(store)
-    inner.put(layout.version_key(newer, "ab" * 16, "manifest", room=layout.FOLDS), b"half")
+    inner.put(layout.version_key(newer, "ab" * 16, "manifest", prefix=layout.FOLDS), b"half")
     folded: list[str] = []
 
     def fold(operation: str, key: str, _: int) -> None:

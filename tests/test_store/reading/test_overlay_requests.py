@@ -22,7 +22,7 @@ from benchmarks.reading_bench.huge import PATH, Huge
 from cnr_backends import open_backend
 from cnr_codecs import Payload, UniformRows, parse
 from cnr_store import CorruptionError
-from cnr_store.chains.payload_cache import KeptPayloads
+from cnr_store.chains.payload_cache import PayloadCache
 
 DELTAS = 10
 SIZES = {"a million rows": 1_000_000, "a thousand million rows": 1_000_000_000}
@@ -196,7 +196,7 @@ def test_what_is_kept_stays_within_its_bytes() -> None:
             )
         )
 
-    kept = KeptPayloads(50_000)
+    kept = PayloadCache(50_000)
     for place in range(10):
         kept.put(("key", place), payload(100))
         assert kept.get(("key", 0)) is not None  # it is used again and again

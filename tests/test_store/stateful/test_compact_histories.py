@@ -93,7 +93,7 @@ class FoldingJob(Job):
         for version in sorted(set(self.expected.versions) - needed, reverse=True):
             self.backend.delete(layout.record_key(version))
             for room in (layout.FOLDS, layout.VERSIONS):
-                for key, _ in list(self.backend.list_keys(layout.version_key(version, room=room))):
+                for key, _ in list(self.backend.list_keys(layout.version_key(version, prefix=room))):
                     self.backend.delete(key)
             self.expected.removed(version)
 

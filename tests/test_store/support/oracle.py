@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import UniformRows, decode_into, parse
-from cnr_store.training.saving.never_below_codec import RaisedRows
+from cnr_store.training.saving.never_below_codec import CeilingRows
 from tests.test_store.support.small_model import SHAPES, Array
 
-Codec = UniformRows | RaisedRows | None
+Codec = UniformRows | CeilingRows | None
 Row = tuple[Codec, bytes]
 """A row at its last save: what it was saved by, None for lossless, and its bytes."""
 
@@ -206,7 +206,7 @@ def codec_of(path: str, bits: Bits, state_bits: StateBits) -> Codec:
     is_large = rows * dim * 4 >= 16 * 1024
     if slot != "weight":
         width = _width_of_state(state_bits, table, slot, is_large)
-        return None if width == 32 else RaisedRows(width)
+        return None if width == 32 else CeilingRows(width)
     unnamed = bits if is_large and not isinstance(bits, dict) else 8 if is_large else 32
     chosen = bits.get(table, unnamed) if isinstance(bits, dict) else unnamed
     width = 8 if chosen == "auto" else int(chosen)

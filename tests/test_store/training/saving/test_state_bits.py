@@ -21,7 +21,7 @@ from cnr_codecs import RowCodec, array_dtype, decode_into, parse
 from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.policies.widths import StateWidths
-from cnr_store.training.saving.never_below_codec import RaisedRows
+from cnr_store.training.saving.never_below_codec import CeilingRows
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -60,7 +60,7 @@ def squares(draw: st.DrawFn) -> tuple[str, Array]:
 @given(drawn=squares(), bits=st.sampled_from(WIDTHS))
 def test_no_square_comes_back_smaller_or_much_larger_than_it_was(drawn: tuple[str, Array], bits: int) -> None:
     element, rows = drawn
-    found, before = decoded(RaisedRows(bits), rows, element).astype(np.float64), rows.astype(np.float64)
+    found, before = decoded(CeilingRows(bits), rows, element).astype(np.float64), rows.astype(np.float64)
     assert np.isfinite(found).all()
     assert (found >= 0).all()
     # Two roundings to the element type: of what is raised, and of what is decoded.
@@ -76,7 +76,7 @@ def test_only_a_row_that_is_all_zero_decodes_to_zeros(bits: int, seed: int) -> N
     rows = np.square(np.random.default_rng(seed).normal(0, 1e-4, (50, 16))).astype(np.float32)
     rows[:, 3] = 0
     rows[7] = 0
-    found = decoded(RaisedRows(bits), rows)
+    found = decoded(CeilingRows(bits), rows)
     assert not found[7].any()
     assert (np.delete(found, 7, axis=0) > 0).all()
 
@@ -86,17 +86,17 @@ def test_only_a_row_that_is_all_zero_decodes_to_zeros(bits: int, seed: int) -> N
 def test_rows_of_both_signs_err_by_half_a_step(bits: int, seed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 0.1, (40, 16)).astype(np.float32)
     step = np.ptp(rows, axis=1, keepdims=True) / ((1 << bits) - 1)
-    assert (np.abs(decoded(RaisedRows(bits), rows) - rows) <= 0.52 * step).all()
+    assert (np.abs(decoded(CeilingRows(bits), rows) - rows) <= 0.52 * step).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_are_not_quantized_keep_every_bit(bits: int) -> None:
     draw = np.random.default_rng(0)
     narrow = np.square(draw.normal(0, 1, (30, 1))).astype(np.float32)
-    assert decoded(RaisedRows(bits), narrow).tobytes() == narrow.tobytes()
+    assert decoded(CeilingRows(bits), narrow).tobytes() == narrow.tobytes()
     rows = np.square(draw.normal(0, 1, (30, 12))).astype(np.float32)
     rows[3, 2], rows[4, 5], rows[5] = np.nan, np.inf, np.float32(1e-42) * np.arange(12, dtype=np.float32)
-    found = decoded(RaisedRows(bits), rows)
+    found = decoded(CeilingRows(bits), rows)
     assert found[3:6].tobytes() == rows[3:6].tobytes()
 
 
@@ -106,8 +106,8 @@ def test_a_row_is_encoded_as_it_is_alone(drawn: tuple[str, Array], bits: int, da
     element, rows = drawn
     one = data.draw(st.integers(0, len(rows) - 1))
     together, alone = (
-        decoded(RaisedRows(bits), rows, element),
-        decoded(RaisedRows(bits), rows[one:][:1], element),
+        decoded(CeilingRows(bits), rows, element),
+        decoded(CeilingRows(bits), rows[one:][:1], element),
     )
     assert together[one].tobytes() == alone[0].tobytes()
 
@@ -145,7 +145,7 @@ def test_a_pattern_that_fits_no_slot_is_told_once(caplog: pytest.LogCaptureFixtu
         caplog.clear()
         widths = StateWidths({pattern: 8})
         for _ in range(2):
-            widths.tell_unknown_slots(lambda: slots)
+            widths.warn_unknown_slots(lambda: slots)
         assert len(caplog.records) <= 1
         return bool(caplog.records)
 
@@ -255,7 +255,7 @@ def test_each_array_has_the_width_of_its_name(tmp_path: Path, policy: str) -> No
     before, after = slots(model, optimizer), slots(again, other)
     assert torch.equal(before["exp_avg_sq"], after["exp_avg_sq"])
     assert not torch.equal(before["exp_avg"], after["exp_avg"])
-    expected = torch.from_numpy(decoded(RaisedRows(8), before["exp_avg"].numpy()))
+    expected = torch.from_numpy(decoded(CeilingRows(8), before["exp_avg"].numpy()))
     trained = torch.from_numpy(np.unique(np.flatnonzero(before["exp_avg"].any(1).numpy())))
     assert torch.equal(after["exp_avg"][trained], expected[trained])
 
