@@ -365,7 +365,7 @@ def test_long_chains_are_followed_once(tmp_path: Path, monkeypatch: pytest.Monke
             yield link
 
     for module in ("verify", "restorability"):
-        monkeypatch.setattr(f"cnr_store.maintenance.{module}.chain", counted)
+        monkeypatch.setattr(f"cnr_store.maintenance.verification.{module}.chain", counted)
     report = verify(tmp_path)
     assert report.ok
     assert report.restorable == tuple(ids(tmp_path))
@@ -374,7 +374,7 @@ def test_long_chains_are_followed_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 _MEASURE = """
 import resource, sys
-from cnr_store.upkeep.verify import verify
+from cnr_store import verify
 def peak():
     return [int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line][0]
 verify(sys.argv[1], deep=True)
