@@ -25,12 +25,9 @@ from torch.optim import Adagrad, Adam, Optimizer, SparseAdam
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.demo.data import Features, load_features
-from cnr_store.demo.metrics import auc
-from cnr_store.demo.model import Recommender, new_training
-from cnr_store.demo.reader import TimeOrderedReader
-from cnr_store.demo.source import find_data
-from cnr_store.demo.train import predict
+from cnr_store.demo.data import Features, find_data, load_features
+from cnr_store.demo.model import Recommender, auc, new_training, predict
+from cnr_store.demo.train import TimeOrderedReader
 
 BATCH = 32
 WIDTHS = (32, 8, 4)

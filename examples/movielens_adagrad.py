@@ -4,7 +4,7 @@
 
 Run it again with more steps, and it goes on from the newest checkpoint.
 
-The data set is fetched once from the package index, see `cnr_store.demo.source`; CNR_DATA names a folder that has it.
+The data set is fetched once from the package index, see `cnr_store.demo.data`; CNR_DATA names a folder that has it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import cnr_store
-from cnr_store.demo.data import load_features
-from cnr_store.demo.metrics import auc
-from cnr_store.demo.model import new_training
-from cnr_store.demo.reader import TimeOrderedReader
-from cnr_store.demo.source import find_data
-from cnr_store.demo.train import predict
+from cnr_store.demo.data import find_data, load_features
+from cnr_store.demo.model import auc, new_training, predict
+from cnr_store.demo.train import TimeOrderedReader
 
 BATCH = 32
 STEPS_PER_SAVE = 100

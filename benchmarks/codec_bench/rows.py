@@ -9,10 +9,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from cnr_store.demo.data import Features, load_features
-from cnr_store.demo.errors import DemoDataError
+from cnr_store.demo.data import DemoDataError, Features, find_data, load_features
 from cnr_store.demo.model import Recommender, new_training
-from cnr_store.demo.source import find_data
 
 Rows = npt.NDArray[np.float32]
 Draw = Callable[[np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]]

@@ -15,9 +15,7 @@ from benchmarks.codec_bench.machine import describe
 from benchmarks.volumes_bench.ledger import PARTS
 from benchmarks.volumes_bench.runs import Full, Line, Setting, full_sizes, measure
 from benchmarks.volumes_bench.workloads import MovieLens, Synthetic, Workload
-from cnr_store.demo.data import load_features
-from cnr_store.demo.errors import DemoDataError
-from cnr_store.demo.source import find_data
+from cnr_store.demo.data import DemoDataError, find_data, load_features
 from cnr_store.policies.policy import POLICIES
 from cnr_store.training.model.tables import find_tables
 

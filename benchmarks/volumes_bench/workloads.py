@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from cnr_store.demo.data import Features
 from cnr_store.demo.model import new_training
-from cnr_store.demo.reader import TimeOrderedReader
+from cnr_store.demo.train import TimeOrderedReader
 
 DIM = 64
 LOOKUPS_A_ROW = 3.9

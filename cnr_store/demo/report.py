@@ -1,126 +1,218 @@
-"""The demo's figures as tables."""
+"""What the demo prints: figures as tables, the newest version as xarray sees it, and the checks of the outcome."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
+import xarray as xr
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+from zarr.abc.store import Store
 
-from cnr_store.catalog.catalog import VersionInfo
-from cnr_store.demo.checks import Check
-from cnr_store.demo.config import Finished
-from cnr_store.demo.supervise import Interruption, Story
+from cnr_store import VersionInfo
+from cnr_store.demo.interrupt import Interruption, Story
+from cnr_store.demo.protocol import Finished, RunLog, TrainConfig
+from cnr_store.demo.train import TimeOrderedReader
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+_LEFT = frozenset({"id", "kind", "what", "run"})
+"""Columns of text."""
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Sums over the committed versions.
-
-    `full_bytes`: one checkpoint as `torch.save` writes it; `stored_bytes`: all objects in the store.
-    """
-
-    written_bytes: int
-    full_bytes: int
-    versions: int
-    stored_bytes: int
-
-    @property
-    def reduction(self) -> float:
-        """How many times less was written than by as many full checkpoints."""
-        return self.versions * self.full_bytes / self.written_bytes
+_SHOWN_ROWS = 3
 
 
-def size_text(count: float) -> str:
-    """Bytes with a decimal unit: 30.2 MB."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+def _new_table(title: str, *columns: str, **options: Any) -> Table:
+    table = Table(title=title, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    return table
 
 
-def versions_table(versions: Sequence[VersionInfo], story: Story, finished: Finished) -> Table:
-    """One line a committed version, and one where a save was interrupted."""
-    table = Table(title="versions", title_justify="left")
-    table.add_column("id", no_wrap=True)
-    table.add_column("step", justify="right")
-    table.add_column("kind")
-    for name in ("rows", "bytes", "of full", "reduction", "stall ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    # A step that was made again was saved again; what counts is the run whose save was committed: the last.
-    stalls = {saved.step: saved.stall_seconds for log in story.logs for saved in log.saved}
-    rows = {info.id: _version_row(info, finished, stalls.get(info.step)) for info in versions}
-    for one in story.interruptions:
-        if one.committed:
-            table.caption = "a kill came just after its save had committed, so the next save was tried"
+def versions_table(versions: Sequence[VersionInfo], story: Story) -> Table:
+    """One line for each committed version, and one for each interrupted save."""
+    table = _new_table("versions", "id", "step", "kind", "rows", "bytes", "of full", "reduction", "stall ms")
+    # A repeated step was saved again. The last run's save is the committed one.
+    stalls = {saved.step: f"{saved.stall_seconds * 1000:.1f}" for log in story.logs for saved in log.saved}
+    finished = story.logs[-1].result
+    rows = {info.id: _version_row(info, finished, stalls.get(info.step, "-")) for info in versions}
+    for interrupted in story.interruptions:
+        if interrupted.committed:
+            table.caption = "a kill came just after its save was committed, so the next save was tried"
         else:
-            rows[one.version] = _interrupted_row(one)
+            rows[interrupted.version] = [
+                interrupted.version,
+                str(interrupted.step),
+                Text("interrupted", style="red"),
+                _objects(interrupted),
+                decimal(interrupted.nbytes),
+                *("-", "-", "-"),
+            ]
     for version in sorted(rows):
         table.add_row(*rows[version])
     return table
 
 
-def _version_row(info: VersionInfo, finished: Finished, stall_seconds: float | None) -> list[str | Text]:
-    full = finished.full_bytes
+def _version_row(info: VersionInfo, finished: Finished, stall: str) -> list[str | Text]:
     return [
         info.id,
         str(info.step),
         info.kind,
         f"{info.rows:,} ({info.rows / finished.table_rows:.0%})",
-        size_text(info.bytes),
-        f"{info.bytes / full:.1%}",
-        f"{full / info.bytes:.1f}x",
-        "-" if stall_seconds is None else f"{stall_seconds * 1000:.1f}",
+        decimal(info.bytes),
+        f"{info.bytes / finished.full_bytes:.1%}",
+        f"{finished.full_bytes / info.bytes:.1f}x",
+        stall,
     ]
 
 
-def _interrupted_row(one: Interruption) -> list[str | Text]:
-    left = f"{one.objects} objects"
-    kind = Text("interrupted", style="red")
-    return [one.version, str(one.step), kind, left, size_text(one.nbytes), "-", "-", "-"]
+def _objects(interrupted: Interruption) -> str:
+    return f"{interrupted.objects} object{'' if interrupted.objects == 1 else 's'}"
 
 
-def totals_table(costs: Costs, story: Story) -> Table:
-    """What all versions cost together, and what resuming cost."""
-    table = Table(title="totals", title_justify="left", show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
+def totals_table(versions: Sequence[VersionInfo], story: Story, stored_bytes: int) -> Table:
+    """What all versions cost together, and what resuming cost. `stored_bytes`: all objects in the store."""
+    count, full = len(versions), story.logs[-1].result.full_bytes
+    written = sum(info.bytes for info in versions)
     stalls = [saved.stall_seconds for log in story.logs for saved in log.saved]
-    table.add_row("tables, optimizer and dense in full, by torch.save", size_text(costs.full_bytes))
-    table.add_row(f"{costs.versions} of these", size_text(costs.versions * costs.full_bytes))
-    table.add_row(f"written in {costs.versions} versions", size_text(costs.written_bytes))
-    table.add_row("reduction of bytes written", f"{costs.reduction:.1f}x")
-    table.add_row("in the store now, leftovers included", size_text(costs.stored_bytes))
-    table.add_row(f"training stood still for {len(stalls)} saves", f"{sum(stalls) * 1000:.1f} ms")
-    for log in story.logs[1:]:
-        if log.started and log.started.version:
-            milliseconds = log.started.restore_seconds * 1000
-            table.add_row(f"restore of step {log.started.step}", f"{milliseconds:.1f} ms")
+    rows = [
+        ("tables, optimizer and dense in full, by torch.save", decimal(full)),
+        (f"{count} of these", decimal(count * full)),
+        (f"written in {count} versions", decimal(written)),
+        ("reduction of bytes written", f"{count * full / written:.1f}x"),
+        ("in the store now, leftovers included", decimal(stored_bytes)),
+        (f"training stood still for {len(stalls)} saves", f"{sum(stalls) * 1000:.1f} ms"),
+    ]
+    restored = [log.started for log in story.logs[1:] if log.started and log.started.version]
+    rows += [(f"restore of step {one.step}", f"{one.restore_seconds * 1000:.1f} ms") for one in restored]
+    table = _new_table("totals", "what", "figure", show_header=False)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def quality_table(resumed: Finished, undisturbed: Finished) -> Table:
+def quality_table(resumed: Finished, uninterrupted: Finished) -> Table:
     """Held-out quality of the run that was interrupted and of the one that was not."""
-    table = Table(title="the newest tenth of the ratings, held out", title_justify="left")
-    table.add_column("run")
-    table.add_column("AUC", justify="right")
-    table.add_column("log loss", justify="right")
-    for name, run in (("interrupted and resumed", resumed), ("uninterrupted", undisturbed)):
+    table = _new_table("the newest tenth of the ratings, held out", "run", "AUC", "log loss")
+    for name, run in (("interrupted and resumed", resumed), ("uninterrupted", uninterrupted)):
         table.add_row(name, f"{run.auc:.5f}", f"{run.log_loss:.5f}")
-    table.add_row(
-        "difference",
-        f"{resumed.auc - undisturbed.auc:+.5f}",
-        f"{resumed.log_loss - undisturbed.log_loss:+.5f}",
-    )
+    auc, loss = resumed.auc - uninterrupted.auc, resumed.log_loss - uninterrupted.log_loss
+    table.add_row("difference", f"{auc:+.5f}", f"{loss:+.5f}")
     return table
+
+
+def print_tree(store: Store, console: Console) -> None:
+    """Open a version lazily, print its tree, and read a few rows of its largest table."""
+    begun = time.perf_counter()
+    with xr.open_datatree(store, engine="zarr", consolidated=False, chunks=None) as tree:  # type: ignore[arg-type]
+        opened = time.perf_counter() - begun
+        console.print(Text(f"newest version through xarray, opened in {opened * 1000:.0f} ms:", style="bold"))
+        console.print(Text(str(tree)), soft_wrap=True)
+        tables = {
+            name: node.to_dataset()["weight"] for name, node in tree.children["tables"].children.items()
+        }
+        name = max(tables, key=lambda name: tables[name].size)
+        begun = time.perf_counter()
+        rows = tables[name][:_SHOWN_ROWS].load()
+        read = time.perf_counter() - begun
+        count, first = tables[name].sizes["row"], rows.values[0, :4]
+        line = f"{len(rows)} of its {count:,} rows read in {read * 1000:.0f} ms; the first begins {first}"
+        console.print(f"tables/{name}/weight: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement, whether it holds, and the figures behind it."""
+
+    statement: str
+    holds: bool
+    detail: str
+
+
+def check_all(
+    config: TrainConfig,
+    story: Story,
+    versions: Sequence[VersionInfo],
+    uninterrupted: RunLog,
+    samples: int,
+) -> list[Check]:
+    """All checks of the outcome.
+
+    Parameters
+    ----------
+    config, story, uninterrupted
+        What was trained, and the logs of both trainings.
+    versions
+        What is committed in the end.
+    samples
+        Samples of an epoch.
+    """
+    last = versions[-1].step if versions else None
+    committed = f"newest version: step {last}; {len(versions)} versions"
+    checks = [
+        _interrupted_in_a_save(story, versions),
+        _resumed_from_newest(story),
+        _exactly_once(story, config, samples),
+        Check("the last step is in a committed version", last == config.steps, committed),
+    ]
+    if config.bits == 32:
+        checks.append(_same_bits(story.logs[-1], uninterrupted))
+    return checks
+
+
+def kept_steps(logs: Sequence[RunLog]) -> list[list[int]]:
+    """Samples of each step in the final model: a resumed run drops the steps after its version."""
+    steps: list[list[int]] = []
+    for log in logs:
+        steps = steps[: log.first_step] + log.steps
+    return steps
+
+
+def _interrupted_in_a_save(story: Story, versions: Sequence[VersionInfo]) -> Check:
+    statement = "the run ended in the middle of a save, and that version does not exist"
+    caught = story.caught
+    if caught is None:
+        return Check(statement, False, f"{len(story.interruptions)} kills, each after its save was committed")
+    listed = caught.version in {info.id for info in versions}
+    left = f"{_objects(caught)}, {caught.nbytes:,} bytes, {'listed' if listed else 'not listed'}"
+    return Check(statement, caught.objects > 0 and not listed, f"{caught.version}: {left}")
+
+
+def _resumed_from_newest(story: Story) -> Check:
+    restored = [log.started.version if log.started else None for log in story.logs[1:]]
+    newest = [interruption.newest for interruption in story.interruptions]
+    pairs = ", ".join(f"{each} (newest: {other})" for each, other in zip(restored, newest, strict=True))
+    statement = "the resumed run started from the newest committed version"
+    return Check(statement, bool(newest) and restored == newest, pairs or "it never resumed")
+
+
+def _exactly_once(story: Story, config: TrainConfig, samples: int) -> Check:
+    expected = [batch.tolist() for batch in islice(TimeOrderedReader(samples, config.batch), config.steps)]
+    kept = kept_steps(story.logs)
+    repeated = sum(len(log.steps) for log in story.logs) - len(kept)
+    return Check(
+        "no sample was trained twice or skipped",
+        kept == expected,
+        f"{sum(map(len, kept)):,} samples in {len(kept):,} steps, {sum(map(len, expected)):,} expected; "
+        f"{repeated:,} steps after the restored version were repeated",
+    )
+
+
+def _same_bits(resumed: RunLog, uninterrupted: RunLog) -> Check:
+    pairs = [(log.finished.auc, log.finished.log_loss) for log in (resumed, uninterrupted) if log.finished]
+    return Check(
+        "lossless: resumed and uninterrupted run end with the same figures, to the last bit",
+        len(pairs) == 2 and pairs[0] == pairs[1],
+        " and ".join(f"{auc!r}, {loss!r}" for auc, loss in pairs),
+    )
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """One line a check, failed ones in red."""
+    """One line for each check, failed ones in red."""
     for check in checks:
         word = Text("ok  ", style="green") if check.holds else Text("FAIL", style="bold red")
         console.print(word, Text(check.statement), Text(f"({check.detail})", style="dim"), soft_wrap=True)

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cnr_backends import Backend
+from cnr_backends import Backend, open_backend
+from cnr_store import versions, view
 from cnr_store.demo import report
-from cnr_store.demo.checks import Check, check_all
-from cnr_store.demo.config import TrainConfig
-from cnr_store.demo.data import Features, load_features
-from cnr_store.demo.errors import DemoError
-from cnr_store.demo.place import demo_place
-from cnr_store.demo.process import OnStep, RunLog
-from cnr_store.demo.show import print_tree
-from cnr_store.demo.source import find_data
-from cnr_store.demo.supervise import Story, train_killed, train_undisturbed
-from cnr_store.reading.opening import versions, view
+from cnr_store.demo.data import find_data, load_features
+from cnr_store.demo.interrupt import Story, train_killed, train_with_failed_save
+from cnr_store.demo.protocol import DemoError, OnStep, RunLog, TrainConfig
+from cnr_store.demo.train import train
 
-EVERY = 200
+_KEPT_FOLDER = "demo-run"
 _KILL_AFTER = 4
 _WIDTH = 110
-"""Columns of output that goes to a file, where no line may be folded."""
+"""Columns of output to a file, where no line may be folded."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What `cnr demo` was asked for.
+    """Options of `cnr demo`.
 
-    `url` None: a temporary folder, or ./demo-run with `keep`. `steps` None: each training sample once.
+    Attributes
+    ----------
+    url, storage_options
+        Where checkpoints go. With None, a temporary folder, or ./demo-run with `keep`.
+    policy, bits
+        Those of `cnr_store.Checkpointer`.
+    steps, every
+        Training steps, None for each training sample once; and steps between two saves.
+    data
+        Folder of the data set, see `data.find_data`.
+    keep
+        Whether the store is kept without a URL.
     """
 
     url: str | None = None
@@ -43,15 +51,17 @@ class DemoOptions:
     policy: str = "intermittent"
     bits: int | str = "auto"
     steps: int | None = None
-    every: int = EVERY
+    every: int = 200
     data: Path | None = None
     keep: bool = False
 
 
 def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Train, interrupt a save, resume, compare, and print what was measured. True if every check holds.
+    """Train, interrupt a save, resume, compare, and print the figures. True if every check holds.
 
-    Raises: DemoDataError, DemoError, and the errors of the store and its storage.
+    Raises
+    ------
+    DemoDataError, DemoError, CheckpointError, cnr_backends.BackendError
     """
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH)
@@ -62,96 +72,93 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
 
     folder = find_data(options.data, say)
     features = load_features(folder)
+    steps = options.steps or -(-features.train // TrainConfig.batch)
     with demo_place(options.url, options.storage_options, options.keep, say) as (url, backend):
-        config = _config(options, folder, features, url)
+        config = TrainConfig(
+            str(folder.absolute()),
+            steps,
+            options.every,
+            url=url,
+            storage_options=options.storage_options,
+            policy=options.policy,
+            bits=options.bits,
+        )
         say(
-            f"{features.train:,} ratings to train on; {config.steps:,} steps of {config.batch}, a save every "
+            f"{features.train:,} ratings to train on; {steps:,} steps of {config.batch}, a save every "
             f"{config.every}; {len(features.rows)} tables with {sum(features.rows.values()):,} rows"
         )
         say(f"store: {backend.url}")
-        story, undisturbed = _train(config, backend, console)
-        checks = _conclude(config, url, story, undisturbed, backend, features.train, console)
+        story, uninterrupted = _train(config, backend, console)
+        committed = versions(url, **config.storage_options)
+        stored_bytes = sum(size for _, size in backend.list_keys(""))
+        console.print(report.versions_table(committed, story))
+        console.print(report.totals_table(committed, story, stored_bytes))
+        console.print(report.quality_table(story.logs[-1].result, uninterrupted.result))
+        report.print_tree(view(url, **config.storage_options), console)
+    checks = report.check_all(config, story, committed, uninterrupted, features.train)
     report.print_checks(console, checks)
     say(f"{time.perf_counter() - begun:.1f} s in all")
     if options.url is None and not options.keep:
-        say("the temporary store is gone; --keep, or a URL, keeps it")
+        say("the temporary store is deleted; --keep, or a URL, keeps it")
     return all(check.holds for check in checks)
 
 
-def _config(options: DemoOptions, folder: Path, features: Features, url: str) -> TrainConfig:
-    return TrainConfig(
-        data=str(folder.absolute()),
-        steps=options.steps or -(-features.train // TrainConfig.batch),
-        every=options.every,
-        url=url,
-        storage_options=options.storage_options,
-        policy=options.policy,
-        bits=options.bits,
-    )
+@contextmanager
+def demo_place(
+    url: str | None, storage_options: dict[str, Any], keep: bool, say: Callable[[str], object]
+) -> Iterator[tuple[str, Backend]]:
+    """An empty place and its URL: `url`, or ./demo-run to keep, or a temporary folder that is deleted in the end.
+
+    A place in use stays as it is: the first free one of its sub-folders run-2, run-3 ... is taken instead.
+
+    Raises
+    ------
+    cnr_backends.BackendError
+        The place can't be opened.
+    """
+    with ExitStack() as stack:
+        if url is None and not keep:
+            url = stack.enter_context(tempfile.TemporaryDirectory(prefix="cnr-demo-"))
+        asked = (url or _KEPT_FOLDER).rstrip("/")
+        for place in itertools.chain([asked], (f"{asked}/run-{number}" for number in itertools.count(2))):
+            backend = stack.enter_context(open_backend(place, **storage_options))
+            if not backend.list_names(""):
+                break
+            say(f"{place} is in use and stays as it is")
+        yield place, backend
 
 
 def _train(config: TrainConfig, backend: Backend, console: Console) -> tuple[Story, RunLog]:
-    """The run that is interrupted and resumed, and the one that is not."""
-    plain = replace(config, url=None, storage_options={})
-    after = _kill_after(config)
-    with _progress(console, config.steps) as stage:
-        if backend.url.startswith("memory:"):
-            # A store in this process's memory: here alone the trainer, and torch with it, live in it too.
-            from cnr_store.demo import inprocess
+    """The training that is interrupted and resumed, and the log of the one that is not.
 
-            story = inprocess.train_with_failed_save(config, backend, after, stage("interrupted and resumed"))
-            return story, inprocess.train_undisturbed(plain, stage("uninterrupted"))
-        story = train_killed(config, backend, after, stage("killed and resumed"))
-        return story, train_undisturbed(plain, stage("uninterrupted"))
-
-
-def _kill_after(config: TrainConfig) -> int:
-    """Committed versions to wait for: a few, but with a save or two left to hit.
-
-    Raises: DemoError if there are not two saves.
+    Raises
+    ------
+    DemoError
+        The options leave fewer than two saves.
     """
     saves = -(-config.steps // config.every)
     if saves < 2:
         raise DemoError(
-            f"{config.steps} steps with a save every {config.every} make {saves} save, and one that is "
-            "interrupted needs one before it: ask for more --steps or a smaller --every"
+            f"{config.steps} steps with a save every {config.every} make {saves} save, and the demo needs one before "
+            "the one that it interrupts: ask for more --steps or a smaller --every"
         )
-    return min(_KILL_AFTER, max(1, saves - 2))
-
-
-@contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Callable[[str], OnStep]]:
-    """Give a function that adds a bar and returns what moves it; nothing is drawn where nobody watches."""
+    # A few versions before the interruption, but with a save or two left to hit.
+    after = min(_KILL_AFTER, max(1, saves - 2))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Nothing is drawn unless somebody watches.
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        if backend.url.startswith("memory:"):
+            # Only this process sees a store in its memory, so it trains here.
+            on_step = _bar(progress, "interrupted and resumed", config.steps)
+            story = train_with_failed_save(config, backend, after, on_step)
+        else:
+            story = train_killed(config, backend, after, _bar(progress, "killed and resumed", config.steps))
+        uninterrupted = RunLog(_bar(progress, "uninterrupted", config.steps))
+        train(config, None, uninterrupted.add)
+    return story, uninterrupted
 
-        def stage(name: str) -> OnStep:
-            bar = progress.add_task(name, total=steps)
-            return lambda step: progress.update(bar, completed=step)
 
-        yield stage
-
-
-def _conclude(
-    config: TrainConfig,
-    url: str,
-    story: Story,
-    undisturbed: RunLog,
-    backend: Backend,
-    samples: int,
-    console: Console,
-) -> Sequence[Check]:
-    """Print what was measured, and return the checks."""
-    committed = versions(url, **config.storage_options)
-    resumed = story.logs[-1].result
-    costs = report.Costs(
-        written_bytes=sum(info.bytes for info in committed),
-        full_bytes=resumed.full_bytes,
-        versions=len(committed),
-        stored_bytes=sum(size for _, size in backend.list_keys("")),
-    )
-    console.print(report.versions_table(committed, story, resumed))
-    console.print(report.totals_table(costs, story))
-    console.print(report.quality_table(resumed, undisturbed.result))
-    print_tree(view(url, **config.storage_options), console)
-    return check_all(config, story, committed, undisturbed, samples)
+def _bar(progress: Progress, name: str, steps: int) -> OnStep:
+    """Add a bar, and return what moves it."""
+    bar = progress.add_task(name, total=steps)
+    return lambda step: progress.update(bar, completed=step)

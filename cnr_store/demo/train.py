@@ -1,6 +1,7 @@
-"""The training process of the demo: `python -m cnr_store.demo.train`, its configuration on standard input.
+"""Training with checkpoints, in this process or as `python -m cnr_store.demo.train`.
 
-It knows nothing of being killed: it loads the newest version if there is one, and trains on to the last step.
+The training process reads its configuration from standard input and reports on standard output. It does not know
+that it will be killed: it loads the newest version if there is one, and trains to the last step.
 """
 
 from __future__ import annotations
@@ -8,30 +9,105 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cnr_backends import Backend, BackendError
 from cnr_codecs import CodecError
-from cnr_store.demo.config import Event, Failed, Finished, Saved, Started, Step, TrainConfig, event_line
-from cnr_store.demo.data import Features, load_features
-from cnr_store.demo.metrics import auc, log_loss
-from cnr_store.demo.model import Recommender, new_training
-from cnr_store.demo.reader import TimeOrderedReader
-from cnr_store.errors import CheckpointError, EmptyStoreError
-from cnr_store.training.checkpointer import Checkpointer
+from cnr_store import Checkpointer, CheckpointError, EmptyStoreError
+from cnr_store.demo.data import load_features
+from cnr_store.demo.model import auc, log_loss, new_training, predict, select
+from cnr_store.demo.protocol import (
+    DemoError,
+    Event,
+    Failed,
+    Finished,
+    Saved,
+    Started,
+    Step,
+    TrainConfig,
+    event_line,
+)
 
-_HELD_OUT_BATCH = 4_096
+
+class TimeOrderedReader:
+    """Endless iterator over batches of sample numbers, int64 (batch,), in time order, epoch after epoch.
+
+    The last batch of an epoch may be shorter. A state taken after a training step counts each sample once, because
+    a batch is in flight only between `next` and its step.
+
+    Parameters
+    ----------
+    samples
+        Samples of an epoch.
+    batch
+        Samples of a batch.
+
+    Raises
+    ------
+    DemoError
+        Either is below 1.
+    """
+
+    def __init__(self, samples: int, batch: int) -> None:
+        if samples < 1 or batch < 1:
+            raise DemoError(f"a reader needs samples and a batch size, not {samples} and {batch}")
+        self._state = {"epoch": 0, "position": 0, "samples": samples, "batch": batch}
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        return self
+
+    def __next__(self) -> NDArray[np.int64]:
+        start, samples = self._state["position"], self._state["samples"]
+        stop = min(start + self._state["batch"], samples)
+        self._state["epoch"] += stop // samples
+        self._state["position"] = stop % samples
+        return np.arange(start, stop, dtype=np.int64)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position to save: the next sample of which epoch, and the sizes that it is good for."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: object) -> None:
+        """Continue where `state` was taken.
+
+        Raises
+        ------
+        DemoError
+            It is not such a state, or belongs to other data or another batch size.
+        """
+        integers = isinstance(state, Mapping) and all(type(value) is int for value in state.values())
+        if not isinstance(state, Mapping) or not integers or state.keys() != self._state.keys():
+            raise DemoError(f"not a state of this reader: {state!r}")
+        samples, batch = self._state["samples"], self._state["batch"]
+        if (state["samples"], state["batch"]) != (samples, batch):
+            raise DemoError(
+                f"the saved reader has {state['samples']} samples in batches of {state['batch']}, this one {samples} "
+                f"in batches of {batch}: resume with the first run's data and options"
+            )
+        if state["epoch"] < 0 or not 0 <= state["position"] < samples:
+            raise DemoError(f"a saved reader's position is out of range: {state!r}")
+        self._state = dict(state)
 
 
-class TrainingRun:
-    """Model, optimizer and reader of one run, told what to do by a `TrainConfig`."""
+def train(config: TrainConfig, store: str | Backend | None, emit: Callable[[Event], object]) -> None:
+    """Train to the last step, with checkpoints in `store` unless it is None. `emit` is called with each event."""
+    # One thread sums in one order, so two runs of the same steps end with the same bits.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _Run(config, emit).run(store)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Run:
+    """Model, optimizer and reader of one run."""
 
     def __init__(self, config: TrainConfig, emit: Callable[[Event], object]) -> None:
         self._config = config
@@ -42,43 +118,36 @@ class TrainingRun:
         self._train_seconds = 0.0
 
     def run(self, store: str | Backend | None) -> None:
-        """Train to the last step, with checkpoints in `store` if there is one."""
         if store is None:
             self._emit(Started(0, None, 0.0))
             self._train(0, self._config.steps)
         else:
-            with Checkpointer(
-                store,
-                self._model,
-                self._optimizer,
-                policy=self._config.policy,
-                bits=self._config.bits,
-                storage_options=None if isinstance(store, Backend) else self._config.storage_options,
-            ) as checkpointer:
-                self._run_with_checkpoints(checkpointer)
+            self._train_with_checkpoints(store)
         self._finish()
 
-    def _run_with_checkpoints(self, checkpointer: Checkpointer) -> None:
-        config, pending = self._config, None
-        step = self._resume(checkpointer)
-        while step < config.steps:
-            stop = min(step - step % config.every + config.every, config.steps)
-            self._train(step, stop)
-            step = stop
-            begun = time.perf_counter()
-            if pending is not None:
-                pending.result()
-            waited = time.perf_counter() - begun
-            pending = checkpointer.save(step, reader=self._reader, metadata={"run": "cnr demo"})
-            self._emit(Saved(step, waited + pending.stall_seconds))
-        if pending is not None:
-            pending.result()
+    def _train_with_checkpoints(self, store: str | Backend) -> None:
+        config = self._config
+        options = None if isinstance(store, Backend) else config.storage_options
+        with Checkpointer(
+            store,
+            self._model,
+            self._optimizer,
+            policy=config.policy,
+            bits=config.bits,
+            storage_options=options,
+        ) as checkpointer:
+            step = self._resume(checkpointer)
+            while step < config.steps:
+                start, step = step, config.save_step(step, 1)
+                self._train(start, step)
+                pending = checkpointer.save(step, reader=self._reader, metadata={"run": "cnr demo"})
+                self._emit(Saved(step, pending.stall_seconds))
 
     def _resume(self, checkpointer: Checkpointer) -> int:
         begun = time.perf_counter()
         try:
             restored = checkpointer.load()
-        except EmptyStoreError:
+        except EmptyStoreError:  # the first run
             self._emit(Started(0, None, 0.0))
             return 0
         self._reader.load_state_dict(restored.reader)
@@ -90,8 +159,8 @@ class TrainingRun:
         self._model.train()
         for step in range(start + 1, stop + 1):
             samples = next(self._reader)
-            columns, labels = _batch(self._features, samples)
-            loss = functional.binary_cross_entropy_with_logits(self._model(columns), labels)
+            columns, labels = select(self._features, samples)
+            loss = binary_cross_entropy_with_logits(self._model(columns), labels)
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._optimizer.step()
@@ -102,44 +171,28 @@ class TrainingRun:
         features = self._features
         held_out = np.arange(features.train, len(features))
         scores, labels = predict(self._model, features, held_out), features.labels[held_out]
-        sink = io.BytesIO()
-        torch.save({"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}, sink)
+        full = io.BytesIO()
+        torch.save({"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}, full)
         self._emit(
             Finished(
                 auc=auc(labels, scores),
                 log_loss=log_loss(labels, scores),
-                full_bytes=sink.tell(),
+                full_bytes=full.tell(),
                 table_rows=sum(features.rows.values()),
                 train_seconds=self._train_seconds,
             )
         )
 
 
-def predict(model: Recommender, features: Features, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Probabilities for `samples`, float64 (samples,)."""
-    model.eval()
-    pieces = np.array_split(samples, max(1, -(-len(samples) // _HELD_OUT_BATCH)))
-    with torch.no_grad():
-        logits = torch.cat([model(_batch(features, piece)[0]) for piece in pieces])
-    return torch.sigmoid(logits.double()).numpy()
-
-
-def _batch(features: Features, samples: NDArray[np.int64]) -> tuple[dict[str, Tensor], Tensor]:
-    columns = {name: torch.from_numpy(ids[samples]) for name, ids in features.columns.items()}
-    return columns, torch.from_numpy(features.labels[samples])
-
-
 def main() -> int:
     """Train as standard input says, and report on standard output."""
-    # One thread sums in one order, so that two runs of the same steps give the same bits.
-    torch.set_num_threads(1)
 
     def emit(event: Event) -> None:
         print(event_line(event), flush=True)
 
     config = TrainConfig.from_json(sys.stdin.readline())
     try:
-        TrainingRun(config, emit).run(config.url)
+        train(config, config.url, emit)
     except (CheckpointError, BackendError, CodecError) as error:
         emit(Failed(f"{type(error).__name__}: {error}"))
         return 1

@@ -16,17 +16,24 @@ from rich.console import Console
 
 from cnr_backends import StorageError, open_backend
 from cnr_store.catalog.catalog import VersionInfo
-from cnr_store.demo.checks import check_all, kept_steps
-from cnr_store.demo.config import Failed, Finished, Saved, Started, Step, TrainConfig, event_line, parse_event
-from cnr_store.demo.data import CROSS_ROWS, load_features
-from cnr_store.demo.errors import DemoDataError, DemoError
-from cnr_store.demo.metrics import auc, log_loss
-from cnr_store.demo.outage import FailingBackend
-from cnr_store.demo.place import demo_place
-from cnr_store.demo.process import RunLog
-from cnr_store.demo.reader import TimeOrderedReader
-from cnr_store.demo.source import FILES, cache_folder, find_data
-from cnr_store.demo.supervise import Interruption, Story, Watcher
+from cnr_store.demo.data import CROSS_ROWS, FILES, DemoDataError, cache_folder, find_data, load_features
+from cnr_store.demo.interrupt import FailingBackend, Interruption, Story, Watcher, train_in_process
+from cnr_store.demo.model import auc, log_loss
+from cnr_store.demo.protocol import (
+    DemoError,
+    Failed,
+    Finished,
+    RunLog,
+    Saved,
+    Started,
+    Step,
+    TrainConfig,
+    event_line,
+    parse_event,
+)
+from cnr_store.demo.report import check_all, kept_steps
+from cnr_store.demo.run import DemoOptions, demo_place, run_demo
+from cnr_store.demo.train import TimeOrderedReader
 
 V1, V2 = "000001-0123abcd.00000001", "000001-0123abcd.00000002"
 RATINGS = 1_000
@@ -319,10 +326,6 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def run(capsys: pytest.CaptureFixture[str] | None = None, **options: Any) -> str:
     """Run the demo with few steps; all its checks must hold."""
-    pytest.importorskip("torch")
-    pytest.importorskip("xarray")
-    from cnr_store.demo.run import DemoOptions, run_demo
-
     out = io.StringIO()
     holds = run_demo(DemoOptions(steps=60, every=10, **options), Console(file=out))
     assert holds, out.getvalue()
@@ -344,24 +347,18 @@ def test_the_demo_in_memory_without_loss(small_data: Path) -> None:
 
 
 def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:
-    pytest.importorskip("xarray")
-    from cnr_store.demo.run import DemoOptions, run_demo
-
     with pytest.raises(DemoError, match="make 1 save"):
         run_demo(DemoOptions(steps=5, every=10, data=small_data), Console(file=io.StringIO()))
 
 
 @pytest.mark.slow
 def test_a_training_process_that_fails_says_why(small_data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    from cnr_store.demo.supervise import train_undisturbed
-
     (tmp_path / "file").write_text("")
     config = TrainConfig(data=str(small_data), steps=2, every=1, url=str(tmp_path / "file"))
     with pytest.raises(DemoError, match="OpenError"):
-        train_undisturbed(config, lambda _: None)
+        train_in_process(config, RunLog())
     with pytest.raises(DemoError, match="DemoDataError"):
-        train_undisturbed(TrainConfig(data=str(tmp_path), steps=2, every=1), lambda _: None)
+        train_in_process(TrainConfig(data=str(tmp_path), steps=2, every=1), RunLog())
 
 
 @pytest.mark.slow
