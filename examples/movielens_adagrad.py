@@ -1,10 +1,11 @@
-"""Train the demo's model on MovieLens-100k with Adagrad, quantized to 4 bits, and read the result back.
+"""Train the demo's model on MovieLens-100k with Adagrad, save it quantized to 4 bits, and load it again.
 
     python examples/movielens_adagrad.py STORE [STEPS]
 
-Run it again with more steps, and it goes on from the newest checkpoint.
+Run it again with more steps: it resumes from the newest checkpoint.
 
-The data set is fetched once from the package index, see `cnr_store.demo.data`; CNR_DATA names a folder that has it.
+The data set is fetched once from the package index, see `cnr_store.demo.data`, unless CNR_DATA names a folder that has
+it.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ STEPS_PER_SAVE = 100
 
 
 def main(url: str, steps: int = 1_000) -> tuple[float, float]:
-    """Train until `steps` steps were made in all.
+    """Train to step `steps`, counting those of earlier starts.
 
-    How well the model, and one loaded from the store, rank ratings that they haven't seen (AUC).
+    Returns the AUC on held-out ratings of the model as trained, and of one loaded from the store.
     """
     features = load_features(find_data(say=print))
     model, optimizer = new_training(features.rows, seed=1)
     reader = TimeOrderedReader(features.train, BATCH)
     with cnr_store.Checkpointer(url, model, optimizer, policy="intermittent", bits=4) as checkpointer:
-        begun = 0
+        resumed = 0
         if cnr_store.versions(url):
             restored = checkpointer.load()
             reader.load_state_dict(restored.reader)
-            begun = restored.step
-        for step in range(begun + 1, steps + 1):
+            resumed = restored.step
+        for step in range(resumed + 1, steps + 1):
             samples = next(reader)
             columns = {name: torch.from_numpy(ids[samples]) for name, ids in features.columns.items()}
             labels = torch.from_numpy(features.labels[samples])
@@ -50,6 +51,7 @@ def main(url: str, steps: int = 1_000) -> tuple[float, float]:
             if step % STEPS_PER_SAVE == 0 or step == steps:
                 checkpointer.save(step, reader=reader)
 
+    # Another seed, so that nothing but the store can make the two models alike.
     served, _ = new_training(features.rows, seed=2)
     cnr_store.load(url, served)
     held_out = np.arange(features.train, len(features))
@@ -62,5 +64,5 @@ def main(url: str, steps: int = 1_000) -> tuple[float, float]:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(f"usage: python {sys.argv[0]} STORE [STEPS]")
-    found = main(sys.argv[1], *map(int, sys.argv[2:3]))
-    print(f"AUC of the model as trained: {found[0]:.4f}; as loaded from 4 bits: {found[1]:.4f}")
+    trained_auc, loaded_auc = main(sys.argv[1], *map(int, sys.argv[2:3]))
+    print(f"AUC of the model as trained: {trained_auc:.4f}; as loaded from 4 bits: {loaded_auc:.4f}")

@@ -2,7 +2,7 @@
 
     python examples/plain_torch.py STORE [STEPS]
 
-Stop it at any moment and start it again: it goes on from the newest checkpoint, with the next batch.
+Stop it at any moment and start it again: it resumes from the newest checkpoint, with the next batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS_PER_SAVE = 20
 
 
 class Model(nn.Module):
-    """How much a user likes an item: the product of their rows."""
+    """Predicts how much a user likes an item, from the product of their embedding rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,41 +34,42 @@ class Model(nn.Module):
 
 
 def samples() -> TensorDataset:
-    """Made-up ratings, the same at each start."""
+    """Random ratings, the same at each start."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randint(rows, (64_000,), generator=generator) for rows in (USERS, ITEMS)], dim=1)
     return TensorDataset(ids, (ids.sum(dim=1) % 5).float() / 4)
 
 
 def main(url: str, steps: int = 200) -> int:
-    """Train until `steps` steps were made in all; the step that this start began behind."""
-    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # or torch warns of it
+    """Train to step `steps`, counting those of earlier starts. Returns the step that this start resumed from."""
+    # torch skips these checks by default, and warns about it unless they are disabled explicitly.
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.5)
     reader = cnr_store.TrackedReader(DataLoader(samples(), batch_size=128, shuffle=True))
-    begun = 0
+    resumed = 0
     with cnr_store.Checkpointer(url, model, optimizer, state={"schedule": scheduler}) as checkpointer:
         if cnr_store.versions(url):
-            restored = checkpointer.load()
+            restored = checkpointer.load()  # model, optimizer and scheduler, in place
             reader.load_state_dict(restored.reader)
-            begun = restored.step
-        for step, (ids, labels) in enumerate(reader.interval(max(0, steps - begun)), begun + 1):
+            resumed = restored.step
+        for step, (ids, labels) in enumerate(reader.interval(max(0, steps - resumed)), resumed + 1):
             loss: Any = nn.functional.mse_loss(model(ids), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             scheduler.step()
-            if step % STEPS_PER_SAVE == 0:
+            if step % STEPS_PER_SAVE == 0:  # it is written in the background
                 checkpointer.save(step, reader=reader, metadata={"loss": loss.item()})
-    return begun
+    return resumed
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(f"usage: python {sys.argv[0]} STORE [STEPS]")
-    began = main(sys.argv[1], *map(int, sys.argv[2:3]))
-    print(f"went on behind step {began}; the store holds:")
+    start = main(sys.argv[1], *map(int, sys.argv[2:3]))
+    print(f"resumed after step {start}; the store holds:")
     for version in cnr_store.versions(sys.argv[1]):
         print(f"  step {version.step}: {version.kind}, {version.rows} rows, {version.bytes} bytes")

@@ -1,4 +1,4 @@
-"""The command `cnr`: its commands, and how it ends."""
+"""The command `cnr`: its commands and exit status."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.text import Text
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store.cli.demo import demo
-from cnr_store.cli.exchange import diff, export, serve
-from cnr_store.cli.listing import info, ls
+from cnr_store.cli.export import export, serve
+from cnr_store.cli.inspection import diff, info, ls
 from cnr_store.cli.maintenance import compact, gc, pin, unpin, verify
-from cnr_store.cli.simulating import simulate
+from cnr_store.cli.simulate import simulate
 from cnr_store.errors import CheckpointError
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"cnr {metadata.version('cnr-store')}")
         raise typer.Exit
 
@@ -38,11 +38,11 @@ def _options(
 
 app = typer.Typer(
     name="cnr",
-    help="Checkpoints of recommendation models: what a store holds, its upkeep, and a demo.",
+    help="Checkpoints of recommendation models: inspect, maintain and export a store, or run a demo.",
     callback=_options,
     no_args_is_help=True,
     add_completion=False,
-    # A traceback is for an error of ours that nobody foresaw, and then Python's own says enough.
+    # Only an unforeseen error ends with a traceback, and Python's own says enough.
     pretty_exceptions_enable=False,
 )
 for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, serve, simulate):
@@ -50,7 +50,7 @@ for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and exit: 0 fine, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
+    """Run the command line and exit: 0 success, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="cnr")
     except (CheckpointError, BackendError, CodecError) as error:

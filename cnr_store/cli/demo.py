@@ -1,4 +1,4 @@
-"""`cnr demo`: options only; the demo itself is loaded when it runs."""
+"""`cnr demo`: its options; the demo itself is imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cnr_store.cli.options import Policy, StorageOptions, Width, require, storage_options, width
+from cnr_store.cli.options import Policy, StorageOptions, Width, parse_bits, parse_options, require
 
 DemoUrl = Annotated[
     str | None,
-    typer.Argument(metavar="URL", help="Where the checkpoints go. A temporary folder if left out."),
+    typer.Argument(metavar="URL", help="Where checkpoints go. By default, a temporary folder."),
 ]
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Training steps; every training sample once if left out.")
+    int | None, typer.Option(min=1, help="Training steps. By default, each training sample once.")
 ]
 Every = Annotated[int, typer.Option(min=1, help="Steps between two saves.")]
-Data = Annotated[Path | None, typer.Option(help="Folder with ml-100k.inter, .item and .user.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder with ml-100k.inter, .item and .user, fetched by default."),
+]
 Keep = Annotated[bool, typer.Option("--keep", help="Without URL: keep the store, in ./demo-run.")]
 
 
@@ -32,23 +35,23 @@ def demo(
     data: Data = None,
     keep: Keep = False,
 ) -> None:
-    """Train on MovieLens-100k, kill the training in the middle of a save, resume, and show what it cost.
+    """Train on MovieLens-100k, kill the training in the middle of a save, resume, and print what it cost.
 
-    The training process knows nothing of the kill. An uninterrupted run is trained for comparison. The exit status
+    The training process is not prepared for the kill. An uninterrupted run is trained for comparison. The exit status
     is 1 if any check of the outcome fails.
     """
     require("the demo", "demo", "torch", "xarray")
     from cnr_store.demo.run import DemoOptions, run_demo
 
-    asked = DemoOptions(
+    chosen = DemoOptions(
         url=url,
-        storage_options=storage_options(options),
+        storage_options=parse_options(options),
         policy=policy,
-        bits=width(bits),
+        bits=parse_bits(bits),
         steps=steps,
         every=every,
         data=data,
         keep=keep,
     )
-    if not run_demo(asked, Console()):
+    if not run_demo(chosen, Console()):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`cnr verify`, `compact`, `gc`, `pin` and `unpin`: looking after a store."""
+"""`cnr verify`, `compact`, `gc`, `pin` and `unpin`: the maintenance of a store."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import Annotated
 
 import typer
 
-from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
+from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import print_json, print_line, progress, say
 from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
-from cnr_store.maintenance.verification import verify as proving
+from cnr_store.maintenance.verification import verify as verification
 from cnr_store.maintenance.verification.report import VerifyReport
 
 DAMAGED = 3
-"""Exit status of `cnr verify` where something is damaged."""
+"""Exit status of `cnr verify` if anything is damaged."""
 
 Checked = Annotated[
     str | None,
-    typer.Argument(metavar="[VERSION]", help="An id, a step, or latest; the whole store if left out."),
+    typer.Argument(metavar="[VERSION]", help="An id, a step, or latest. By default, the whole store."),
 ]
 Deep = Annotated[
-    bool, typer.Option("--deep", help="Read every byte, not only what exists and how large it is.")
+    bool, typer.Option("--deep", help="Read every byte. By default, check only existence and sizes.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Threads.")]
-KeepLast = Annotated[int | None, typer.Option(min=1, help="Keep so many of the newest versions.")]
+Workers = Annotated[int, typer.Option(min=1, help="Threads to use.")]
+KeepLast = Annotated[int | None, typer.Option(min=1, help="Keep this many of the newest versions.")]
 KeepEvery = Annotated[
-    int | None, typer.Option(min=1, help="Keep one version of every so many steps: the newest up to it.")
+    int | None,
+    typer.Option(
+        min=1, help="For each multiple of this many steps, keep the newest version at or before it."
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be removed.")]
-Grace = Annotated[float, typer.Option(min=0, help="Leave what crashed saves left alone for so many seconds.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
 def verify(
@@ -41,39 +44,39 @@ def verify(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Check a store: what is damaged or lost, and which versions can be restored. Nothing is changed.
+    """Check a store: what is damaged or lost, and which versions can be restored. It changes nothing.
 
     The exit status is 3 if anything is damaged.
     """
-    wanted = None if version is None else version_named(version)
-    with progress("verifying", of_bytes=True) as report:
-        found = proving.verify(
-            url, wanted, deep=deep, workers=workers, progress=report, **storage_options(options)
+    wanted = None if version is None else parse_version(version)
+    with progress("verifying", of_bytes=True) as on_progress:
+        report = verification.verify(
+            url, wanted, deep=deep, workers=workers, progress=on_progress, **parse_options(options)
         )
     if as_json:
-        print_json(asdict(found) | {"ok": found.ok})
+        print_json(asdict(report) | {"ok": report.ok})
     else:
-        _print_findings(found)
-    if not found.ok:
+        _print_report(report)
+    if not report.ok:
         raise typer.Exit(DAMAGED)
 
 
-def _print_findings(found: VerifyReport) -> None:
-    for finding in found.problems:
+def _print_report(report: VerifyReport) -> None:
+    for finding in report.problems:
         print_line(f"damaged: {finding}")
-    for finding in found.suspicious:
+    for finding in report.suspicious:
         print_line(f"suspicious: {finding}")
-    for left in found.leftovers:
+    for left in report.leftovers:
         print_line(
             f"leftover: {left.objects:,} objects, {left.nbytes:,} bytes in {left.place}, such as {left.example}"
         )
-    looked = "every byte read" if found.deep else "existence and sizes only, --deep reads every byte"
+    extent = "every byte read" if report.deep else "existence and sizes only, --deep reads every byte"
     print_line(
-        f"{len(found.restorable):,} of {len(found.versions):,} versions can be restored; {found.objects:,} objects, "
-        f"{found.nbytes:,} bytes ({looked})"
+        f"{len(report.restorable):,} of {len(report.versions):,} versions can be restored; {report.objects:,} objects, "
+        f"{report.nbytes:,} bytes ({extent})"
     )
-    if not found.ok and found.restorable:
-        print_line(f"the newest that can be restored is {found.restorable[-1]}")
+    if not report.ok and report.restorable:
+        print_line(f"the newest that can be restored is {report.restorable[-1]}")
 
 
 def compact(
@@ -83,10 +86,10 @@ def compact(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Fold a version: store its rows once more in one piece, so that reading it touches no other version."""
-    with progress("folding") as report:
+    """Fold a version: store its rows again in one piece, so that reading it touches no other version."""
+    with progress("folding") as on_progress:
         done = folding.compact(
-            url, version_named(version), workers=workers, progress=report, **storage_options(options)
+            url, parse_version(version), workers=workers, progress=on_progress, **parse_options(options)
         )
     if as_json:
         print_json(asdict(done))
@@ -108,19 +111,19 @@ def gc(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Remove versions that no rule keeps, and what crashed saves left. Without a rule only the latter.
+    """Remove versions that no rule keeps, and what crashed saves left. Without a rule, only the latter.
 
-    Always kept: the newest version, pinned ones, and whatever a kept version leans on.
+    Always kept: the newest version, pinned ones, and each version that a kept one depends on.
     """
-    with progress("removing") as report:
+    with progress("removing") as on_progress:
         done = retention.gc(
             url,
             keep_last,
             keep_every,
             dry_run=dry_run,
             grace_seconds=grace_seconds,
-            progress=report,
-            **storage_options(options),
+            progress=on_progress,
+            **parse_options(options),
         )
     if as_json:
         print_json(asdict(done))
@@ -132,14 +135,14 @@ def gc(
 
 
 def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
-    """What went, and, where a rule chose, why each of the others stayed."""
+    """Print what was removed and, if there is a rule, why each of the others was kept."""
     removed = "would be removed" if done.dry_run else "removed"
     for version, reason in done.kept.items() if ruled else ():
         print_line(f"kept {version}: {reason}")
     for version in done.removed:
         print_line(f"{removed}: {version}")
     for attempt in done.leftovers:
-        print_line(f"{removed}: {attempt}, left by a save that did not end")
+        print_line(f"{removed}: {attempt}, left by an unfinished save")
     print_line(
         f"{len(done.kept):,} versions kept{'' if ruled else ', as there is no rule'}, {len(done.removed):,} {removed}; "
         f"{done.freed_bytes:,} bytes"
@@ -147,10 +150,10 @@ def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
 
 
 def pin(url: Url, version: VersionName = "latest", options: StorageOptions = "{}") -> None:
-    """Keep a version whatever retention's rules say."""
-    print_line(f"{pins.pin(url, version_named(version), **storage_options(options))}: pinned")
+    """Keep a version, whatever the rules of retention say."""
+    print_line(f"{pins.pin(url, parse_version(version), **parse_options(options))}: pinned")
 
 
 def unpin(url: Url, version: VersionName, options: StorageOptions = "{}") -> None:
-    """Let retention have a version again."""
-    print_line(f"{pins.unpin(url, version_named(version), **storage_options(options))}: not pinned any more")
+    """Allow retention to remove a version again."""
+    print_line(f"{pins.unpin(url, parse_version(version), **parse_options(options))}: not pinned any more")

@@ -1,4 +1,4 @@
-"""Options that commands share, and how their values are checked."""
+"""Options that commands share, and the parsing and checking of their values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from cnr_store.errors import OptionError
 from cnr_store.policies.policy import check_policy
 from cnr_store.policies.widths import check_bits
 
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help="Where the store is: a folder, s3://..., any fsspec URL.")
-]
-
+Url = Annotated[str, typer.Argument(metavar="URL", help="The store: a folder, s3://..., or any fsspec URL.")]
 
 OWN_PARAMETERS = frozenset(
     {
@@ -37,13 +34,13 @@ OWN_PARAMETERS = frozenset(
         "workers",
     }
 )
-"""Parameters of the library's functions, beside which they take storage options by name."""
+"""Named parameters of the library's functions, which a storage option must not be called."""
 
 
 def _check_storage_options(text: str) -> str:
-    taken = sorted(OWN_PARAMETERS.intersection(storage_options(text)))
+    taken = sorted(OWN_PARAMETERS.intersection(parse_options(text)))
     if taken:
-        raise typer.BadParameter(f"{', '.join(taken)}: these are no options of a filesystem")
+        raise typer.BadParameter(f"{', '.join(taken)}: these are not options of a filesystem")
     return text
 
 
@@ -55,7 +52,7 @@ def _check_policy(name: str) -> str:
 
 
 def _check_bits(text: str) -> str:
-    width(text)
+    parse_bits(text)
     return text
 
 
@@ -69,21 +66,26 @@ StorageOptions = Annotated[
     ),
 ]
 Policy = Annotated[
-    str, typer.Option(help="full, one-shot, consecutive, intermittent or auto.", callback=_check_policy)
+    str,
+    typer.Option(
+        help="What saves write: full, one-shot, consecutive, intermittent or auto.",
+        callback=_check_policy,
+    ),
 ]
 Width = Annotated[
     str, typer.Option(metavar="auto|2|3|4|8|32", help="Bits of a quantized value.", callback=_check_bits)
 ]
-VersionName = Annotated[
-    str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-def storage_options(text: str) -> dict[str, Any]:
-    """The object that JSON text holds.
+def parse_options(text: str) -> dict[str, Any]:
+    """A filesystem's options from JSON text.
 
-    Raises: typer.BadParameter if it is anything else.
+    Raises
+    ------
+    typer.BadParameter
+        It is not a JSON object.
     """
     try:
         options = json.loads(text)
@@ -94,18 +96,21 @@ def storage_options(text: str) -> dict[str, Any]:
     return options
 
 
-def version_named(text: str) -> str | int:
-    """A version as the library takes it: digits are a step, unless they are too many for a number."""
+def parse_version(text: str) -> str | int:
+    """A version as the library takes it: digits are a step, unless there are too many for a number."""
     try:
         return int(text) if text.isascii() and text.isdecimal() else text
     except ValueError:
         return text
 
 
-def width(text: str) -> int | str:
+def parse_bits(text: str) -> int | str:
     """A width of quantized values as the library takes it.
 
-    Raises: typer.BadParameter if there is no such width.
+    Raises
+    ------
+    typer.BadParameter
+        There is no such width.
     """
     bits = int(text) if (len(text) == 1 and text.isascii() and text.isdecimal()) or text == "32" else text
     try:
@@ -116,9 +121,12 @@ def width(text: str) -> int | str:
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Refuse a command whose libraries are not installed.
+    """Check that the libraries of a command are installed.
 
-    Raises: OptionError, naming them and the extra that has them.
+    Raises
+    ------
+    OptionError
+        Some are not; the message names them and the extra that installs them.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""How commands print: tables that are never cut, JSON, and progress on long work."""
+"""Printing: tables that are never cut, JSON, and progress of long work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Report = Callable[[int, int], None]
 
 
 def new_table(*names: str) -> Table:
-    """A table with these columns; numbers stand to the right."""
+    """A table with these columns; numbers are aligned to the right."""
     table = Table(box=None, pad_edge=False)
     for name in names:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
@@ -34,7 +34,7 @@ def new_table(*names: str) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """A table whose lines are never cut or folded, so that it can be searched and piped."""
+    """Print a table without cutting or folding lines, so that it can be searched and piped."""
     console = Console()
     console.width = max(
         console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum
@@ -43,26 +43,28 @@ def print_table(table: Table) -> None:
 
 
 def print_json(doc: object) -> None:
+    """Print one JSON document."""
     print(json.dumps(doc, indent=2))
 
 
 def print_line(text: str) -> None:
-    """Text as it is, in one line; on standard output."""
+    """Print text as it is, in one line."""
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def say(text: str) -> None:
-    """A remark, on standard error."""
+    """Print a remark on standard error."""
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def time_text(seconds: float) -> str:
+    """Seconds since 1970 as a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 @contextmanager
 def progress(what: str, *, of_bytes: bool = False) -> Iterator[Report]:
-    """A bar on standard error, where that is a terminal, for a function to call with (done, all)."""
+    """A bar on standard error, if that is a terminal, and the function that moves it to (done, all)."""
     count = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     console = Console(stderr=True)

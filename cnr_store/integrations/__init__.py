@@ -1,1 +1,1 @@
-"""Other frameworks' ways in; each module needs its framework."""
+"""Integrations with training frameworks; each module needs its framework."""

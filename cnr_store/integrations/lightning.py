@@ -1,4 +1,4 @@
-"""A Lightning callback that checkpoints while `Trainer.fit` runs, and resumes it."""
+"""A Lightning callback that saves checkpoints during `Trainer.fit` and resumes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("cnr_store")
 
 
 class _Loops:
-    """Where `Trainer.fit` stands: epochs, steps, batches, and the state of loaders that have one."""
+    """The progress of `Trainer.fit`: epochs, steps, batches, and the state of loaders that have one."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._loop = trainer.fit_loop
@@ -46,24 +46,25 @@ class _Loops:
 
 
 class CnrCheckpoint(Callback):
-    """Saves the module that is trained, all its optimizers and schedulers, and where `fit` stands.
+    """Saves the module in training, all its optimizers and schedulers, and the progress of `fit`.
 
     Parameters
     ----------
     url
         Any fsspec URL, a path, or a Zarr store.
     every_n_steps
-        Optimizer steps between two saves; a save waits for the end of its batch, and is never in the middle of an
-        accumulation of gradients. The end of `fit` is saved, too, also where a SIGTERM ends it.
+        Optimizer steps between two saves. A save comes at the end of a batch, and never while gradients are being
+        accumulated. The end of `fit` is saved too, also if a SIGTERM causes it.
     resume
-        Whether `fit` goes on from the newest version, if there is one. Then give no `ckpt_path`.
+        Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
     options
         Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
 
     Raises
     ------
     OptionError
-        Also when `fit` starts: with a `TrackedReader` among its loaders, or more than one process.
+        `every_n_steps` is not a positive integer; or, when `fit` starts, it has more than one process or a
+        `TrackedReader` among its loaders.
     """
 
     def __init__(self, url: Url, every_n_steps: int, *, resume: bool = False, **options: Any) -> None:
@@ -72,17 +73,18 @@ class CnrCheckpoint(Callback):
         self._resume = resume
         self._options = options
         self._checkpointer: Checkpointer | None = None
-        self._saved_step: int | None = None  # or loaded
-        self._step_before = 0  # this batch
-        self._random: dict[str, Any] | None = None  # of the version, until the first batch
+        self._saved_step: int | None = None  # the newest step saved or loaded
+        self._step_before_batch = 0
+        self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the checkpointer and resume; optimizers and schedulers are there by now."""
+        """Make the checkpointer and resume. Optimizers and schedulers exist by now."""
         if trainer.world_size != 1:
             raise OptionError(
-                f"CnrCheckpoint saves from one process, and this trainer has {trainer.world_size}"
+                f"CnrCheckpoint saves from one process, and this trainer has {trainer.world_size}: give it devices=1 "
+                "and num_nodes=1"
             )
-        self._step_before = trainer.global_step
+        self._step_before_batch = trainer.global_step
         state = dict(self._options.get("state") or {})
         state |= {"lightning.loops": _Loops(trainer), "lightning.precision": trainer.precision_plugin}
         for position, config in enumerate(trainer.lr_scheduler_configs):
@@ -91,61 +93,61 @@ class CnrCheckpoint(Callback):
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
         if self._resume:
-            with contextlib.suppress(EmptyStoreError):  # the first start of this job
+            with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
-                self._random = rng_state()
+                self._loaded_rng = rng_state()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the loaders; they are there by now."""
+        """Check the loaders. They exist by now."""
         _check_loaders(trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the random numbers again: making loaders has drawn some since they were restored."""
-        self._step_before = trainer.global_step
-        random, self._random = self._random, None
-        if random is not None and self._options.get("rng", True):
-            set_rng_state(random)
+        """Restore the random number generators again, because making the loaders has drawn from them."""
+        self._step_before_batch = trainer.global_step
+        state, self._loaded_rng = self._loaded_rng, None
+        if state is not None and self._options.get("rng", True):
+            set_rng_state(state)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is time; behind the last batch only when Lightning has ended the epoch, or it could not resume."""
+        """Save if due. After the last batch the save waits for `on_train_epoch_end`: `fit` can't resume in between."""
         if self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if the last batch's step was due."""
+        """Save if due after the last batch."""
         if self._is_due(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end, if need be after the save before it."""
+        """Save the end of training, after waiting for the save before it."""
         self._save(trainer, overlap="wait")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for what is being written, and stop tracking."""
+        """Wait for the save under way, and stop tracking."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish what is being written; save the end where a SIGTERM came, and nothing of a step that failed."""
+        """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
         try:
-            # Lightning heeds the signal between batches: if the last one took no step, gradients are being gathered.
-            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before:
+            # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
+            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
                 self._save(trainer, overlap="wait")
-        except CheckpointError as error:  # the exception that ends training is the one to be raised
-            log.error("the save before this process ends was not begun: %s", error)
-        with contextlib.suppress(CheckpointError):  # logged; the exception that ends training says more
+        except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
+            log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
+        with contextlib.suppress(CheckpointError):  # logged when the save failed
             self._close()
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether this batch took a step, and one that comes to or goes beyond the next multiple.
+        """Whether this batch reached or passed the next multiple of `every_n_steps`.
 
-        One batch can take several steps, and several batches take one: between them gradients are not saved.
+        A batch may take several steps, or none while it accumulates gradients, which are not saved.
         """
         step = trainer.global_step
-        return step > self._step_before and step // self._every > (self._saved_step or 0) // self._every
+        return step > self._step_before_batch and step // self._every > (self._saved_step or 0) // self._every
 
     def _save(self, trainer: Trainer, overlap: Overlap | None = None) -> None:
         step = trainer.global_step
@@ -162,22 +164,23 @@ class CnrCheckpoint(Callback):
 
 
 def _check_loaders(loaders: Any) -> None:
-    """Refuse readers that count what they give out, and tell of other loaders that Lightning takes batches ahead of.
+    """Refuse readers that Lightning would read ahead of, and warn about other loaders that it reads ahead of.
 
     Raises
     ------
     OptionError
+        There is a `TrackedReader` among them.
     """
     for loader in _flat(loaders):
         if isinstance(loader, TrackedReader):
             raise OptionError(
-                "a TrackedReader counts batches as trained once they are given out, and Lightning takes batches ahead: "
-                "a resumed fit would skip samples. Give the trainer torchdata's StatefulDataLoader"
+                "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so a "
+                "resumed fit would skip samples: give the trainer torchdata's StatefulDataLoader"
             )
         if callable(getattr(loader, "state_dict", None)) and not _has_length(loader):
             log.warning(
-                "a %s has no length, so Lightning takes a batch ahead, and a fit resumed within an epoch skips one: "
-                "give its dataset a __len__",
+                "a %s has no length, so Lightning takes one batch ahead, and a fit resumed within an epoch skips one "
+                "batch: give its dataset a __len__",
                 type(loader).__name__,
             )
 
@@ -185,13 +188,13 @@ def _check_loaders(loaders: Any) -> None:
 def _has_length(loader: Any) -> bool:
     try:
         len(loader)
-    except (TypeError, NotImplementedError):  # as Lightning asks
+    except (TypeError, NotImplementedError):  # those that Lightning catches
         return False
     return True
 
 
 def _flat(loaders: Any) -> Iterator[Any]:
-    """Loaders from lists, dicts and Lightning's CombinedLoader, which may hold each other."""
+    """Loaders in lists, dicts and Lightning's CombinedLoader, nested in any way."""
     parts = getattr(loaders, "flattened", loaders)
     if isinstance(parts, Mapping):
         parts = list(parts.values())

@@ -1,48 +1,54 @@
-"""`cnr ls` and `cnr info`: what a store holds."""
+"""`cnr ls`, `info` and `diff`: what a store, a version or two versions hold."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, storage_options, version_named
+from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.maintenance.collection.survey import ids
+from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
+
+Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, or latest.")]
+Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or latest.")]
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first."""
-    backend = open_backend(url, **storage_options(options))
+    backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)
-    found = list(catalog.newest_first())[::-1]
-    if not found and not catalog.check_format():
+    records = list(catalog.newest_first())[::-1]
+    if not records and not catalog.check_format():
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     pinned, folded = ids(backend, layout.PINS), ids(backend, layout.FOLDS)
     listed = [
-        _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in found
+        _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in records
     ]
     if as_json:
         print_json(listed)
         return
-    if not found:
+    if not listed:
         say(f"{url} holds no committed version")
         return
     columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
     table = new_table(*columns, "marks")
     for facts in listed:
         marks = ", ".join(mark for mark in ("pinned", "folded") if facts[mark])
-        table.add_row(*(_shown(column, facts[column]) for column in columns), marks or "-")
+        table.add_row(*(_text(column, facts[column]) for column in columns), marks or "-")
     print_table(table)
 
 
@@ -50,8 +56,8 @@ def info(
     url: Url, version: VersionName = "latest", options: StorageOptions = "{}", as_json: AsJson = False
 ) -> None:
     """Show one version, array by array."""
-    catalog = Catalog(open_backend(url, **storage_options(options)))
-    record = catalog.find(version_named(version))
+    catalog = Catalog(open_backend(url, **parse_options(options)))
+    record = catalog.find(parse_version(version))
     facts = _facts(record) | {
         "needs": list(record.needs),
         "restores": record.restores,
@@ -60,15 +66,30 @@ def info(
     if as_json:
         print_json(facts | {"arrays": {path: entry.to_json() for path, entry in record.arrays.items()}})
         return
-    lines = new_table("name", "value")
+    table = new_table("name", "value")
     for name, value in facts.items():
-        lines.add_row(name, Text(_shown(name, value)))
-    print_table(lines)
+        table.add_row(name, Text(_text(name, value)))
+    print_table(table)
     print_table(_arrays_table(record.arrays))
 
 
-def _shown(name: str, value: Any) -> str:
-    """One fact, for people."""
+def diff(
+    url: Url, older: Older, newer: Newer = "latest", options: StorageOptions = "{}", as_json: AsJson = False
+) -> None:
+    """Show which arrays differ between two versions, in how many rows, and by how much."""
+    differences = reading.diff(url, parse_version(older), parse_version(newer), **parse_options(options))
+    if as_json:
+        print_json([asdict(each) for each in differences])
+        return
+    table = new_table("array", "status", "changed", "rows", "max abs")
+    for each in differences:
+        largest = "-" if each.max_abs is None else f"{each.max_abs:.3g}"
+        table.add_row(each.path, each.status, f"{each.rows_changed:,}", f"{each.rows:,}", largest)
+    print_table(table)
+
+
+def _text(name: str, value: Any) -> str:
+    """One fact of a version, for people."""
     if name == "time":
         return time_text(value)
     if name == "needs":

@@ -11,13 +11,13 @@ from cnr_store.cli.options import AsJson
 from cnr_store.cli.output import new_table, print_json, print_table
 from cnr_store.policies.policy import POLICIES
 from cnr_store.policies.simulation import SimulatedSave, Trace
-from cnr_store.policies.simulation import simulate as run
+from cnr_store.policies.simulation import simulate as run_policy
 
 Rows = Annotated[int, typer.Option(min=1, help="Rows of all tables.")]
 Saves = Annotated[int, typer.Option(min=1, help="Saves to simulate.")]
 Accesses = Annotated[int, typer.Option(min=1, help="Lookups between two saves.")]
-Exponent = Annotated[float, typer.Option(help="Of Zipf's law: how popularity falls.")]
-KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept; all if left out.")]
+Exponent = Annotated[float, typer.Option(help="Exponent of Zipf's law: how fast popularity falls.")]
+KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept. By default, all.")]
 RowBytes = Annotated[float, typer.Option(min=0, help="Encoded bytes of a row with its optimizer state.")]
 Chosen = Annotated[str | None, typer.Option("--policy", help="Show each save of this policy.")]
 
@@ -35,27 +35,27 @@ def simulate(
     """Compare what the policies would write, keep and restore, on rows looked up by Zipf's law."""
     trace = Trace.zipf(rows, saves, accesses, exponent)
     names = POLICIES if policy is None else (policy,)
-    found = {name: run(trace, name, keep_last=keep_last, row_bytes=row_bytes) for name in names}
+    simulated = {name: run_policy(trace, name, keep_last=keep_last, row_bytes=row_bytes) for name in names}
     if as_json:
-        print_json({name: [asdict(save) for save in ran] for name, ran in found.items()})
+        print_json({name: [asdict(save) for save in saved] for name, saved in simulated.items()})
     elif policy is None:
-        _print_summary(found)
+        _print_summary(simulated)
     else:
-        _print_saves(found[policy])
+        _print_saves(simulated[policy])
 
 
-def _print_summary(found: dict[str, list[SimulatedSave]]) -> None:
+def _print_summary(simulated: dict[str, list[SimulatedSave]]) -> None:
     table = new_table("policy", "written", "kept", "chain", "restore")
-    for name, ran in found.items():
-        last = ran[-1]
-        sizes = (last.written_bytes, last.kept_bytes, max(save.chain for save in ran))
-        table.add_row(name, *(f"{size:,}" for size in sizes), f"{max(save.restore_bytes for save in ran):,}")
+    for name, saved in simulated.items():
+        chain, restore = max(save.chain for save in saved), max(save.restore_bytes for save in saved)
+        sizes = (saved[-1].written_bytes, saved[-1].kept_bytes, chain, restore)
+        table.add_row(name, *(f"{size:,}" for size in sizes))
     print_table(table)
 
 
-def _print_saves(ran: list[SimulatedSave]) -> None:
+def _print_saves(saved: list[SimulatedSave]) -> None:
     table = new_table("save", "bytes", "written", "kept", "chain", "decision")
-    for save in ran:
+    for save in saved:
         sizes = (save.save, save.bytes, save.written_bytes, save.kept_bytes, save.chain)
         kind = "full" if save.decision.full else f"since {save.decision.since}"
         table.add_row(*(f"{size:,}" for size in sizes), f"{kind}: {save.decision.reason}")

@@ -1,0 +1,85 @@
+"""`cnr export` and `serve`: a version for other tools."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version, require
+from cnr_store.cli.output import print_json, print_line, say
+from cnr_store.reading import export as reading
+
+
+class Format(StrEnum):
+    """Formats of `cnr export`."""
+
+    safetensors = "safetensors"
+    zarr = "zarr"
+
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A path, or any fsspec URL.")]
+VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="An id, a step, or latest.")]
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(help="What to write. By default, zarr for a TARGET that ends in .zarr, else safetensors."),
+]
+TargetOptions = Annotated[
+    str,
+    typer.Option("--target-options", metavar="JSON", help="Options of TARGET's filesystem, as in fsspec."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
+Host = Annotated[str, typer.Option(help="Address to listen at. Access is not restricted.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
+
+
+def export(
+    url: Url,
+    target: Target,
+    version: VersionOption = "latest",
+    format: FormatOption = None,  # noqa: A002
+    overwrite: Overwrite = False,
+    target_options: TargetOptions = "{}",
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Write a version's tables and dense tensors as one safetensors file, or as a plain Zarr group."""
+    info = reading.export(
+        url,
+        target,
+        parse_version(version),
+        None if format is None else format.value,
+        overwrite=overwrite,
+        target_options=parse_options(target_options),
+        **parse_options(options),
+    )
+    if as_json:
+        print_json({"version": info.id, "step": info.step, "target": target})
+    else:
+        print_line(f"{info.id} (step {info.step}) written to {target}")
+
+
+def serve(
+    url: Url,
+    version: VersionOption = "latest",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    options: StorageOptions = "{}",
+) -> None:
+    """Serve one version over HTTP as plain Zarr, read-only, until interrupted."""
+    require("serving", "serve", "starlette", "uvicorn")
+    from cnr_store.reading.server import serve as run_server
+
+    opened = parse_options(options)
+    record = Catalog(open_backend(url, **opened)).find(parse_version(version))
+    run_server(
+        url,
+        record.id,
+        host=host,
+        port=port,
+        storage_options=opened,
+        ready=lambda bound: say(f"{record.id} (step {record.step}) at http://{host}:{bound}/"),
+    )
