@@ -14,12 +14,11 @@ import sys
 from typing import Any
 
 import numpy as np
-import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import cnr_store
 from cnr_store.demo.data import find_data, load_features
-from cnr_store.demo.model import auc, new_training, predict
+from cnr_store.demo.model import auc, new_training, predict, select
 from cnr_store.demo.train import TimeOrderedReader
 
 BATCH = 32
@@ -41,9 +40,7 @@ def main(url: str, steps: int = 1_000) -> tuple[float, float]:
             reader.load_state_dict(restored.reader)
             resumed = restored.step
         for step in range(resumed + 1, steps + 1):
-            samples = next(reader)
-            columns = {name: torch.from_numpy(ids[samples]) for name, ids in features.columns.items()}
-            labels = torch.from_numpy(features.labels[samples])
+            columns, labels = select(features, next(reader))
             loss: Any = binary_cross_entropy_with_logits(model(columns), labels)
             optimizer.zero_grad()
             loss.backward()

@@ -35,7 +35,7 @@ from cnr_store.demo.protocol import (
 )
 
 
-class TimeOrderedReader:
+class TimeOrderedReader(Iterator[NDArray[np.int64]]):
     """Endless iterator over batches of sample numbers, int64 (batch,), in time order, epoch after epoch.
 
     The last batch of an epoch may be shorter. A state taken after a training step counts each sample once, because
@@ -58,9 +58,6 @@ class TimeOrderedReader:
         if samples < 1 or batch < 1:
             raise DemoError(f"a reader needs samples and a batch size, not {samples} and {batch}")
         self._state = {"epoch": 0, "position": 0, "samples": samples, "batch": batch}
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return self
 
     def __next__(self) -> NDArray[np.int64]:
         start, samples = self._state["position"], self._state["samples"]

@@ -32,19 +32,6 @@ else:
 log = logging.getLogger("cnr_store")
 
 
-class _Loops:
-    """The progress of `Trainer.fit`: epochs, steps, batches, and the state of loaders that have one."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._loop = trainer.fit_loop
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._loop.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loop.load_state_dict(state)
-
-
 class CnrCheckpoint(Callback):
     """Saves the module in training, all its optimizers and schedulers, and the progress of `fit`.
 
@@ -86,7 +73,7 @@ class CnrCheckpoint(Callback):
             )
         self._step_before_batch = trainer.global_step
         state = dict(self._options.get("state") or {})
-        state |= {"lightning.loops": _Loops(trainer), "lightning.precision": trainer.precision_plugin}
+        state |= {"lightning.loops": trainer.fit_loop, "lightning.precision": trainer.precision_plugin}
         for position, config in enumerate(trainer.lr_scheduler_configs):
             state[f"lightning.scheduler.{position}"] = config.scheduler
         self._saved_step = None
