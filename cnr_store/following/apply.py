@@ -16,7 +16,8 @@ from cnr_store.format.record import Record
 from cnr_store.format.validate import shown
 from cnr_store.reading.blocks import Block
 from cnr_store.reading.opening import model_arrays
-from cnr_store.training.loading.restore import Restore
+from cnr_store.training.loading.match import match_model
+from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.model.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
 from cnr_store.training.model.tensors import (
@@ -41,8 +42,7 @@ def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[
         The version is damaged.
     """
     tables = find_tables(model)
-    Restore(catalog, record, model, tables, ()).check_model()
-    where = f"version {record.id} of {catalog.backend.url}"
+    where = match_model(catalog, record, model, tables, Selection()).where
     extra = _read_extra_state(catalog, record, model, where) if _has_extra_state(model) else None
     weights = {weight_path(table.name): table.parameter for table in tables}
     # Blocks have the names that paths lead back to; a table's parameter may be called otherwise.

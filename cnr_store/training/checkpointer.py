@@ -29,8 +29,8 @@ from cnr_store.policies.policy import Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.reading.opening import READ_WORKERS, Url
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
-from cnr_store.training.loading.partial import PartialRestore
-from cnr_store.training.loading.restore import Restore, Restored, warn_left_out
+from cnr_store.training.loading.restore import Restore
+from cnr_store.training.loading.restored import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model.arguments import Overlap, callback, check_overlap, count, module, stateful
 from cnr_store.training.model.optimizer_state import as_list, table_slots
@@ -279,12 +279,12 @@ class Checkpointer:
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
         restored = self._load_version(version, fallback, selection)
-        if selection is None:
+        if selection.whole:
             warn_left_out(restored, self._catalog.backend.url)
         return restored
 
-    def _load_version(self, version: Version, fallback: bool, selection: Selection | None) -> Restored:
-        if fallback and selection is not None:
+    def _load_version(self, version: Version, fallback: bool, selection: Selection) -> Restored:
+        if fallback and not selection.whole:
             raise OptionError(
                 "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
             )
@@ -294,19 +294,18 @@ class Checkpointer:
             self._saves.settle()
             self._upkeep.wait()
             self._catalog.refresh()
-            if fallback:
-                return load_newest_sound(self._catalog, version, self._load)
-            return load_found(self._catalog, version, lambda record: self._load(record, selection))
+            find = load_newest_sound if fallback else load_found
+            return find(self._catalog, version, lambda record: self._load(record, selection))
 
-    def _load(self, record: Record, selection: Selection | None = None) -> Restored:
-        into = (self._catalog, record, self._model, self._tables, self._optimizers)
-        restore = Restore(*into) if selection is None else PartialRestore(*into, selection)
-        restore.check(self._objects)
+    def _load(self, record: Record, selection: Selection) -> Restored:
+        restore = Restore(
+            self._catalog, record, self._model, self._tables, self._optimizers, self._objects, selection
+        )
         before = Lineage.from_record(self._catalog, record)
         self._planner.forget()  # until all is read, only whole tables are safe
         self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-            restored, since_whole = restore.run(self._objects, self._rng, transfer)
+            restored, since_whole = restore.run(self._rng, transfer)
         self._writer.restart(record.id)
         self._tracker.clear()
         self._audit.renew(row_arrays(self._tables, self._optimizers))

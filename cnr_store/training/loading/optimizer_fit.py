@@ -1,4 +1,4 @@
-"""How the stored state of an optimizer fits one that trains other tables, or more rows of them."""
+"""How the stored state of an optimizer fits one that may train other tables, or more rows of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
-from cnr_store.training.loading.selection import TableFit
+from cnr_store.training.loading.match import Match, TableFit
+from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
 
+Slots = dict[str, dict[str, torch.Tensor]]
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
 """Exact classes whose state of a row that was never trained is zero."""
 
@@ -28,29 +30,35 @@ class OptimizerFit:
     ----------
     tree
         The stored state, see `optimizer_tree`.
+    fits
+        By name, the tables loaded that the optimizer trains.
     loaded
-        Names of the parameters that are loaded and whose state, or that they had none, the tree tells.
-    kept
-        Names of the others that are loaded and have state now, which stays: the optimizer saved did not train them.
+        Names of the parameters whose state is loaded. One without any in `tree` had none.
+    settings
+        Whether the groups' settings are loaded.
     slots
         By table and slot, the tensor to fill: the optimizer's own, or a new one.
     """
 
     optimizer: Optimizer
     tree: Tree
-    tables: Sequence[Table]
     fits: Mapping[str, TableFit]
     loaded: Collection[str]
-    kept: Collection[str]
-    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    settings: bool
+    slots: Slots = field(default_factory=dict)
 
-    def takes_settings(self, names: Mapping[int, str]) -> bool:
-        """Whether the optimizer has the groups of parameters whose settings are stored."""
-        try:
-            check_groups(self.optimizer, names, self.tree)
-        except ModelMismatchError:
-            return False
-        return True
+    def take_slots(self, arrays: Mapping[str, ArrayEntry]) -> None:
+        """Find or make the tensors for the state that follows rows. `arrays` are the version's.
+
+        Raises
+        ------
+        ModelMismatchError
+            State has another shape, or new rows need some and nobody knows how it begins.
+        """
+        for name, fit in self.fits.items():
+            for slot in self.tree["slots"].get(name, ()):
+                target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)])
+                self.slots.setdefault(name, {})[slot] = target
 
     def targets(self) -> Iterator[tuple[str, TableFit, torch.Tensor]]:
         """Path, table and tensor of all state that is read by rows."""
@@ -58,29 +66,30 @@ class OptimizerFit:
             for slot, tensor in slots.items():
                 yield slot_path(name, slot), self.fits[name], tensor
 
-    def merged(
-        self, names: Mapping[int, str], *, settings: bool
-    ) -> tuple[Tree, dict[str, dict[str, torch.Tensor]]]:
+    def merged(self, names: Mapping[int, str], tables: Sequence[Table]) -> tuple[Tree, Slots]:
         """The optimizer's present state with what is stored of the parameters loaded, as `load_optimizer` takes it.
 
-        Of a table of which rows were chosen, what stands beside the rows is stored state only where there is none.
+        Of a table of which rows were chosen, the state that does not follow rows is loaded only where the optimizer
+        has none.
         """
-        present = optimizer_tree(self.optimizer, names, self.tables)
-        if settings and self.takes_settings(names):
-            present |= {name: self.tree[name] for name in ("param_groups", "other")}
+        owned = {names.get(id(one)) for group in self.optimizer.param_groups for one in group["params"]}
+        if self.settings and owned <= {*self.loaded}:  # nothing of the present state stays
+            return _with_slots(self.tree, self.slots), self.slots
+        tree = optimizer_tree(self.optimizer, names, tables)
+        if self.settings:
+            tree |= {name: self.tree[name] for name in ("param_groups", "other")}
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
-            for table in self.tables
-            if table.name in present["slots"]
+            for table in tables
+            if table.name in tree["slots"]
         }
         by_parameter = {fit.table.parameter_name: fit for fit in self.fits.values()}
-        owned = {names[id(one)] for group in self.optimizer.param_groups for one in group["params"]}
-        state = present["state"]
-        for name in owned & {*self.loaded}:
+        state = tree["state"]
+        for name in {*self.loaded} & owned:
             fit, stored = by_parameter.get(name), self.tree["state"].get(name)
             if fit is not None and fit.ids is not None:
-                if beside := {**(stored or {}), **state.get(name, {})}:
-                    state[name] = beside
+                if values := {**(stored or {}), **state.get(name, {})}:
+                    state[name] = values
                 slots[fit.table.name] = {
                     **slots.get(fit.table.name, {}),
                     **self.slots.get(fit.table.name, {}),
@@ -91,57 +100,101 @@ class OptimizerFit:
                 state[name] = stored
             if fit is not None:
                 slots[fit.table.name] = self.slots.get(fit.table.name, {})
-        return {**present, "slots": {name: sorted(found) for name, found in slots.items()}}, slots
+        return _with_slots(tree, slots), slots
 
 
-def fit_optimizer(
-    optimizer: Optimizer,
+def fit_optimizers(
+    match: Match,
+    optimizers: Sequence[Optimizer],
+    trees: Sequence[Tree],
     names: Mapping[int, str],
-    tables: Sequence[Table],
-    tree: Tree,
-    fits: Sequence[TableFit],
     loaded: Collection[str],
-    arrays: Mapping[str, ArrayEntry],
-) -> OptimizerFit:
-    """Compare the optimizer's state of the tables that are loaded with the version's `arrays`.
+) -> list[OptimizerFit]:
+    """The optimizers whose state is loaded; what differs goes into `match`.
 
-    Raises
-    ------
-    ModelMismatchError
-        State has another shape, or new rows need some and nobody knows how it begins.
+    Parameters
+    ----------
+    trees
+        The stored state of each optimizer of the version.
+    names
+        ``id(parameter)`` to name.
+    loaded
+        Names of the parameters that are loaded.
     """
+    everything = match.selection.everything
+    if len(trees) < len(optimizers) or (everything and len(trees) > len(optimizers)):
+        match.differs(
+            f"{match.where} holds the state of {len(trees)} optimizers, {len(optimizers)} were given; give those it "
+            f"was saved with, or none, or {IGNORE} those that fit"
+        )
+    fits = []
+    for position, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        stored_kind = trees[position]["class"] if position < len(trees) else None
+        if stored_kind == kind:
+            fits.append(_fit_optimizer(match, position, optimizer, trees[position], names, loaded))
+            continue
+        match.missing.append(f"state of optimizer {position} ({kind})")
+        if stored_kind is not None:
+            match.differs(
+                f"optimizer {position} is {kind}, in {match.where} it is {stored_kind}; give the one it was saved "
+                f"with, or {IGNORE} the model without it"
+            )
+    return fits
+
+
+def _fit_optimizer(
+    match: Match,
+    position: int,
+    optimizer: Optimizer,
+    tree: Tree,
+    names: Mapping[int, str],
+    loaded: Collection[str],
+) -> OptimizerFit:
     params = [one for group in optimizer.param_groups for one in group["params"]]
     owned = {names[id(one)]: one for one in params if id(one) in names}
-    fitting = {fit.table.name: fit for fit in fits if fit.table.parameter_name in owned}
-    told = {name for group in tree["param_groups"] for name in group["params"]}
+    fits = {fit.table.name: fit for fit in match.tables if fit.table.parameter_name in owned}
+    trained = {name for group in tree["param_groups"] for name in group["params"]}
     kept = [
-        name
+        f"state of {name!r} in optimizer {position}"
         for name, one in owned.items()
-        if name in loaded and name not in told and optimizer.state.get(one)
+        if name in loaded and name not in trained and optimizer.state.get(one)
     ]
-    found = OptimizerFit(optimizer, tree, tables, fitting, told.intersection(loaded), kept)
-    for name, fit in fitting.items():
-        for slot in tree["slots"].get(name, ()):
-            entry = arrays[slot_path(name, slot)]
-            found.slots.setdefault(name, {})[slot] = _target(optimizer, fit, slot, entry)
-    return found
+    settings = everything = match.selection.everything
+    match.missing += kept
+    if kept and not everything:
+        match.differs(
+            f"optimizer {position} does not fit {match.where}: only in the model: {', '.join(kept)}; load without the "
+            f"optimizer, or {IGNORE} the parameters and keeps that state"
+        )
+    if everything:
+        try:
+            check_groups(optimizer, names, tree)
+        except ModelMismatchError as error:
+            match.lacks([f"settings of optimizer {position}"], str(error))
+            settings = False
+    return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings)
+
+
+def _with_slots(tree: Tree, slots: Slots) -> Tree:
+    return {**tree, "slots": {name: sorted(by_slot) for name, by_slot in slots.items()}}
 
 
 def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -> torch.Tensor:
     parameter, shape = fit.table.parameter, (fit.table.rows, *entry.shape[1:])
-    there = row_slots(optimizer, parameter).get(slot)
+    own = row_slots(optimizer, parameter).get(slot)
     dtype = dtype_named(entry.element)
-    if there is not None and may_overlap_itself(there):
-        there = there.clone(memory_format=torch.contiguous_format)
-    if there is not None and tuple(there.shape) == shape and there.dtype == dtype:
-        return there
+    if own is not None and may_overlap_itself(own):
+        own = own.clone(memory_format=torch.contiguous_format)
+    if own is not None and tuple(own.shape) == shape and own.dtype == dtype:
+        return own
     if fit.ids is None and fit.stored_rows == fit.table.rows:
         return torch.empty(shape, dtype=dtype, device=parameter.device)
-    if there is not None:
-        if tuple(there.shape) == shape and there.is_floating_point() and dtype.is_floating_point:
-            return there
+    if own is not None:
+        if tuple(own.shape) == shape and own.is_floating_point() and dtype.is_floating_point:
+            return own
         raise ModelMismatchError(
-            f"table {fit.table.name!r}: the optimizer's {slot!r} is {tuple(there.shape)} {there.dtype}, stored as "
+            f"table {fit.table.name!r}: the optimizer's {slot!r} is {tuple(own.shape)} {own.dtype}, stored as "
             f"{entry.shape} {entry.element}; load without the optimizer"
         )
     if type(optimizer) not in _BEGIN_AT_ZERO:

@@ -1,10 +1,9 @@
-"""Brings a version back into a model and its optimizers, in place."""
+"""Brings a version, or a part of it, back into a model and its optimizers, in place."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,78 +14,54 @@ from torch.optim import Optimizer
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.chains.dense import dense_layout, read_dense
-from cnr_store.errors import CorruptionError, ModelMismatchError
-from cnr_store.format.layout import decode_name, dense_path, slot_path
+from cnr_store.chains.dense import read_dense
+from cnr_store.errors import ModelMismatchError
+from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
-from cnr_store.training.loading.row_fill import RowsRead
+from cnr_store.training.loading.match import TableFit, match_model
+from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
+from cnr_store.training.loading.restored import Restored
+from cnr_store.training.loading.row_fill import AllRows, ChosenRows, fill_all
+from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import check_slots, check_tree
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.optimizer_state import check_groups, load_optimizer
+from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import set_rng_state
 from cnr_store.training.model.row_arrays import row_arrays
 from cnr_store.training.model.tables import (
     Table,
     check_extra_state,
-    dense_tensors,
+    extra_state,
     load_extra_state,
     parameter_names,
 )
-from cnr_store.training.model.tensors import (
-    dense_tensor,
-    dtype_name,
-    dtype_named,
-    may_overlap_itself,
-    overwriting,
-)
+from cnr_store.training.model.tensors import dense_tensor, overwriting
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
 
 Array = np.ndarray[Any, Any]
-log = logging.getLogger("cnr_store")
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a load brought back beside the model.
-
-    Attributes
-    ----------
-    version, step
-        The version loaded, and its step.
-    reader, metadata
-        What `save` was given (of a reader object: its `state_dict()`).
-    skipped
-        Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
-    missing, unexpected
-        What was chosen and only the model has, and only the version: names of tables and tensors, and ``state of
-        optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for, ``state of 'parameter'
-        in optimizer 0`` for what an optimizer keeps of one that the saved one did not train. With ``strict="raise"``
-        only the latter are possible; all below are empty, too.
-    grown
-        By table with more rows than are stored: how many were loaded, and how many there are.
-    cast
-        By table or tensor of another element type: that of the version, and that of the model.
-    """
-
-    version: VersionInfo
-    step: int
-    reader: Any
-    metadata: Any
-    skipped: tuple[tuple[str, str], ...] = ()
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Restore:
-    """One load: proves that the version fits, then reads it.
+    """One load of what a `Selection` chooses; making it proves that the version fits, `run` reads it.
 
     Nothing of the model is changed before the proof is complete.
+
+    Parameters
+    ----------
+    objects
+        The `state` objects of the checkpointer, by name.
+
+    Raises
+    ------
+    ModelMismatchError
+        Names, shapes or types differ: with ``strict="raise"`` in any way, else in one that can't be passed over.
+    CorruptionError, FormatError
+        The version is damaged.
     """
 
+    @torch.inference_mode(False)  # what optimizers are given is theirs, to be trained with
     def __init__(
         self,
         catalog: Catalog,
@@ -94,237 +69,157 @@ class Restore:
         model: nn.Module,
         tables: Sequence[Table],
         optimizers: Sequence[Optimizer],
+        objects: Mapping[str, Any],
+        selection: Selection,
     ) -> None:
         self._catalog = catalog
         self._record = record
         self._model = model
         self._tables = tables
         self._optimizers = optimizers
-        self._where = f"version {record.id} of {catalog.backend.url}"
-        self._state: Any = None
-        self._info: VersionInfo | None = None
+        self._objects = objects
+        self._selection = selection
+        self._names = parameter_names(model)
+        self._exact: Collection[str] = ()
+        self._has_extra = selection.everything
+        # The model is compared before the state is read, so that a wrong model costs no reading.
+        self._match = match_model(catalog, record, model, tables, selection)
+        self._where = self._match.where
+        tree = decode_tree(catalog, record, catalog.state(record), self._where)
+        self._state = check_tree(tree, self._where)
+        self._fits = self._fit_optimizers() if optimizers else []
+        if selection.everything:
+            self._compare_rest()
+        self._match.prove()
+        self._match.warn()
 
-    @torch.inference_mode(False)  # what optimizers are given is theirs, to be trained with
-    def check(self, objects: Mapping[str, Any]) -> None:
-        """Compare names, shapes and types of the model, its optimizers and `objects` with what is stored.
+    def _fit_optimizers(self) -> list[OptimizerFit]:
+        trees, match = self._state.optimizers, self._match
+        loaded = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
+        if self._selection.whole:  # of parameters, too, that a hook keeps out of the model's state dict
+            loaded = {*self._names.values()}
+        fits = fit_optimizers(match, self._optimizers, trees, self._names, loaded)
+        match.prove()
+        row_arrays(self._tables, self._optimizers)  # raises if two keep state of one name for one table
+        check_slots(trees, match.rows, self._record.arrays, self._where)
+        for fit in fits:
+            fit.take_slots(self._record.arrays)
+        return fits
 
-        Raises
-        ------
-        ModelMismatchError
-            Naming what differs, with both shapes.
-        CorruptionError, FormatError
-            The state is damaged.
-        """
-        self._info = VersionInfo.from_record(self._record)
-        self.check_model()
-        stored = self._catalog.state(self._record)
-        self._state = decode_tree(self._catalog, self._record, stored, self._where)
-        self._check_state(objects)
-
-    def check_model(self) -> None:
-        """The part of `check` that needs no state: the model's tables and dense tensors.
-
-        Raises
-        ------
-        ModelMismatchError, CorruptionError, FormatError
-        """
-        self._check_tables()
-        self._check_dense()
-
-    def _check_tables(self) -> None:
-        stored = {
-            decode_name(path.split("/")[1]): entry.shape
-            for path, entry in self._record.arrays.items()
-            if path.startswith("tables/") and path.endswith("/weight")
-        }
-        self._compare("table", stored, {table.name: (table.rows, table.dim) for table in self._tables})
-        for table in self._tables:
-            entry = self._record.arrays[slot_path(table.name, "weight")]
-            if entry.element != table.element:
-                raise ModelMismatchError(
-                    f"table {table.name!r} is {table.element} in the model and {entry.element} in {self._where}; "
-                    f"convert the model before loading, or {IGNORE} it converted"
-                )
-
-    def _check_dense(self) -> None:
-        prefix = dense_path("model", "")
-        entries = {
-            decode_name(path[len(prefix) :]): (path, entry)
-            for path, entry in self._record.arrays.items()
-            if path.startswith(prefix)
-        }
-        tensors = dense_tensors(self._model, self._tables)
-        stored = {name: entry.shape for name, (_, entry) in entries.items()}
-        self._compare("tensor", stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            grid = dense_layout(self._catalog, self._record, entries[name][0])
-            stored_type = grid.torch_dtype or grid.dtype.name
-            if stored_type != dtype_name(tensor.dtype):
-                floats = tensor.is_floating_point() and dtype_named(stored_type).is_floating_point
-                raise ModelMismatchError(
-                    f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored_type} in "
-                    f"{self._where}; convert the model before loading"
-                    + (f", or {IGNORE} it converted" if floats else "")
-                )
-            if grid.dtype.itemsize != tensor.element_size():
-                raise CorruptionError(
-                    f"{self._where}: {entries[name][0]}: {grid.dtype} does not hold the bits of {stored_type[:40]}"
-                )
-
-    def _compare(
-        self, kind: str, stored: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        missing, extra = sorted(model.keys() - stored.keys()), sorted(stored.keys() - model.keys())
-        if missing or extra:
-            raise ModelMismatchError(
-                f"the model does not fit {self._where}: {kind}s only in the model: {missing or 'none'}, "
-                f"only in the store: {extra or 'none'}; give the model that was saved, or {IGNORE} what both have"
+    def _compare_rest(self) -> None:
+        """Compare what is neither table nor tensor: `state` objects, other optimizers, extra state."""
+        state, match = self._state, self._match
+        lacking = [name for name in self._objects if name not in state.objects]
+        if lacking:
+            match.lacks(
+                [f"state of {name!r}" for name in lacking],
+                f"{self._where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
+                f"saved, or {IGNORE} the rest",
             )
-        for name, shape in model.items():
-            if stored[name] != shape:
-                raise ModelMismatchError(
-                    f"{kind} {name!r} is {_times(shape)} in the model and {_times(stored[name])} in "
-                    f"{self._where}; give the model that was saved{_for_shape(kind, stored[name], shape)}"
-                )
+        given = len(self._optimizers)
+        match.unexpected += [
+            f"state of optimizer {position}" for position in range(given, len(state.optimizers))
+        ]
+        match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
+        try:
+            check_extra_state(self._model, state.extra_state)
+        except ModelMismatchError as error:
+            match.lacks(sorted(extra_state(self._model)), str(error))
+            match.unexpected += sorted(state.extra_state)
+            self._has_extra = False
 
     @torch.inference_mode(False)
-    def run(
-        self, objects: Mapping[str, Any], rng: bool, transfer: Transfer
-    ) -> tuple[Restored, dict[str, Bitmap]]:
-        """Read everything into place, once `check` has passed.
+    def run(self, rng: bool, transfer: Transfer) -> tuple[Restored, dict[str, Bitmap]]:
+        """Read everything into place.
 
         Returns
         -------
-        What was restored, and per table the packed bitmap of rows that changed since the table's whole version.
+        What was restored, and for each table that is now what the version holds, packed, the rows that changed since
+        its whole version.
 
         Raises
         ------
         CorruptionError
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
-        info, state = self._info, self._state
-        assert info is not None  # `check` has passed
-        reads = {
-            table.name: self._rows_read(slot_path(table.name, "weight"), table.parameter)
-            for table in self._tables
-        }
-        slots, of_slots = self._slots(state["optimizers"]) if self._optimizers else ([], [])
-        RowsRead.run([*reads.values(), *of_slots], transfer)
-        changed = {name: read.changed() for name, read in reads.items()}
+        changed = self._read_rows(transfer)
         self._read_dense(transfer)
-        with accepted(self._where, "a module's set_extra_state"):
-            load_extra_state(self._model, state["extra_state"])
-        names = parameter_names(self._model)
-        for optimizer, tree, found in zip(self._optimizers, state["optimizers"], slots, strict=False):
-            with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
-                load_optimizer(optimizer, names, self._tables, tree, found)
-        for name, value in objects.items():
-            with accepted(self._where, f"load_state_dict of {name!r}"):
-                value.load_state_dict(state["objects"][name])
-        if rng and state["rng"] is not None:
-            set_rng_state(state["rng"])
-        left_out = tuple(left_out_of(state, self._optimizers, objects))
-        return Restored(info, info.step, state["reader"], info.metadata, unexpected=left_out), changed
+        if self._has_extra:
+            with accepted(self._where, "a module's set_extra_state"):
+                load_extra_state(self._model, self._state.extra_state)
+        for fit in self._fits:
+            self._load_optimizer(fit)
+        if self._selection.everything:
+            self._load_objects()
+            if rng and self._state.rng is not None:
+                set_rng_state(self._state.rng)
+        return self._restored(), changed
 
-    def trusted(self, lineage: Lineage) -> Lineage:
-        """The part of the version's lineage that deltas may lean on, once `run` has ended: all of it."""
-        return lineage
-
-    def _check_state(self, objects: Mapping[str, Any]) -> None:
-        check_tree(self._state, self._where)
-        trees = self._state["optimizers"]
-        if self._optimizers and len(trees) != len(self._optimizers):
-            raise ModelMismatchError(
-                f"{self._where} holds the state of {len(trees)} optimizers, {len(self._optimizers)} were given; "
-                f"give those it was saved with, or none, or {IGNORE} those that fit"
-            )
-        names = parameter_names(self._model)
-        for position, (optimizer, tree) in enumerate(zip(self._optimizers, trees, strict=False)):
-            if tree["class"] != type(optimizer).__name__:
-                raise ModelMismatchError(
-                    f"optimizer {position} is {type(optimizer).__name__}, in {self._where} it is {tree['class']}; "
-                    f"give the one it was saved with, or {IGNORE} the model without it"
-                )
-            check_groups(optimizer, names, tree)
-        if self._optimizers:
-            rows = {table.name: table.rows for table in self._tables}
-            for path in check_slots(trees, rows, self._record.arrays, self._where):
-                ArrayReader(self._catalog, self._record, path)
-        missing = sorted(objects.keys() - self._state["objects"].keys())
-        if missing:
-            raise ModelMismatchError(
-                f"{self._where} holds no state of {', '.join(missing)}; leave out of `state` what was not saved, or "
-                f"{IGNORE} the rest"
-            )
-        check_extra_state(self._model, self._state["extra_state"])
-
-    def _rows_read(self, path: str, tensor: torch.Tensor) -> RowsRead:
-        return RowsRead(ArrayReader(self._catalog, self._record, path), tensor)
-
-    def _slots(self, trees: Sequence[Any]) -> tuple[list[dict[str, dict[str, torch.Tensor]]], list[RowsRead]]:
-        """Optimizer state that follows rows, in the tensors there are, or new ones; and what will fill them."""
-        there = {array.path: array.tensor for array in row_arrays(self._tables, self._optimizers)}
-        by_name = {table.name: table for table in self._tables}
-        found: list[dict[str, dict[str, torch.Tensor]]] = []
-        reads: list[RowsRead] = []
-        for tree in trees:
-            of_tree: dict[str, dict[str, torch.Tensor]] = {}
-            for name, slots in tree["slots"].items():
-                for slot in slots:
-                    path = slot_path(name, slot)
-                    entry = self._record.arrays[path]
-                    tensor = there.get(path)
-                    if (
-                        tensor is None
-                        or tuple(tensor.shape) != entry.shape
-                        or dtype_name(tensor.dtype) != entry.element
-                        or may_overlap_itself(tensor)
-                    ):
-                        dtype = getattr(torch, entry.element)
-                        tensor = torch.empty(entry.shape, dtype=dtype, device=by_name[name].parameter.device)
-                    reads.append(self._rows_read(path, tensor))
-                    of_tree.setdefault(name, {})[slot] = tensor
-            found.append(of_tree)
-        return found, reads
+    def _read_rows(self, transfer: Transfer) -> dict[str, Bitmap]:
+        targets: list[tuple[str, TableFit, torch.Tensor]] = [
+            (weight_path(fit.table.name), fit, fit.table.parameter) for fit in self._match.tables
+        ]
+        targets += [target for fit in self._fits for target in fit.targets()]
+        exact: dict[str, AllRows] = {}
+        chosen: list[ChosenRows] = []
+        for path, fit, tensor in targets:
+            reader = ArrayReader(self._catalog, self._record, path)
+            if fit.exact:
+                exact[path] = AllRows(reader, tensor)
+            else:
+                chosen.append(ChosenRows(reader, tensor, fit.ids))
+        fill_all([*exact.values(), *chosen], transfer)
+        self._exact = exact.keys()
+        exact_tables = [fit.table.name for fit in self._match.tables if fit.exact]
+        return {name: exact[weight_path(name)].changed() for name in exact_tables}
 
     def _read_dense(self, transfer: Transfer) -> None:
-        tensors = dense_tensors(self._model, self._tables)
+        tensors = self._match.tensors
 
         def read(name: str) -> tuple[Array, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
-        found = transfer.map(read, tensors)
-        for tensor, (values, torch_dtype) in zip(tensors.values(), found, strict=True):
+        for tensor, (values, torch_dtype) in zip(tensors.values(), transfer.map(read, tensors), strict=True):
             with overwriting(tensor):
                 tensor.detach().copy_(dense_tensor(values, torch_dtype))
 
+    def _load_optimizer(self, fit: OptimizerFit) -> None:
+        optimizer, cast = fit.optimizer, self._match.cast
+        owned = [one for group in optimizer.param_groups for one in group["params"] if one in optimizer.state]
+        kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
+        converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
+        tree, slots = fit.merged(self._names, self._tables)
+        with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
+            load_optimizer(optimizer, self._names, self._tables, tree, slots, {*converted, *cast})
+        # What was not chosen has gone through foreign code, too, and stays as it was.
+        optimizer.state.update(kept)
 
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a scalar"
+    def _load_objects(self) -> None:
+        for name, value in self._objects.items():
+            if name in self._state.objects:
+                with accepted(self._where, f"load_state_dict of {name!r}"):
+                    value.load_state_dict(self._state.objects[name])
 
+    def _restored(self) -> Restored:
+        info, match = VersionInfo.from_record(self._record), self._match
+        return Restored(
+            info,
+            info.step,
+            self._state.reader,
+            info.metadata,
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            grown=match.grown,
+            cast=match.cast,
+        )
 
-def _for_shape(kind: str, stored: Sequence[int], there: Sequence[int]) -> str:
-    """What else can be done about a table that grew or shrank; only rows of the same columns can be loaded."""
-    if kind != "table" or tuple(stored[1:]) != tuple(there[1:]):
-        return ""
-    if stored[0] < there[0]:
-        return f", or {IGNORE} its rows and leaves the new ones as they are"
-    return f", or load a part of it, as with rows=range({there[0]})"
+    def trusted(self, lineage: Lineage) -> Lineage:
+        """The part of the version's lineage that deltas may depend on, once `run` has ended.
 
-
-def left_out_of(state: Any, optimizers: Sequence[Optimizer], objects: Mapping[str, Any]) -> list[str]:
-    """What a version's state holds and nothing was given for, in words."""
-    optimizer = [
-        f"state of optimizer {position}" for position in range(len(optimizers), len(state["optimizers"]))
-    ]
-    return optimizer + [f"state of {name!r}" for name in state["objects"] if name not in objects]
-
-
-def warn_left_out(restored: Restored, url: str) -> None:
-    """Log what a whole load left out, since the next save would drop it in silence."""
-    if restored.unexpected:
-        log.warning(
-            "version %s of %s also holds the %s, which the next save will not have: give Checkpointer the optimizer "
-            "and the state={...} that it was saved with, or load with cnr_store.load if weights are all that is wanted",
-            *(restored.version.id, url, ", ".join(restored.unexpected)),
+        After a whole load all of it, else the arrays that are now as they are stored.
+        """
+        if self._selection.whole:
+            return lineage
+        return replace(
+            lineage, lines={path: line for path, line in lineage.lines.items() if path in self._exact}
         )

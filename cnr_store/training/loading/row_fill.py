@@ -1,4 +1,4 @@
-"""Reads arrays of rows into tensors, all of them beside each other."""
+"""Reads arrays of rows into tensors, several at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from cnr_backends import Transfer
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.training.model.tensors import assign_rows, dtype_name, note_change, numpy_view
+from cnr_store.training.loading.selection import Ids
+from cnr_store.training.model.tensors import assign_ids, assign_rows, dtype_name, note_change, numpy_view
 from cnr_store.training.tracking.bitmap import Bitmap
 
 Array = np.ndarray[Any, Any]
@@ -29,8 +30,8 @@ class Fill(Protocol):
         """Fill `rows` rows from row `first` on."""
 
 
-class RowsRead:
-    """A tensor, (rows,) or (rows, k), to fill with the rows that a reader reads."""
+class AllRows:
+    """A tensor, (rows,) or (rows, k), to fill with all the rows of an array."""
 
     def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
         self.reader = reader
@@ -58,20 +59,47 @@ class RowsRead:
         """Packed: the rows, of those read, that some delta holds."""
         return np.packbits(self._changed, bitorder="little")
 
-    @staticmethod
-    def run(reads: Sequence[Fill], transfer: Transfer) -> None:
-        """Fill every tensor. Small tables are read beside each other, large ones in pieces.
 
-        Raises
-        ------
-        CorruptionError
-            The tensors are then partly overwritten.
-        """
-        pieces = ((read, region) for read in reads for region in read.reader.regions())
-        try:
-            for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
-                pass
-        finally:
-            # A read that fails half way has changed rows, too.
-            for read in reads:
-                note_change(read.tensor)
+class ChosenRows:
+    """A tensor, (rows,) or (rows, k), to fill with some rows of an array, or all (None); the others stay.
+
+    It may have more rows than the array, and another element type.
+    """
+
+    def __init__(self, reader: ArrayReader, tensor: torch.Tensor, ids: Ids | None) -> None:
+        self.reader = reader
+        self.tensor = tensor
+        self._wanted = np.full(reader.shape[0], ids is None, np.uint8)
+        if ids is not None:
+            self._wanted[ids] = 1
+
+    def fill(self, first: int, rows: int) -> None:
+        """Fill those of the `rows` rows from row `first` on that are wanted."""
+        wanted = self._wanted[first : first + rows]
+        offsets = np.flatnonzero(wanted)
+        if not offsets.size:
+            return
+        out = np.empty((rows, self.reader.columns), self.reader.dtype)
+        self.reader.read_rows(first, out, wanted.copy())
+        values = out[offsets].reshape(offsets.size, *self.tensor.shape[1:])
+        if self.tensor.dtype is torch.bfloat16:
+            values = values.astype(np.float32)  # the array type of bfloat16
+        assign_ids(self.tensor, first + offsets, values)
+
+
+def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
+    """Fill every tensor. Small tables are read beside each other, large ones in pieces.
+
+    Raises
+    ------
+    CorruptionError
+        The tensors are then partly overwritten.
+    """
+    pieces = ((fill, region) for fill in fills for region in fill.reader.regions())
+    try:
+        for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
+            pass
+    finally:
+        # A read that fails half way has changed rows, too.
+        for fill in fills:
+            note_change(fill.tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,39 @@ from cnr_store.format.layout import slot_path, weight_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.format.validate import members, shown, text, texts
+from cnr_store.training.model.optimizer_state import Tree
 from cnr_store.training.model.rng_state import check_rng_state
 from cnr_store.training.model.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
 
 _SLOT_TYPES = {dtype_name(dtype): dtype for dtype in SLOT_DTYPES}
 
 
-def check_tree(state: Any, where: str) -> None:
+@dataclass(frozen=True)
+class StoredState:
+    """The state of a version, decoded and proven.
+
+    Attributes
+    ----------
+    reader
+        Where the data stood.
+    objects
+        States of the `state` objects, by name.
+    optimizers
+        As `optimizer_tree` takes them.
+    extra_state
+        Of the model's modules, by name.
+    rng
+        For `set_rng_state`; None if it was not saved.
+    """
+
+    reader: Any
+    objects: Mapping[str, Any]
+    optimizers: Sequence[Tree]
+    extra_state: Mapping[str, Any]
+    rng: Mapping[str, Any] | None
+
+
+def check_tree(tree: object, where: str) -> StoredState:
     """Prove the tree's members: their types, the optimizers' trees, the random number generators.
 
     Raises
@@ -28,20 +55,21 @@ def check_tree(state: Any, where: str) -> None:
         Naming what is malformed.
     """
     try:
-        state = members(state, "the state")
+        doc = members(tree, "the state")
         for name in ("reader", "objects", "optimizers", "extra_state", "rng"):
-            if name not in state:
+            if name not in doc:
                 raise ValueError(f"it has no {name}")
         for name in ("objects", "extra_state"):
-            texts(list(members(state[name], name)), f"names in {name}")
-        if not isinstance(state["optimizers"], list):
-            raise ValueError(f"optimizers is {shown(state['optimizers'])}, not a list")
-        for position, tree in enumerate(state["optimizers"]):
-            _check_optimizer(members(tree, "optimizers"), f"optimizers[{position}]")
+            texts(list(members(doc[name], name)), f"names in {name}")
+        if not isinstance(doc["optimizers"], list):
+            raise ValueError(f"optimizers is {shown(doc['optimizers'])}, not a list")
+        for position, optimizer in enumerate(doc["optimizers"]):
+            _check_optimizer(members(optimizer, "optimizers"), f"optimizers[{position}]")
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{where}: the state is malformed: {error}") from error
-    if state["rng"] is not None:
-        _check_rng(state["rng"], where)
+    if doc["rng"] is not None:
+        _check_rng(doc["rng"], where)
+    return StoredState(doc["reader"], doc["objects"], doc["optimizers"], doc["extra_state"], doc["rng"])
 
 
 def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
@@ -75,12 +103,9 @@ def _check_rng(state: Any, where: str) -> None:
 
 
 def check_slots(
-    trees: Sequence[Mapping[str, Any]],
-    rows: Mapping[str, int],
-    arrays: Mapping[str, ArrayEntry],
-    where: str,
-) -> list[str]:
-    """Paths of the row-following optimizer state that the trees name, each one proven to be a table's.
+    trees: Sequence[Tree], rows: Mapping[str, int], arrays: Mapping[str, ArrayEntry], where: str
+) -> None:
+    """Prove that the trees name each array of row-following optimizer state once, and that it is a table's.
 
     Parameters
     ----------
@@ -92,13 +117,13 @@ def check_slots(
     CorruptionError
         One is not stored, does not follow the table's rows, is named twice, or not at all.
     """
-    found: list[str] = []
+    named: set[str] = set()
     for tree in trees:
         for table, slots in tree["slots"].items():
             for slot in slots:
                 path = slot_path(table, slot)
                 entry = arrays.get(path)
-                if table not in rows or slot == "weight" or entry is None or path in found:
+                if table not in rows or slot == "weight" or entry is None or path in named:
                     raise CorruptionError(
                         f"{where}: the state names optimizer state {shown(slot)} of table {shown(table)}, which is "
                         "not stored or named twice"
@@ -108,12 +133,11 @@ def check_slots(
                         f"{where}: {path} is {entry.shape} {entry.element}, which does not follow {rows[table]} rows"
                     )
                 allocate(entry.shape, array_dtype(_SLOT_TYPES[entry.element]), f"{where}: {path}")
-                found.append(path)
-    weights = {weight_path(table) for table in rows}
-    unnamed = sorted(path for path in arrays.keys() - weights - {*found} if path.startswith("tables/"))
+                named.add(path)
+    known = named.union(map(weight_path, rows))
+    unnamed = sorted(path for path in arrays.keys() - known if path.startswith("tables/"))
     if unnamed:
         raise CorruptionError(f"{where}: {unnamed[0]} is stored, but the state names no optimizer of it")
-    return found
 
 
 def state_tensor(leaf: ArrayLeaf) -> torch.Tensor:

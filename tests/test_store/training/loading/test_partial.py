@@ -206,10 +206,14 @@ def test_everything_that_fits_is_as_exact_as_a_plain_load(url: str, saved: Saved
     [
         ({"user": 20, "item": 30}, {"tables": "usr*"}, "no table is called 'usr\\*'"),
         ({"user": 20, "item": 30}, {"tensors": "bottom"}, "no tensor is called 'bottom'"),
-        ({"user": 20, "new": 3}, {"tables": ["tables.user", "tables.new"]}, "only in the model: tables.new"),
-        ({"user": 20}, {"tables": "*"}, "only in the store: tables.item"),
-        ({"user": 21, "item": 30}, {"tables": "*"}, "tables.user grew from 20 rows to 21"),
-        ({"user": 19, "item": 30}, {"strict": "ignore"}, "a table that shrank is loaded only by rows"),
+        (
+            {"user": 20, "new": 3},
+            {"tables": ["tables.user", "tables.new"]},
+            r"only in the model: \['tables.new'\]",
+        ),
+        ({"user": 20}, {"tables": "*"}, r"only in the store: \['tables.item'\]"),
+        ({"user": 21, "item": 30}, {"tables": "*"}, "'tables.user' is 21 x 4 in the model and 20 x 4 in"),
+        ({"user": 19, "item": 30}, {"strict": "ignore"}, r"is 19 x 4 .* and 20 x 4 .*rows=range\(19\)"),
         ({"user": 19, "item": 30}, {"tables": "*.user", "rows": [19]}, "row 19 was chosen"),
         ({"user": 25, "item": 30}, {"tables": "*.user", "rows": [20]}, "row 20 was chosen"),
     ],
@@ -225,7 +229,7 @@ def test_what_does_not_fit_leaves_the_model_unchanged(
 
 
 def test_other_columns_are_never_passed_over(url: str, saved: Saved) -> None:
-    with pytest.raises(ModelMismatchError, match="has 3 columns in the model and 4"):
+    with pytest.raises(ModelMismatchError, match="is 20 x 3 in the model and 20 x 4 in"):
         cnr_store.load(
             url, nn.ModuleDict({"tables": nn.ModuleDict({"user": nn.Embedding(20, 3)})}), strict="ignore"
         )

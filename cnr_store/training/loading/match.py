@@ -1,0 +1,273 @@
+"""Compares a model with a version: what a load takes, and how the two differ."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.dense import dense_layout
+from cnr_store.errors import CorruptionError, ModelMismatchError
+from cnr_store.format.layout import decode_name, dense_path
+from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.training.loading.selection import Ids, Patterns, Selection
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.tables import Table, dense_tensors
+from cnr_store.training.model.tensors import dtype_name, dtype_named
+
+log = logging.getLogger("cnr_store")
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class TableFit:
+    """A table to load: of its `stored_rows` rows the rows `ids`, or all (None)."""
+
+    table: Table
+    stored_rows: int
+    element: str
+    ids: Ids | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the table is afterwards what the version holds."""
+        model = (self.table.rows, self.table.element)
+        return self.ids is None and (self.stored_rows, self.element) == model
+
+
+@dataclass
+class Match:
+    """What is loaded, and what differs.
+
+    Differences are collected, so that one error names them all; `prove` raises it.
+
+    Attributes
+    ----------
+    where
+        The version, for messages.
+    rows
+        Rows stored, by table of the version.
+    tables, tensors
+        What is loaded: tables, and by name the model's dense tensors.
+    missing, unexpected
+        Names of what only the model has, and only the version.
+    grown
+        Rows stored and rows in the model, by table.
+    cast
+        Element type stored and in the model, by name.
+    refusals
+        Why nothing can be loaded.
+    """
+
+    where: str
+    selection: Selection
+    rows: Mapping[str, int] = field(default_factory=dict)
+    tables: list[TableFit] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    grown: dict[str, tuple[int, int]] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def differs(self, message: str) -> None:
+        """Note a difference that ``strict="raise"`` refuses."""
+        if self.selection.strict == "raise":
+            self.refusals.append(message)
+
+    def lacks(self, names: Collection[str], message: str) -> None:
+        """Note what only the model has."""
+        self.missing += names
+        self.differs(message)
+
+    def prove(self) -> None:
+        """Raise if anything was refused so far.
+
+        Raises
+        ------
+        ModelMismatchError
+            Naming every difference found, each with what to do.
+        """
+        if self.refusals:
+            more = len(self.refusals) - _MAX_SHOWN
+            hidden = [f"and {more} more differences"] if more > 0 else []
+            raise ModelMismatchError("\n".join([*self.refusals[:_MAX_SHOWN], *hidden]))
+
+    def warn(self) -> None:
+        """Log what was passed over, if that was asked for."""
+        if self.selection.strict == "report" and (differences := self._differences()):
+            log.warning("%s is loaded as far as it fits the model: %s", self.where, differences)
+
+    def take_tables(self, stored: Mapping[str, ArrayEntry], tables: Sequence[Table]) -> None:
+        """Compare the tables chosen.
+
+        Raises
+        ------
+        ModelMismatchError
+            A pattern matches nothing, or rows are chosen of other tables than those chosen.
+        """
+        self.rows = {name: entry.shape[0] for name, entry in stored.items()}
+        by_name = {table.name: table for table in tables}
+        self.selection.check_rows_of(self._chosen("table", self.selection.tables, {*stored, *by_name}))
+        for name in self._common("table", self.selection.tables, stored, by_name):
+            table, entry = by_name[name], stored[name]
+            fit = TableFit(table, entry.shape[0], entry.element, self.selection.rows_of(name))
+            self._compare_shape(fit, entry.shape)
+            if fit.element != table.element:
+                self.cast[name] = (fit.element, table.element)
+                self.differs(
+                    f"table {name!r} is {table.element} in the model and {fit.element} in {self.where}; convert the "
+                    f"model before loading, or {IGNORE} it converted"
+                )
+            self.tables.append(fit)
+
+    def _compare_shape(self, fit: TableFit, stored: tuple[int, ...]) -> None:
+        name, model = fit.table.name, (fit.table.rows, fit.table.dim)
+        if stored[1:] != model[1:]:
+            self._refuse_shape("table", name, stored, model, self._without("table"))
+        elif fit.ids is not None:
+            if fit.ids.size and fit.ids[-1] >= min(stored[0], model[0]):
+                self.refusals.append(
+                    f"table {name!r}: row {fit.ids[-1]} was chosen; {self.where} has {stored[0]} rows and the model "
+                    f"{model[0]}; choose rows that both have"
+                )
+        elif stored[0] > model[0]:
+            part = f", or load a part of it, as with rows=range({model[0]})"
+            self._refuse_shape("table", name, stored, model, part)
+        elif stored[0] < model[0]:
+            self.grown[name] = (stored[0], model[0])
+            if self.selection.strict == "raise":
+                way_out = f", or {IGNORE} its rows and leaves the new ones as they are"
+                self._refuse_shape("table", name, stored, model, way_out)
+
+    def _refuse_shape(
+        self, kind: str, name: str, stored: Sequence[int], model: Sequence[int], way_out: str
+    ) -> None:
+        self.refusals.append(
+            f"{kind} {name!r} is {_times(model)} in the model and {_times(stored)} in {self.where}; give the model "
+            f"that was saved{way_out}"
+        )
+
+    def _without(self, kind: str) -> str:
+        """The way out for what no option makes fit, where a load already takes a part."""
+        return "" if self.selection.whole else f", or choose the {kind}s to load without it"
+
+    def take_tensors(
+        self,
+        stored: Mapping[str, tuple[int, ...]],
+        tensors: Mapping[str, torch.Tensor],
+        stored_type: Callable[[str], str],
+    ) -> None:
+        """Compare the dense tensors chosen. `stored_type` gives torch's name of the type that one is stored in.
+
+        Raises
+        ------
+        ModelMismatchError
+            A pattern matches nothing.
+        """
+        for name in self._common("tensor", self.selection.tensors, stored, tensors):
+            tensor, shape, type_name = tensors[name], stored[name], stored_type(name)
+            if shape != tuple(tensor.shape):
+                self._refuse_shape("tensor", name, shape, tensor.shape, self._without("tensor"))
+            if type_name != dtype_name(tensor.dtype):
+                self.cast[name] = (type_name, dtype_name(tensor.dtype))
+                self._compare_type(name, tensor, type_name)
+            self.tensors[name] = tensor
+
+    def _compare_type(self, name: str, tensor: torch.Tensor, stored: str) -> None:
+        differing = f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored} in {self.where}"
+        if tensor.is_floating_point() and dtype_named(stored).is_floating_point:
+            self.differs(f"{differing}; convert the model before loading, or {IGNORE} it converted")
+        else:
+            self.refusals.append(
+                f"{differing}, and only floating-point numbers are converted; convert the model before loading"
+                + self._without("tensor")
+            )
+
+    def _common(
+        self, kind: str, patterns: Patterns, stored: Collection[str], model: Collection[str]
+    ) -> list[str]:
+        """Names that a pattern matches and both sides have, in the model's order."""
+        chosen = self._chosen(kind, patterns, {*stored, *model})
+        missing, unexpected = sorted(chosen - {*stored}), sorted(chosen - {*model})
+        self.missing += missing
+        self.unexpected += unexpected
+        if missing or unexpected:
+            self.differs(
+                f"the model does not fit {self.where}: {kind}s only in the model: {missing or 'none'}, only in the "
+                f"store: {unexpected or 'none'}; give the model that was saved, or {IGNORE} what both have"
+            )
+        return [name for name in model if name in chosen and name in stored]
+
+    def _chosen(self, kind: str, patterns: Patterns, names: Collection[str]) -> set[str]:
+        """The names that a pattern matches."""
+        for pattern in patterns:
+            if pattern != "*" and not fnmatch.filter(names, pattern):
+                raise ModelMismatchError(
+                    f"no {kind} is called {pattern!r}, neither in the model nor in {self.where}; there are "
+                    f"{sorted(names)}"
+                )
+        return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+    def _differences(self) -> str:
+        """All that was passed over, in words; empty if nothing was."""
+        parts = [
+            f"{title}: {', '.join(names)}"
+            for title, names in (("only in the model", self.missing), ("only in the store", self.unexpected))
+            if names
+        ]
+        parts += [f"{name} grew from {old} rows to {new}" for name, (old, new) in self.grown.items()]
+        parts += [f"{name} is stored in {old} and becomes {new}" for name, (old, new) in self.cast.items()]
+        return "; ".join(parts)
+
+
+def match_model(
+    catalog: Catalog, record: Record, model: nn.Module, tables: Sequence[Table], selection: Selection
+) -> Match:
+    """Compare the tables and dense tensors of a model with those of a version.
+
+    Raises
+    ------
+    ModelMismatchError
+        They differ: with ``strict="raise"`` in any way, else in one that can't be passed over.
+    CorruptionError, FormatError
+        The version is damaged.
+    """
+    match = Match(f"version {record.id} of {catalog.backend.url}", selection)
+
+    def stored_type(name: str) -> str:
+        path = dense_path("model", name)
+        grid = dense_layout(catalog, record, path)
+        type_name = grid.torch_dtype or grid.dtype.name
+        dtype = getattr(torch, type_name, None)
+        if isinstance(dtype, torch.dtype) and dtype.itemsize != grid.dtype.itemsize:
+            raise CorruptionError(
+                f"{match.where}: {path}: {grid.dtype} does not hold the bits of {type_name[:40]}"
+            )
+        return type_name
+
+    match.take_tables(_entries(record, "tables/", "/weight"), tables)
+    dense = _entries(record, dense_path("model", ""))
+    match.take_tensors(
+        {name: entry.shape for name, entry in dense.items()}, dense_tensors(model, tables), stored_type
+    )
+    match.prove()
+    return match
+
+
+def _entries(record: Record, prefix: str, suffix: str = "") -> dict[str, ArrayEntry]:
+    """The entries of a record between these parts of their paths, by name."""
+    return {
+        decode_name(path[len(prefix) : len(path) - len(suffix)]): entry
+        for path, entry in record.arrays.items()
+        if path.startswith(prefix) and path.endswith(suffix)
+    }
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,56 @@
+"""What a load brought back beside the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cnr_store.catalog.catalog import VersionInfo
+
+log = logging.getLogger("cnr_store")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load brought back beside the model.
+
+    Attributes
+    ----------
+    version, step
+        The version loaded, and its step.
+    reader, metadata
+        What `save` was given (of a reader object: its `state_dict()`).
+    skipped
+        Newer versions that were damaged, newest first: id and damage. Empty without ``fallback=True``.
+    missing, unexpected
+        What was chosen and only the model has, and only the version: names of tables and tensors, and ``state of
+        optimizer 0`` or ``state of 'name'`` for what `optimizer` and `state` were not given for, ``state of 'parameter'
+        in optimizer 0`` for what an optimizer keeps of one that the saved one did not train. With ``strict="raise"``
+        only the latter are possible; all below are empty, too.
+    grown
+        By table with more rows than are stored: how many were loaded, and how many the model has.
+    cast
+        By table or tensor of another element type: that of the version, and that of the model.
+    """
+
+    version: VersionInfo
+    step: int
+    reader: Any
+    metadata: Any
+    skipped: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def warn_left_out(restored: Restored, url: str) -> None:
+    """Log what a whole load left out, since the next save would drop it in silence."""
+    if restored.unexpected:
+        log.warning(
+            "version %s of %s also holds the %s, which the next save will not have: give Checkpointer the optimizer "
+            "and the state={...} that it was saved with, or load with cnr_store.load if only weights are wanted",
+            *(restored.version.id, url, ", ".join(restored.unexpected)),
+        )
