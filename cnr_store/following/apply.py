@@ -31,8 +31,8 @@ from cnr_store.training.model.tensors import (
 Array = np.ndarray[Any, Any]
 
 
-def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[[Iterable[Block]], None]:
-    """What writes blocks of `record` into `model`, in place, and then sets its extra state.
+def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable[[Iterable[Block]], None]:
+    """A function that writes blocks of `record` into `model`, in place, and then sets its extra state.
 
     Raises
     ------
@@ -43,15 +43,15 @@ def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[
     """
     tables = find_tables(model)
     where = match_model(catalog, record, model, tables, Selection()).where
-    extra = _read_extra_state(catalog, record, model, where) if _has_extra_state(model) else None
+    extra = _read_extra_state(catalog, record, model, where)
     weights = {weight_path(table.name): table.parameter for table in tables}
-    # Blocks have the names that paths lead back to; a table's parameter may be called otherwise.
+    # Blocks carry the names that readers see; a table's parameter may be named otherwise.
     by_name: dict[str, torch.Tensor] = {
         name: weights[path] for name, path in model_arrays(record).items() if path in weights
     }
     by_name |= dense_tensors(model, tables)
 
-    def take(blocks: Iterable[Block]) -> None:
+    def write(blocks: Iterable[Block]) -> None:
         for name, rows, values in blocks:
             if rows is None:
                 _assign_dense(by_name[name], values)
@@ -61,7 +61,7 @@ def model_taker(catalog: Catalog, record: Record, model: nn.Module) -> Callable[
             with accepted(where, "a module's set_extra_state"):
                 load_extra_state(model, extra)
 
-    return take
+    return write
 
 
 def _assign_dense(tensor: torch.Tensor, values: Array) -> None:
@@ -70,15 +70,18 @@ def _assign_dense(tensor: torch.Tensor, values: Array) -> None:
         tensor.detach().copy_(dense_tensor(values, stored))
 
 
-def _read_extra_state(catalog: Catalog, record: Record, model: nn.Module, where: str) -> Mapping[str, Any]:
-    """What the model's modules are to get, proven to be theirs; the rest of the state is not read into arrays."""
+def _read_extra_state(
+    catalog: Catalog, record: Record, model: nn.Module, where: str
+) -> Mapping[str, object] | None:
+    """The extra state of the model's modules, proven to be theirs; None if no module has any.
+
+    The rest of the state is not read into arrays.
+    """
+    if all(type(module).get_extra_state is nn.Module.get_extra_state for module in model.modules()):
+        return None
     state = catalog.state(record)
-    found = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise CorruptionError(f"{where}: the state is malformed: extra_state is {shown(found)}")
-    check_extra_state(model, found)
-    return found
-
-
-def _has_extra_state(model: nn.Module) -> bool:
-    return any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules())
+    extra = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)
+    if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
+        raise CorruptionError(f"{where}: the state is malformed: extra_state is {shown(extra)}")
+    check_extra_state(model, extra)
+    return extra

@@ -4,8 +4,8 @@
     for update in cnr_store.follow(url):
         for name, rows, values in update.blocks(): ...
 
-What a follower holds after it has taken an update equals the update's version, bit for bit, whatever happened
-between: see `cnr_store.reading.changed_rows` for the rule and its proof.
+After an update a follower holds the update's version, bit for bit, whatever happened between: see
+`cnr_store.reading.changed_rows` for the rule and its proof.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Since = Version | Sequence[Version] | None
 
 
 class Update:
-    """What brings a follower to one version.
+    """The rows that bring a follower to one version.
 
-    It is right for whoever holds the version that the update before it brought (or `since`), completely or in part.
+    They suffice for a follower that holds the version of the update before (or `since`), completely or in part.
 
     Attributes
     ----------
@@ -58,35 +58,37 @@ class Update:
 
     @property
     def whole(self) -> frozenset[str]:
-        """Names of the arrays of which everything is yielded.
+        """Names of the arrays that come whole.
 
-        Those that are new or have another shape or type are among them; to a follower they are new arrays.
+        Arrays that are new, or have another shape or type, are among them; a follower replaces what it holds.
         """
         plan = self._plan()
         return frozenset(name for name in self.arrays if plan.get(name) is None)
 
     @property
     def removed(self) -> frozenset[str]:
-        """Names that the follower may hold and this version has no more. Where it is not known what a follower
-        holds (`since` is None or gone) this is empty: what is not in `arrays` is then to be dropped."""
+        """Names that the follower may hold and this version no longer has.
+
+        Empty if it is unknown what the follower holds (`since` is None or was deleted): drop what is not in `arrays`.
+        """
         held = self._records_held() or ()
         return frozenset(name for record in held for name in model_arrays(record)) - self.arrays.keys()
 
     def blocks(self) -> Iterator[Block]:
-        """Every row that the follower may hold another value of, and every dense tensor, in bounded blocks.
+        """Every row whose value at the follower may differ, and every dense tensor, in bounded blocks.
 
-        Blocks of a table have at most 8 MiB of values (or one row), each row once as a rule; writing all blocks
-        again changes nothing. Read in proportion to the rows that changed.
+        A block of a table has at most 8 MiB of values (or one row). A row may come twice; writing a block again
+        changes nothing. The bytes read are in proportion to the rows that changed.
 
         Raises
         ------
         VersionNotFoundError
-            The version was deleted meanwhile. The next update replaces what came of this one.
+            The version was deleted meanwhile. The next update replaces the blocks that came.
         CorruptionError
             The version is damaged.
         """
         plan = self._plan()
-        with self._there(), Transfer(READ_WORKERS, READ_WORKERS) as transfer:
+        with self._deleted_or_damaged(), Transfer(READ_WORKERS, READ_WORKERS) as transfer:
             for name, path in self._paths.items():
                 if self.arrays[name].is_table:
                     yield from self._rows(name, path, plan.get(name), transfer)
@@ -109,66 +111,62 @@ class Update:
             There is no torch.
         """
         try:
-            from cnr_store.following.apply import model_taker
+            from cnr_store.following.apply import block_writer
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             raise ImportError(
-                "Update.apply needs torch: pip install 'cnr-store[torch]'; `blocks` does not", name="torch"
+                "Update.apply needs torch: pip install 'cnr-store[torch]'; Update.blocks works without it",
+                name="torch",
             ) from error
-        with self._there():
-            take = model_taker(self._catalog, self._record, model)
-        take(self.blocks())
+        with self._deleted_or_damaged():
+            write = block_writer(self._catalog, self._record, model)
+        write(self.blocks())
 
     def _rows(self, name: str, path: str, unshared: Unshared | None, transfer: Transfer) -> Iterator[Block]:
         if unshared is not None:
+            changed = changed_rows(self._catalog, self._record, path, unshared, transfer)
             try:
-                for rows, values in changed_rows(self._catalog, self._record, path, unshared, transfer):
-                    yield Block(name, rows, values)
+                yield from (Block(name, *block) for block in changed)
             except (CorruptionError, VersionNotFoundError):
-                # A version that tells which rows differ may have been removed, or this one's chain folded, since
-                # they were found. Everything is right in any case; if this version is damaged, it is said below.
+                # Since the plan was made, a version that tells which rows differ may have been removed, or this one's
+                # chain folded. All rows are right in any case; damage of this version is raised below.
                 self._catalog.refresh()
             else:
                 return
-        for rows, values in all_rows(self._catalog, self._record, path, transfer):
-            yield Block(name, rows, values)
+        rows = all_rows(self._catalog, self._record, path, transfer)
+        yield from (Block(name, *block) for block in rows)
 
     def _plan(self) -> dict[str, Unshared]:
-        """Of each table that need not come whole, what tells its changed rows."""
-        found: dict[str, Unshared] = {}
+        """By table that need not come whole, the versions that tell its changed rows."""
         held = self._records_held()
         if held is None:
-            return found
-        for name, path in self._paths.items():
-            unshared = (
-                find_unshared(self._catalog, self._record, path, held) if self.arrays[name].is_table else None
-            )
-            if unshared is not None:
-                found[name] = unshared
-        return found
+            return {}
+        plans = {
+            name: find_unshared(self._catalog, self._record, path, held)
+            for name, path in self._paths.items()
+            if self.arrays[name].is_table
+        }
+        return {name: unshared for name, unshared in plans.items() if unshared is not None}
 
     def _held(self) -> tuple[str, ...] | None:
         """Ids of the versions that the follower's rows may stem from; None if it may hold anything."""
-        before, found = self._before, set()
+        before, ids = self._before, set()
         while isinstance(before, Update):
-            found.add(before.version.id)
+            ids.add(before.version.id)
+            # An update that was taken completely left nothing of what was held before.
             before = () if before._taken else before._before
-        return None if before is None else tuple(sorted(found.union(before)))
+        return None if before is None else tuple(sorted(ids.union(before)))
 
     def _records_held(self) -> list[Record] | None:
-        """Their records; None where one of them is gone."""
-        found = []
-        for version in self._held() or ():
-            record = self._catalog.find_record(version)
-            if record is None:
-                return None
-            found.append(record)
-        return found or None
+        """Records of the versions held; None if one was deleted, or it is unknown what is held."""
+        records = [self._catalog.find_record(version) for version in self._held() or ()]
+        held = [record for record in records if record is not None]
+        return held if held and len(held) == len(records) else None
 
     @contextmanager
-    def _there(self) -> Iterator[None]:
-        """Tells a version that was deleted meanwhile from a damaged one."""
+    def _deleted_or_damaged(self) -> Iterator[None]:
+        """Turns the error of a damaged version into another if the version was deleted meanwhile."""
         try:
             yield
         except (CorruptionError, VersionNotFoundError) as error:
@@ -187,22 +185,22 @@ _Held = Update | tuple[str, ...] | None
 def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Update]:
     """Updates to all versions committed after `since`, oldest first; ends when there is no newer one.
 
-    Take the updates in this order; one may be left out, or left half taken, as the next makes up for it. To go on
-    later, call again with the last version taken completely.
+    Take the updates in this order. One may be skipped or left half taken: the next update includes its rows. To
+    continue later, call again with the last version taken completely.
 
     Parameters
     ----------
     url
         Any fsspec URL, a path, or a Zarr store.
     since
-        The version that the follower holds: an id, a `VersionInfo`, or the step of one that is there. If an update
+        The version that the follower holds: an id, a `VersionInfo`, or the step of a stored version. If an update
         to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, the first
         update brings everything.
 
     Raises
     ------
     VersionNotFoundError
-        `since` names no version that is or was there.
+        `since` names no version that is or was in the store.
     OptionError
         `since` is empty.
     FormatError, cnr_backends.OpenError
@@ -211,11 +209,11 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     catalog.check_format()
     if since is None:
         return _updates(catalog, None, "")
-    several = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
-    if not several:
+    versions = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
+    if not versions:
         raise OptionError("since=[]: give the version held, or None if there is none")
-    held = tuple(_id(catalog, version) for version in several)
-    # What was cut off comes again if it is still there.
+    held = tuple(_id(catalog, version) for version in versions)
+    # From the oldest on, so that the update that was cut off comes again if its version still exists.
     return _updates(catalog, held, min(held))
 
 
@@ -229,15 +227,16 @@ def _id(catalog: Catalog, version: Version) -> str:
 
 def _updates(catalog: Catalog, before: _Held, newest: str) -> Iterator[Update]:
     while True:
-        found = False
+        listed_after = newest
         for version in reversed(catalog.ids()):
             record = catalog.find_record(version) if version > newest else None
-            if record is None:  # seen, never committed, not yet, or deleted since it was listed
-                continue
-            newest, found = version, True
-            before = update = Update(catalog, record, before)
-            yield update
-        if not found:
+            if (
+                record is not None
+            ):  # else seen already, never committed, not yet, or deleted since it was listed
+                newest = version
+                before = update = Update(catalog, record, before)
+                yield update
+        if newest == listed_after:
             return
 
 

@@ -245,29 +245,30 @@ class Checkpointer:
         rows: Any = None,
         strict: Strict = "raise",
     ) -> Restored:
-        """Bring a version, or a part of it, back into the model and its optimizers, in place, and go on from there.
+        """Bring a version, or a part of it, back into the model and its optimizers, in place.
 
-        The next save continues that version, under a new claim; a table that is not exactly the version's is whole.
+        The next save continues that version, under a new claim; it writes each table whole that is not exactly the
+        version's.
 
-        What the version holds and this checkpointer was not given, an optimizer or objects of `state`, is left out: it
-        is listed in ``unexpected`` of what is returned, and the log tells of it, since the next save is without it.
+        State of an optimizer, or of an object of `state`, that the version holds and this checkpointer was not given
+        is left out: it is listed in ``unexpected`` of the result and logged, because the next save will drop it.
 
         Parameters
         ----------
         version
             An id, a `VersionInfo`, a step, or ``latest``.
         fallback
-            Whether a damaged version is skipped for the newest sound one before it. Each is logged as an error and
-            listed in ``skipped`` of what is returned.
+            Whether a damaged version is skipped for the newest sound one before it. Each skipped version is logged as
+            an error and listed in ``skipped`` of the result.
         tables, tensors
             Load only these tables, with the optimizer state beside their rows, and these dense tensors: names, or
             patterns of names. With either, or with `rows`, nothing else is loaded.
         rows
             Load only these rows: a range or row numbers, or by pattern of table names such a choice.
         strict
-            What happens where model and version differ in names, rows or element types: ``raise`` an error; or load
-            what fits and ``ignore`` the rest, or ``report`` it in the log, too. New rows keep what they hold. What
-            differs is listed in what is returned.
+            What happens where model and version differ in names, rows or element types. ``raise`` raises an error that
+            names the differences. ``ignore`` loads what fits and lists the rest in the result; ``report`` logs it,
+            too. New rows keep their values.
 
         Raises
         ------
@@ -302,29 +303,31 @@ class Checkpointer:
             self._catalog, record, self._model, self._tables, self._optimizers, self._objects, selection
         )
         before = Lineage.from_record(self._catalog, record)
-        self._planner.forget()  # until all is read, only whole tables are safe
+        self._planner.forget()  # until every row is read, only whole tables are safe
         self._audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
             restored, since_whole = restore.run(self._rng, transfer)
         self._writer.restart(record.id)
         self._tracker.clear()
         self._audit.renew(row_arrays(self._tables, self._optimizers))
-        # Last, so that whatever interrupts this leaves a checkpointer that leans on nothing.
+        # Last, so that an interrupt before it leaves a checkpointer whose next save is whole.
         self._planner.go_on_from(restore.trusted(self._lineage(record, before)), since_whole)
         return restored
 
     def _lineage(self, record: Record, before: Lineage) -> Lineage:
-        """What the next version may lean on, after `record` was read; `before` is its lineage as the reads began.
+        """The lineage that the next version may depend on, after `record` was read.
 
-        A version may be folded, and what it leant on removed, at any moment. Which rows changed since its whole link
-        then depends on when each array was read: so nothing is leant on.
+        `before` is its lineage when the reads began.
+
+        A version may be folded, and the versions it depended on removed, at any moment. Which rows changed since its
+        whole link then depends on when each array was read, so the next version must depend on none.
         """
         try:
-            doomed = claims.tombstoned(self._catalog.backend)
-            steady = Lineage.from_record(self._catalog, record).lines == before.lines
+            to_delete = claims.tombstoned(self._catalog.backend)
+            unchanged = Lineage.from_record(self._catalog, record).lines == before.lines
         except (CorruptionError, VersionNotFoundError):
-            steady = False
-        return before.without(doomed) if steady else before.alone()
+            unchanged = False
+        return before.without(to_delete) if unchanged else before.alone()
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup.

@@ -94,9 +94,9 @@ class Match:
             Naming every difference found, each with what to do.
         """
         if self.refusals:
-            more = len(self.refusals) - _MAX_SHOWN
-            hidden = [f"and {more} more differences"] if more > 0 else []
-            raise ModelMismatchError("\n".join([*self.refusals[:_MAX_SHOWN], *hidden]))
+            hidden = len(self.refusals) - _MAX_SHOWN
+            more = f"\nand {hidden} more differences" if hidden > 0 else ""
+            raise ModelMismatchError("\n".join(self.refusals[:_MAX_SHOWN]) + more)
 
     def warn(self) -> None:
         """Log what was passed over, if that was asked for."""
@@ -128,8 +128,9 @@ class Match:
 
     def _compare_shape(self, fit: TableFit, stored: tuple[int, ...]) -> None:
         name, model = fit.table.name, (fit.table.rows, fit.table.dim)
+        differing = self._shapes("table", name, stored, model)
         if stored[1:] != model[1:]:
-            self._refuse_shape("table", name, stored, model, self._without("table"))
+            self.refusals.append(differing + self._without("table"))
         elif fit.ids is not None:
             if fit.ids.size and fit.ids[-1] >= min(stored[0], model[0]):
                 self.refusals.append(
@@ -137,24 +138,19 @@ class Match:
                     f"{model[0]}; choose rows that both have"
                 )
         elif stored[0] > model[0]:
-            part = f", or load a part of it, as with rows=range({model[0]})"
-            self._refuse_shape("table", name, stored, model, part)
+            self.refusals.append(f"{differing}, or load a part of it, as with rows=range({model[0]})")
         elif stored[0] < model[0]:
             self.grown[name] = (stored[0], model[0])
-            if self.selection.strict == "raise":
-                way_out = f", or {IGNORE} its rows and leaves the new ones as they are"
-                self._refuse_shape("table", name, stored, model, way_out)
+            self.differs(f"{differing}, or {IGNORE} its rows and leaves the new ones as they are")
 
-    def _refuse_shape(
-        self, kind: str, name: str, stored: Sequence[int], model: Sequence[int], way_out: str
-    ) -> None:
-        self.refusals.append(
+    def _shapes(self, kind: str, name: str, stored: Sequence[int], model: Sequence[int]) -> str:
+        return (
             f"{kind} {name!r} is {_times(model)} in the model and {_times(stored)} in {self.where}; give the model "
-            f"that was saved{way_out}"
+            "that was saved"
         )
 
     def _without(self, kind: str) -> str:
-        """The way out for what no option makes fit, where a load already takes a part."""
+        """A way out where a load takes a part anyway."""
         return "" if self.selection.whole else f", or choose the {kind}s to load without it"
 
     def take_tensors(
@@ -173,7 +169,9 @@ class Match:
         for name in self._common("tensor", self.selection.tensors, stored, tensors):
             tensor, shape, type_name = tensors[name], stored[name], stored_type(name)
             if shape != tuple(tensor.shape):
-                self._refuse_shape("tensor", name, shape, tensor.shape, self._without("tensor"))
+                self.refusals.append(
+                    self._shapes("tensor", name, shape, tensor.shape) + self._without("tensor")
+                )
             if type_name != dtype_name(tensor.dtype):
                 self.cast[name] = (type_name, dtype_name(tensor.dtype))
                 self._compare_type(name, tensor, type_name)

@@ -87,19 +87,14 @@ class OptimizerFit:
         state = tree["state"]
         for name in {*self.loaded} & owned:
             fit, stored = by_parameter.get(name), self.tree["state"].get(name)
-            if fit is not None and fit.ids is not None:
-                if values := {**(stored or {}), **state.get(name, {})}:
-                    state[name] = values
-                slots[fit.table.name] = {
-                    **slots.get(fit.table.name, {}),
-                    **self.slots.get(fit.table.name, {}),
-                }
-                continue
+            if fit is not None:
+                kept = {} if fit.ids is None else slots.get(fit.table.name, {})
+                slots[fit.table.name] = {**kept, **self.slots.get(fit.table.name, {})}
+                if fit.ids is not None:
+                    stored = {**(stored or {}), **state[name]} if name in state else stored or None
             state.pop(name, None)
             if stored is not None:  # empty state is not the same: some classes look for a step in each
                 state[name] = stored
-            if fit is not None:
-                slots[fit.table.name] = self.slots.get(fit.table.name, {})
         return _with_slots(tree, slots), slots
 
 

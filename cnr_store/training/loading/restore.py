@@ -95,9 +95,9 @@ class Restore:
 
     def _fit_optimizers(self) -> list[OptimizerFit]:
         trees, match = self._state.optimizers, self._match
-        loaded = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
-        if self._selection.whole:  # of parameters, too, that a hook keeps out of the model's state dict
-            loaded = {*self._names.values()}
+        chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
+        # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
+        loaded = {*self._names.values()} if self._selection.whole else chosen
         fits = fit_optimizers(match, self._optimizers, trees, self._names, loaded)
         match.prove()
         row_arrays(self._tables, self._optimizers)  # raises if two keep state of one name for one table

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,25 +18,23 @@ from cnr_store.training.tracking.bitmap import Bitmap
 Array = np.ndarray[Any, Any]
 
 
-class Fill(Protocol):
-    """A tensor to fill with rows that are read in pieces."""
-
-    @property
-    def tensor(self) -> torch.Tensor: ...
-
-    @property
-    def reader(self) -> ArrayReader: ...
-
-    def fill(self, first: int, rows: int) -> None:
-        """Fill `rows` rows from row `first` on."""
-
-
-class AllRows:
-    """A tensor, (rows,) or (rows, k), to fill with all the rows of an array."""
+class Fill(ABC):
+    """A tensor, (rows,) or (rows, k), to fill with rows that `reader` reads in pieces."""
 
     def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
         self.reader = reader
         self.tensor = tensor
+
+    @abstractmethod
+    def fill(self, first: int, rows: int) -> None:
+        """Fill `rows` rows from row `first` on."""
+
+
+class AllRows(Fill):
+    """Takes every row of an array; tensor and array have the same rows and element type."""
+
+    def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
+        super().__init__(reader, tensor)
         self._changed = np.zeros(reader.shape[0], bool)
         direct = (
             tensor.device.type == "cpu"
@@ -45,7 +44,6 @@ class AllRows:
         self._target: Array | None = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
 
     def fill(self, first: int, rows: int) -> None:
-        """Fill `rows` rows from row `first` on."""
         out = (
             np.empty((rows, self.reader.columns), self.reader.dtype)
             if self._target is None
@@ -60,21 +58,19 @@ class AllRows:
         return np.packbits(self._changed, bitorder="little")
 
 
-class ChosenRows:
-    """A tensor, (rows,) or (rows, k), to fill with some rows of an array, or all (None); the others stay.
+class ChosenRows(Fill):
+    """Takes the rows `ids` of an array, or all (None); the tensor's other rows stay.
 
-    It may have more rows than the array, and another element type.
+    The tensor may have other rows than the array, and another element type.
     """
 
     def __init__(self, reader: ArrayReader, tensor: torch.Tensor, ids: Ids | None) -> None:
-        self.reader = reader
-        self.tensor = tensor
+        super().__init__(reader, tensor)
         self._wanted = np.full(reader.shape[0], ids is None, np.uint8)
         if ids is not None:
             self._wanted[ids] = 1
 
     def fill(self, first: int, rows: int) -> None:
-        """Fill those of the `rows` rows from row `first` on that are wanted."""
         wanted = self._wanted[first : first + rows]
         offsets = np.flatnonzero(wanted)
         if not offsets.size:

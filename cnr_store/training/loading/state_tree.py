@@ -1,4 +1,4 @@
-"""The tree of a stored state, as objects; and giving parts of it to code that is not ours."""
+"""Decodes a stored state, and gives parts of it to foreign code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str) -> Any:
     Raises
     ------
     FormatError, CorruptionError
-        `where` names the version.
+        The state is malformed; `where` names the version.
     """
     seen: set[str] = set()
 
@@ -40,7 +40,7 @@ def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str) -> Any:
 
 @contextmanager
 def accepted(where: str, taker: str) -> Iterator[None]:
-    """Names the version and who did not take its state."""
+    """Around foreign code: its errors become one that names the version and the `taker` that refused the state."""
     try:
         yield
     except CheckpointError:

@@ -150,11 +150,8 @@ def state_tensor(leaf: ArrayLeaf) -> torch.Tensor:
     """
     if leaf.torch_dtype is not None:
         values, dtype = leaf.values, dtype_named(leaf.torch_dtype)
-        if values.dtype.kind != "u" or values.dtype.itemsize != dtype.itemsize or is_quantized(dtype):
+        # Quantized values mean nothing without a scale, which is not stored.
+        quantized = dtype_name(dtype).startswith(("qint", "quint"))
+        if values.dtype.kind != "u" or values.dtype.itemsize != dtype.itemsize or quantized:
             raise FormatError(f"state: an array of {values.dtype} does not hold the bits of a {dtype} tensor")
     return dense_tensor(leaf.values, leaf.torch_dtype)
-
-
-def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether values of a type mean nothing without a scale that is not stored."""
-    return dtype_name(dtype).startswith(("qint", "quint"))

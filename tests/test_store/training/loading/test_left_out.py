@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,35 @@ def test_the_way_out_that_a_message_names_is_one(
         with pytest.raises(ModelMismatchError, match=r'or load\(strict="ignore"\), which loads'):
             checkpointer.load()
         checkpointer.load(strict="ignore")
+
+
+@pytest.mark.parametrize("options", [{}, {"tables": "*", "tensors": "*"}])
+def test_one_error_names_every_difference(url: str, options: dict[str, Any]) -> None:
+    model = Model(25, torch.float16, items=nn.Embedding(3, 2))
+    model.top = nn.Linear(5, 1)
+    before = copy.deepcopy(model.state_dict())
+    with Checkpointer(url, model) as checkpointer, pytest.raises(ModelMismatchError) as caught:
+        checkpointer.load(**options)
+    parts = (
+        r"tables only in the model: \['items'\], only in the store: none; .* loads what both have",
+        r"table 'users' is 25 x 4 in the model and 20 x 4 in .* loads its rows and leaves the new ones",
+        r"table 'users' is float16 in the model and float32 in .* loads it converted",
+        r"tensor 'top.weight' is 1 x 5 in the model and 1 x 4 in .*; give the model that was saved",
+    )
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(parts)
+    assert all(re.search(part, line) for part, line in zip(parts, lines, strict=True))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_one_error_names_twenty_differences_at_most(tmp_path: Path) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
+        return nn.ParameterDict({f"p{at}": torch.zeros(2, dtype=dtype) for at in range(24)})
+
+    cnr_store.save(tmp_path, model(torch.float32))
+    with pytest.raises(ModelMismatchError, match=r"\nand 4 more differences$") as caught:
+        cnr_store.load(tmp_path, model(torch.float64))
+    assert str(caught.value).count("is float64 in the model and float32 in") == 20
 
 
 def test_a_table_that_shrank_is_loaded_by_the_rows_that_the_message_names(url: str) -> None:
