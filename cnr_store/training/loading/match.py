@@ -50,6 +50,8 @@ class Match:
     ----------
     where
         The version, for messages.
+    selection
+        What was asked for.
     rows
         Rows stored, by table of the version.
     tables, tensors
@@ -61,7 +63,7 @@ class Match:
     cast
         Element type stored and in the model, by name.
     refusals
-        Why nothing can be loaded.
+        Differences that keep the load from beginning, each with what to do.
     """
 
     where: str

@@ -53,7 +53,7 @@ class OptimizerFit:
         Raises
         ------
         ModelMismatchError
-            State has another shape, or new rows need some and nobody knows how it begins.
+            State has another shape, or new rows need some and its initial value is unknown.
         """
         for name, fit in self.fits.items():
             for slot in self.tree["slots"].get(name, ()):

@@ -82,6 +82,9 @@ class Restore:
         self._names = parameter_names(model)
         self._exact: Collection[str] = ()
         self._has_extra = selection.everything
+        self._info = VersionInfo.from_record(
+            record
+        )  # decodes what `metadata` was given, so it is a proof, too
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._match = match_model(catalog, record, model, tables, selection)
         self._where = self._match.where
@@ -201,7 +204,7 @@ class Restore:
                     value.load_state_dict(self._state.objects[name])
 
     def _restored(self) -> Restored:
-        info, match = VersionInfo.from_record(self._record), self._match
+        info, match = self._info, self._match
         return Restored(
             info,
             info.step,
