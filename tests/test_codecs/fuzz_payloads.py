@@ -21,7 +21,7 @@ import numpy as np
 
 import cnr_codecs
 from cnr_codecs import CodecError, Scheme
-from cnr_codecs.plain import decode_plain
+from cnr_codecs.payload.plain import decode_plain
 
 Rng = np.random.Generator
 MOST_DECODED_BYTES = 1 << 20

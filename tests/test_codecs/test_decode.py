@@ -17,10 +17,10 @@ from cnr_codecs import (
     fill_value,
     parse,
     present_rows,
-    reference,
 )
-from cnr_codecs.elements import element_named
-from cnr_codecs.payload import build
+from cnr_codecs.elements import element_named, round_to_bfloat16
+from cnr_codecs.payload.payload import build
+from cnr_codecs.uniform import reference
 
 ROWS = 40
 
@@ -114,7 +114,7 @@ def test_rows_of_many_blocks_equal_the_reference(
             continue
         codes = reference.unpack(segment.codes, segment.bits, dim)
         decoded = reference.dequantize(codes, *segment.affine())
-        whole[places] = reference.round_to_bfloat16(decoded) if element == "bfloat16" else decoded
+        whole[places] = round_to_bfloat16(decoded) if element == "bfloat16" else decoded
     out = np.full((count, dim), 9, values.dtype)
     need = (rng.random(count) < asked_share).astype(np.uint8)
     places = np.arange(count) + first_row

@@ -6,9 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme, kmeans_reference, reference
-from cnr_codecs.codebooks import by_clusters, thresholds
+from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme
+from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
+from cnr_codecs.kmeans import reference as kmeans_reference
+from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
+from cnr_codecs.uniform import reference
 
 FLOAT_MAX = np.finfo(np.float32).max
 ROW_MAKERS = {
@@ -281,7 +284,7 @@ def test_sixteen_bit_floats_are_rounded_when_decoded(element, group):
         codebooks = codebooks_of(segment)
         codes = reference.unpack(segment.codes, 4, 90).astype(np.intp)
         exact = np.take_along_axis(codebooks, codes, 1)
-        rounded = exact.astype(np.float16) if element == "float16" else reference.round_to_bfloat16(exact)
+        rounded = exact.astype(np.float16) if element == "float16" else round_to_bfloat16(exact)
         np.testing.assert_array_equal(decoded[rows], rounded)
 
 

@@ -30,7 +30,7 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import BY_NAME, ELEMENTS, element_named
-from cnr_codecs.rowset import BLOCK_ROWS
+from cnr_codecs.payload.rowset import BLOCK_ROWS
 from tests.test_codecs.hard_rows import ROW_MAKERS
 
 FLOATS = ("float32", "float16", "bfloat16")

@@ -11,7 +11,7 @@ import pytest
 from numcodecs.zstd import Zstd
 
 from cnr_codecs import PayloadError, PayloadLimitError, RowsError, UniformRows
-from cnr_codecs.plugins.numcodecs_face import KMeansCodec, RowsCodec, UniformCodec
+from cnr_codecs.plugins.numcodecs_plugin import KMeansCodec, RowsCodec, UniformCodec
 
 CODECS = [
     UniformCodec(),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cnr_codecs import ParameterType, PayloadError, RowSet, Scheme, Segment, UniformRows, parse
 from cnr_codecs.elements import element_named
-from cnr_codecs.payload import Draft, build
-from cnr_codecs.plain import decode_plain
+from cnr_codecs.payload.payload import Draft, build
+from cnr_codecs.payload.plain import decode_plain
 from tests.test_codecs.hard_rows import BITS, SCHEMES, adversarial_rows, decode
 
 ROOM = 1 << 20

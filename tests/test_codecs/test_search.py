@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_codecs import ParameterType, UniformRows, reference
+from cnr_codecs import ParameterType, UniformRows
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
-from cnr_codecs.uniform import default_walk
-from cnr_codecs.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.uniform import reference
+from cnr_codecs.uniform.uniform import default_walk
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized
 
 DISTRIBUTIONS = {

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import ParameterType, Scheme, UniformRows, reference
+from cnr_codecs import ParameterType, Scheme, UniformRows
+from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
-from cnr_codecs.uniform import row_extremes, search_factor
+from cnr_codecs.uniform import reference
+from cnr_codecs.uniform.uniform import row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
     BITS,
     FLOAT_MAX,
@@ -184,7 +186,7 @@ def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(el
     assert np.isfinite(decoded).all()
     for rows, scale, offset, segment in quantized(payload):
         exact = reference.dequantize(reference.unpack(segment.codes, 5, 33), scale, offset)
-        rounded = exact.astype(np.float16) if element == "float16" else reference.round_to_bfloat16(exact)
+        rounded = exact.astype(np.float16) if element == "float16" else round_to_bfloat16(exact)
         np.testing.assert_array_equal(decoded[rows], rounded)
 
 

@@ -14,7 +14,7 @@ from zarr.storage import MemoryStore
 
 import cnr_codecs
 from cnr_codecs import CodecConfigError, KMeansRows, LosslessRows, PayloadError, RowsError, UniformRows
-from cnr_codecs.plugins.zarr_face import ZarrKMeans, ZarrRows, ZarrUniform
+from cnr_codecs.plugins.zarr import ZarrKMeans, ZarrRows, ZarrUniform
 
 ADAPTIVE = {"name": "cnr.uniform", "configuration": {"scheme": "adaptive", "bits": 4}}
 VALUES = np.random.default_rng(3).normal(0, 0.1, (1000, 16)).astype(np.float32)

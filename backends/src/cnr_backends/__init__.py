@@ -1,6 +1,7 @@
 """Where the bytes of a checkpoint live."""
 
 from cnr_backends.backend import Backend
+from cnr_backends.backend_store import BackendStore, zarr_store
 from cnr_backends.errors import (
     ArgumentError,
     BackendError,
@@ -15,13 +16,13 @@ from cnr_backends.errors import (
 )
 from cnr_backends.opening import open_backend
 from cnr_backends.shards import ShardIndex, build_shard, check_chunk, index_nbytes, parse_index
-from cnr_backends.stores import BackendStore
 from cnr_backends.transfer import Transfer
 
 __all__ = [
     "open_backend",
     "Backend",
     "BackendStore",
+    "zarr_store",
     "Transfer",
     "build_shard",
     "index_nbytes",

@@ -6,8 +6,12 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from types import TracebackType
+from typing import ClassVar, Self, TypeAlias
 
+from zarr.abc.store import Store
+
+from cnr_backends.backend_store import zarr_store
 from cnr_backends.errors import (
     ArgumentError,
     BackendError,
@@ -18,11 +22,6 @@ from cnr_backends.errors import (
     StorageFullError,
 )
 from cnr_backends.keys import check_key, check_prefix, is_key, is_name
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from zarr.abc.store import Store
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 Pieces: TypeAlias = list[memoryview]
@@ -197,10 +196,8 @@ class Backend(ABC):
         return
 
     def zarr_store(self) -> Store:
-        """Return a read-only Zarr ``Store`` over this backend. It does not close the backend."""
-        from cnr_backends.stores import BackendStore  # the store is built on this contract
-
-        return BackendStore(self)
+        """Return ``cnr_backends.zarr_store(self)``."""
+        return zarr_store(self)
 
     def __enter__(self) -> Self:
         return self

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Never, TypeVar
+from typing import Never, Protocol, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
-from cnr_backends.backend import Backend
 from cnr_backends.errors import ArgumentError, ObjectNotFoundError, ObjectTooShortError, StorageError
 
 Result = TypeVar("Result")
 
 _READERS = 8
+
+
+class ObjectReader(Protocol):
+    """What a store asks of a backend. `Backend` states what each method does."""
+
+    @property
+    def url(self) -> str: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+    def get_suffix(self, key: str, length: int) -> bytes: ...
+
+    def size(self, key: str) -> int: ...
+
+    def list_names(self, prefix: str) -> list[str]: ...
+
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, int]]: ...
 
 
 class BackendStore(Store):
@@ -42,14 +60,14 @@ class BackendStore(Store):
     supports_deletes = False
     supports_listing = True
 
-    def __init__(self, backend: Backend, *, read_only: bool = True) -> None:
+    def __init__(self, backend: ObjectReader, *, read_only: bool = True) -> None:
         if not read_only:
             raise ArgumentError(f"{backend.url} is read-only as a Zarr store; write through the backend")
         super().__init__(read_only=True)
         self.backend = backend
         self._readers: tuple[int, ThreadPoolExecutor] | None = None
 
-    def __reduce__(self) -> tuple[type[BackendStore], tuple[Backend]]:
+    def __reduce__(self) -> tuple[type[BackendStore], tuple[ObjectReader]]:
         return type(self), (self.backend,)
 
     def __eq__(self, other: object) -> bool:
@@ -134,7 +152,12 @@ class BackendStore(Store):
         return await asyncio.get_running_loop().run_in_executor(self._readers[1], call)
 
 
-def _read(backend: Backend, key: str, byte_range: ByteRequest | None) -> bytes:
+def zarr_store(backend: ObjectReader) -> Store:
+    """Return a read-only Zarr ``Store`` over a backend. It does not close the backend."""
+    return BackendStore(backend)
+
+
+def _read(backend: ObjectReader, key: str, byte_range: ByteRequest | None) -> bytes:
     """Read as Zarr asks: a range that reaches beyond the end gives what there is."""
     match byte_range:
         case None:
@@ -154,5 +177,5 @@ def _read(backend: Backend, key: str, byte_range: ByteRequest | None) -> bytes:
     raise ArgumentError(f"{byte_range!r} is not a byte range of Zarr")
 
 
-def _rest(backend: Backend, key: str, start: int) -> bytes:
+def _rest(backend: ObjectReader, key: str, start: int) -> bytes:
     return backend.get_range(key, start, max(backend.size(key) - start, 0))

@@ -15,7 +15,7 @@ from cnr_backends.local import LocalBackend
 from cnr_backends.remote import FsspecBackend, MemoryBackend
 from cnr_backends.s3 import S3Backend
 from cnr_backends.urls import protocol_of
-from cnr_backends.zarrstore import ZarrBackend
+from cnr_backends.zarr_backend import ZarrBackend
 
 _KINDS: dict[str, type[FsspecBackend]] = {"memory": MemoryBackend, "s3": S3Backend, "s3a": S3Backend}
 

@@ -1,21 +1,22 @@
 """Row-wise codecs for embedding tables: rows of a chunk to bytes and back, for numcodecs and Zarr v3 too."""
 
 from cnr_codecs.choose import choose_search
-from cnr_codecs.decode import decode_into, present_rows
+from cnr_codecs.compressed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
-from cnr_codecs.followed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
-from cnr_codecs.kmeans import KMeansRows
-from cnr_codecs.moving import merge_segments, split_segments, take_rows
-from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
-from cnr_codecs.payload import build as build_payload
-from cnr_codecs.proof import parse, reseal
-from cnr_codecs.protocol import RowCodec, row_codec
-from cnr_codecs.reference import pack
+from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.payload.decode import decode_into, present_rows
+from cnr_codecs.payload.moving import merge_segments, split_segments, take_rows
+from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
+from cnr_codecs.payload.payload import build as build_payload
+from cnr_codecs.payload.rowset import RowSet, RowSetKind
+from cnr_codecs.payload.validate import parse, reseal
+from cnr_codecs.protocol import RowCodec
+from cnr_codecs.registry import row_codec
 from cnr_codecs.report import CodecReport, error_report
 from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
-from cnr_codecs.rowset import RowSet, RowSetKind
-from cnr_codecs.uniform import UniformRows
+from cnr_codecs.uniform.reference import pack
+from cnr_codecs.uniform.uniform import UniformRows
 
 __all__ = [
     "RowCodec",

@@ -9,10 +9,10 @@ import numpy as np
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
-from cnr_codecs.proof import parse
+from cnr_codecs.payload.validate import parse
+from cnr_codecs.protocol import Rows
 from cnr_codecs.report import l2_errors
-from cnr_codecs.rows import Rows
-from cnr_codecs.uniform import UniformRows
+from cnr_codecs.uniform.uniform import UniformRows
 
 SAMPLE_SHARE = 1e-5
 SAMPLE_FLOOR_ROWS = 1000

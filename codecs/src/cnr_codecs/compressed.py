@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cnr_codecs.elements import array_dtype
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.plugins.followers import check_known, follow, follower_config, follower_zarr_codec, undo
-from cnr_codecs.rows import Offsets, Rows
-
-if TYPE_CHECKING:
-    from cnr_codecs.protocol import RowCodec
+from cnr_codecs.protocol import Offsets, RowCodec, Rows
 
 MOST_FOLLOWERS = 4
 

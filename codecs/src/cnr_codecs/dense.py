@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.decode import decode_into
 from cnr_codecs.elements import array_dtype, element_of, fill_value
-from cnr_codecs.payload import Payload
+from cnr_codecs.payload.decode import decode_into
+from cnr_codecs.payload.payload import Payload
 from cnr_codecs.protocol import RowCodec
 
 Chunk = npt.NDArray[Any]

@@ -72,6 +72,18 @@ def element_named(name: str) -> Element:
         raise RowsError(f"unknown element type {name!r}; use one of {', '.join(BY_NAME)}") from None
 
 
+def quantizable_element(name: str) -> Element:
+    """The element type of that name, whose rows may be stored as codes.
+
+    Raises:
+        RowsError: the name is unknown, or its rows can't be quantized.
+    """
+    element = element_named(name)
+    if not element.quantizable:
+        raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")
+    return element
+
+
 def element_of(dtype: npt.DTypeLike) -> str:
     """The element type's name for arrays of `dtype`, whatever its byte order.
 
@@ -102,3 +114,9 @@ def fill_value(element: str) -> np.generic:
     dtype = array_dtype(element)
     fill: np.generic = dtype.type(np.nan if dtype.kind == "f" else 0)
     return fill
+
+
+def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Values without NaN, rounded to the nearest bfloat16, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)

@@ -1,15 +1,14 @@
-"""What a row codec is, and how one is made from its configuration."""
+"""What a row codec is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from cnr_codecs.errors import CodecConfigError
-from cnr_codecs.followed import Followed
-from cnr_codecs.kmeans import KMeansRows
-from cnr_codecs.rows import LosslessRows, Offsets, Rows
-from cnr_codecs.uniform import UniformRows
+import numpy as np
+import numpy.typing as npt
+
+Rows: TypeAlias = npt.NDArray[Any]
+Offsets: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @runtime_checkable
@@ -53,39 +52,3 @@ class RowCodec(Protocol):
             RowsError: an argument is not as said above, or the codec doesn't store that element type.
         """
         ...
-
-
-_CODECS: dict[str, type[UniformRows] | type[KMeansRows] | type[LosslessRows]] = {
-    "cnr_uniform": UniformRows,
-    "cnr_kmeans": KMeansRows,
-    "cnr_rows": LosslessRows,
-}
-
-
-def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:
-    """The row codec of a name, such as "cnr_uniform", or a configuration, {"id": "cnr_uniform", "bits": 4}.
-
-    The configuration's "then", if there, lists numcodecs' configurations of what follows; see `Followed`. A row
-    codec is returned as it is.
-
-    Raises:
-        CodecConfigError: the name is unknown, or it doesn't take these options.
-    """
-    if isinstance(config, RowCodec):
-        return config
-    if isinstance(config, str):
-        config = {"id": config}
-    if not isinstance(config, Mapping):
-        raise CodecConfigError(
-            f"expected a codec's name, configuration or object, got {type(config).__name__}"
-        )
-    options = dict(config)
-    name = options.pop("id", None)
-    if name not in _CODECS:
-        raise CodecConfigError(f"unknown codec {name!r}; use one of {', '.join(_CODECS)}")
-    then = options.pop("then", None)
-    try:
-        codec = _CODECS[name](**options)
-    except TypeError as error:
-        raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
-    return codec if then is None else Followed(codec, then)

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_codecs.compressed import Followed, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
-from cnr_codecs.followed import Followed, Unpacker, most_packed_bytes, zarr_codecs
-from cnr_codecs.kmeans import GROUPS, KMeansRows
-from cnr_codecs.payload import HEADER, SEGMENT
-from cnr_codecs.proof import parse
-from cnr_codecs.protocol import RowCodec
-from cnr_codecs.rows import Rows
-from cnr_codecs.uniform import SCHEMES, UniformRows
+from cnr_codecs.kmeans.kmeans import GROUPS, KMeansRows
+from cnr_codecs.payload.payload import HEADER, SEGMENT
+from cnr_codecs.payload.validate import parse
+from cnr_codecs.protocol import RowCodec, Rows
+from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
 
 WIDTHS = range(1, 9)
 

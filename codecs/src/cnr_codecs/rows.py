@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload import MAX_U32, ParameterType, Scheme, Segment, build
-from cnr_codecs.rowset import RowSet
-
-Rows = npt.NDArray[Any]
-Offsets = npt.NDArray[np.integer[Any]]
+from cnr_codecs.payload.payload import MAX_U32, ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.protocol import Offsets, Rows
 
 
 @dataclass(frozen=True)

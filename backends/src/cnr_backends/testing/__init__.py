@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.register_assert_rewrite("cnr_backends.testing.conformance")
+pytest.register_assert_rewrite("cnr_backends.testing.conformance", "cnr_backends.testing.store_conformance")
 
 from cnr_backends.testing.conformance import BackendConformance  # noqa: E402 - after the line above
 from cnr_backends.testing.delayed import DelayedBackend  # noqa: E402 - as well

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from cnr_codecs.kernels.pack import unpack_rows
-from cnr_codecs.kernels.proof import sound_halves
+from cnr_codecs.kernels.validate import sound_halves
 
 # Codes, and rows, that are decoded before the next ones are looked at: what they become stays in the cache.
 _BLOCK_CODES, _BLOCK_ROWS = 1 << 13, 1 << 9

@@ -1,4 +1,4 @@
-"""Parameters of quantized rows, LANES rows at a time. `cnr_codecs.parameters` says what they are.
+"""Parameters of quantized rows, LANES rows at a time. `cnr_codecs.uniform.parameters` says what they are.
 
 All numbers lie in one flat float64 array of lines of LANES numbers, as in `kernels.search`; branch-free, so
 that the loops vectorize. Float16 values are rounded as float64: numba has no float16.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cnr_codecs.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
+from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64
 _Q, _QQ, _QZ, _Z, _GAIN, _SHIFT = (line * LANES for line in range(6))

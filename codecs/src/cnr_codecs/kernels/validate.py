@@ -1,4 +1,4 @@
-"""Proves the parameters of quantized rows in one pass. `cnr_codecs.proof` says what is wrong with those that fail."""
+"""Validates the parameters of quantized rows in one pass. `payload.validate` says what is wrong where it fails."""
 
 from __future__ import annotations
 

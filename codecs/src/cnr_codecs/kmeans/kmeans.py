@@ -13,14 +13,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.codebooks import Books, Codebooks, Flags, Float32s, by_clusters, fit_books, thresholds
-from cnr_codecs.elements import Element, element_named
-from cnr_codecs.errors import CodecConfigError, RowsError
+from cnr_codecs.elements import Element, quantizable_element
+from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kernels import kmeans as kernels
-from cnr_codecs.payload import PARAMETER_DTYPES, ParameterType, Scheme, Segment, book_dtype, build, row_bytes
-from cnr_codecs.rows import Offsets, Rows, check_rows, raw_segment
-from cnr_codecs.rowset import RowSet
-from cnr_codecs.uniform import row_extremes
+from cnr_codecs.kmeans.codebooks import Books, Codebooks, Flags, Float32s, by_clusters, fit_books, thresholds
+from cnr_codecs.payload.payload import (
+    PARAMETER_DTYPES,
+    ParameterType,
+    Scheme,
+    Segment,
+    book_dtype,
+    build,
+    row_bytes,
+)
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.rows import check_rows, raw_segment
+from cnr_codecs.uniform.uniform import row_extremes
 
 GROUPS = ("row", "block", "cluster")
 MAX_CLUSTERS = 256
@@ -87,7 +96,7 @@ class KMeansRows:
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Encoded bytes of a row of `dim` values, without its share of the row set, as most rows have it."""
-        kind = _quantizable(element)
+        kind = quantizable_element(element)
         book = float(self._book_bytes(ParameterType.FLOAT16))
         if self.group == "block":
             book = 1 + book / (self.block_rows or DEFAULT_BLOCK_ROWS)
@@ -103,7 +112,7 @@ class KMeansRows:
         Raises:
             RowsError: as there; or more than 65,536 values share a codebook, too many for `exact`.
         """
-        kind, values, offsets = check_rows(values, offsets, rows, _quantizable(element).name)
+        kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
         # Rows may hold anything, and the caller's numpy may raise what it only warns of elsewhere.
         with np.errstate(all="ignore"):
             segments = self._segments(values, offsets, rows, kind) if len(values) else []
@@ -181,10 +190,3 @@ class KMeansRows:
 
 def _is_integer(value: Any, most: int) -> bool:
     return type(value) is int and 1 <= value <= most
-
-
-def _quantizable(element: str) -> Element:
-    kind = element_named(element)
-    if not kind.quantizable:
-        raise RowsError(f"{element} rows can't be quantized; cast them to float32, or use cnr_rows")
-    return kind

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.elements import element_named, fill_value
+from cnr_codecs.elements import element_named, fill_value, round_to_bfloat16
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_float16, decode_float32
-from cnr_codecs.payload import ParameterType, Payload, Scheme, Segment
-from cnr_codecs.reference import round_to_bfloat16
-from cnr_codecs.rowset import RowSetKind
+from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
+from cnr_codecs.payload.rowset import RowSetKind
 
 Need = npt.NDArray[np.uint8]
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload import PARAMETERS_PER_ROW, Payload, Segment
-from cnr_codecs.rowset import RowSet
+from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Segment
+from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
 # Codes, parameters (all codebooks where they are shared), and the shared codebook of each row.

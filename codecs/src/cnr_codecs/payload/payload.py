@@ -1,15 +1,4 @@
-"""The payload of a chunk: a header, then segments of rows. Built here, proved in `cnr_codecs.proof`.
-
-All numbers are little-endian; nothing is padded. The header has 24 bytes:
-
-    magic "CNRP" | u8 version | u8 element type | u16 segments | u32 rows | u32 dim | u64 seal
-
-Each segment follows the one before it:
-
-    u8 scheme | u8 bits | u8 parameter type | u8 row-set kind | u32 count | row set | parameters | codes
-
-The payload ends with its last segment. Segments hold different rows; a payload without segments holds none.
-"""
+"""The parts of a payload, and how they become bytes. `cnr_codecs.payload` specifies the bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +15,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
-from cnr_codecs.rowset import RowSet
+from cnr_codecs.payload.rowset import RowSet
 
 MAGIC = b"CNRP"
 VERSION = 1

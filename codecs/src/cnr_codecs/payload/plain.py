@@ -1,7 +1,7 @@
 """The payload that nearly every chunk is, proved and decoded at once.
 
 It is one segment of all rows, in order, of float32 values quantized asymmetrically with float16 parameters. What is
-known of it is what `cnr_codecs.proof` and `cnr_codecs.decode` would find out, which take every payload.
+known of it is what `validate` and `decode`, which take every payload, would find out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_NAME
 from cnr_codecs.kernels.dequantize import decode_all
-from cnr_codecs.payload import HEADER, MAGIC, SEGMENT, VERSION, ParameterType, Scheme, row_bytes
-from cnr_codecs.rowset import RowSetKind
+from cnr_codecs.payload.payload import HEADER, MAGIC, SEGMENT, VERSION, ParameterType, Scheme, row_bytes
+from cnr_codecs.payload.rowset import RowSetKind
 
 _HEAD = struct.Struct(HEADER.format + SEGMENT.format.removeprefix("<"))
 _FLOAT32 = BY_NAME["float32"]

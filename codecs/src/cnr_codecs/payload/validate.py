@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError
-from cnr_codecs.kernels.proof import sound_floats, sound_halves
-from cnr_codecs.payload import (
+from cnr_codecs.kernels.validate import sound_floats, sound_halves
+from cnr_codecs.payload.payload import (
     BOOK_COUNT,
     HEADER,
     MAGIC,
@@ -30,7 +30,7 @@ from cnr_codecs.payload import (
     checked_seal,
     row_bytes,
 )
-from cnr_codecs.rowset import RowSetKind, encoded_bytes, prove_row_set
+from cnr_codecs.payload.rowset import RowSetKind, encoded_bytes, prove_row_set
 
 DEFAULT_MAX_DECODED_BYTES = 64 << 20
 # Scales have at most 16 significant bits: the lower 8 of a float32's 24 are zero, so that scale * code is

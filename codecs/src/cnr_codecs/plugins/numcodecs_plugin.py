@@ -12,13 +12,13 @@ from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import PayloadError, RowsError
-from cnr_codecs.kmeans import KMeansRows
-from cnr_codecs.payload import Payload
-from cnr_codecs.plain import decode_plain
-from cnr_codecs.proof import DEFAULT_MAX_DECODED_BYTES, parse
+from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.payload.payload import Payload
+from cnr_codecs.payload.plain import decode_plain
+from cnr_codecs.payload.validate import DEFAULT_MAX_DECODED_BYTES, parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
-from cnr_codecs.uniform import UniformRows
+from cnr_codecs.uniform.uniform import UniformRows
 
 # One bit a float32 value is the densest that a chunk with all its rows gets, and `encode` stores all rows:
 # what expands more is not ours, and a small payload can't be made to grow large.

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from zarr.abc.codec import ArrayBytesCodec
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import Buffer, NDBuffer
 from zarr.core.common import parse_named_configuration
 
 from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
-from cnr_codecs.kmeans import KMeansRows
-from cnr_codecs.plain import decode_plain
-from cnr_codecs.proof import parse
+from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.payload.plain import decode_plain
+from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
-from cnr_codecs.uniform import UniformRows
-
-if TYPE_CHECKING:
-    from zarr.core.array_spec import ArraySpec
-    from zarr.core.buffer import Buffer, NDBuffer
+from cnr_codecs.uniform.uniform import UniformRows
 
 # Handing a smaller chunk to a thread takes longer than encoding it.
 _THREAD_BYTES = 1 << 20

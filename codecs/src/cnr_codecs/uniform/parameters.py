@@ -1,6 +1,6 @@
 """Parameters of uniform quantization: from the range of a row to the numbers its decoder will use.
 
-Readable numpy, as `cnr_codecs.reference`: `kernels.parameters` computes the same, bit for bit.
+Readable numpy, as `cnr_codecs.uniform.reference`: `kernels.parameters` computes the same, bit for bit.
 
 A range's scale is rounded up and its offset down, so that it stays covered; a searched line's to the nearest.
 Both are float16 where that costs less than one part in 128 of the range, else float32 with at most 16

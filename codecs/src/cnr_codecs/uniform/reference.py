@@ -8,8 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
-from cnr_codecs.windows import CUT, MAX_DIM, NEIGHBOURS, NORMAL_SHARES, NORMAL_STEPS, RANGE_SHARES, REFITS
+from cnr_codecs.kernels.windows import (
+    CUT,
+    MAX_DIM,
+    NEIGHBOURS,
+    NORMAL_SHARES,
+    NORMAL_STEPS,
+    RANGE_SHARES,
+    REFITS,
+)
+from cnr_codecs.uniform.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -55,12 +63,6 @@ def dequantize(codes: Bytes, scale: Float32s, offset: Float32s) -> Float32s:
     """Values (n, dim): scale * code, which is exact, plus offset, rounded once."""
     with np.errstate(over="ignore"):
         return scale[:, None] * codes.astype(np.float32) + offset[:, None]
-
-
-def round_to_bfloat16(values: Float32s) -> Float32s:
-    """Values without NaN, rounded to the nearest bfloat16, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def greedy_walk(
@@ -112,7 +114,7 @@ def search(
     A row is first mapped to [-levels / 2, levels / 2] by `low` and `factor`. A window, of a centre and a
     step, gives every value a code, clamped; the line of least squares through those codes is never worse than the
     window itself, and is what is kept if it leaves a smaller error than any before, that is, explains more of
-    the row. `cnr_codecs.windows` says which windows are tried.
+    the row. `cnr_codecs.kernels.windows` says which windows are tried.
 
     Returns:
         (what the line explains, times n squared, 0 if there is none; its value at the middle code; its step).

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.elements import Element, element_named
-from cnr_codecs.errors import CodecConfigError, RowsError
+from cnr_codecs.elements import Element, quantizable_element
+from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
-from cnr_codecs.payload import (
+from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.payload.payload import (
     HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
@@ -28,9 +29,9 @@ from cnr_codecs.payload import (
     header,
     row_bytes,
 )
-from cnr_codecs.rows import LosslessRows, Offsets, Rows, check_offsets, check_values, raw_segment
-from cnr_codecs.rowset import RowSet
-from cnr_codecs.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.rows import LosslessRows, check_offsets, check_values, raw_segment
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -102,14 +103,14 @@ class UniformRows:
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Encoded bytes of a row of `dim` values, without its share of the row set, as most rows have it."""
-        kind = _quantizable(element)
+        kind = quantizable_element(element)
         return float(min(self._row_bytes(dim, ParameterType.FLOAT16), dim * kind.stored.itemsize))
 
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
         """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
-        kind, values = check_values(values, rows, _quantizable(element).name)
+        kind, values = check_values(values, rows, quantizable_element(element).name)
         check_offsets(offsets, len(values), rows)
         count, dim = values.shape
         parameter_types = self._worthwhile(kind, dim)
@@ -252,10 +253,3 @@ def search_factor(low: Float32s, high: Float32s, bins: int) -> Float32s:
         span = high - low
         factor = np.float32(bins) / span
     return np.where(np.isfinite(span) & np.isfinite(factor), factor, np.float32(0))
-
-
-def _quantizable(element: str) -> Element:
-    kind = element_named(element)
-    if not kind.quantizable:
-        raise RowsError(f"{element} rows can't be quantized; cast them to float32, or use cnr_rows")
-    return kind

@@ -1,0 +1,1 @@
+"""k-means: a row as codes of the nearest centroids of a codebook."""

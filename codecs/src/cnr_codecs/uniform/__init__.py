@@ -1,0 +1,1 @@
+"""Uniform quantization: a row as codes of evenly spaced values."""
