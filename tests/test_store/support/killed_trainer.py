@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
+import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
 from cnr_codecs import UniformRows, decode_into, parse
-from cnr_codecs.plugins import zarr_face as zarr_face  # imported here once, rather than by zarr in each job
 from cnr_store import Checkpointer, versions
 from cnr_store.training.tracking import bitmap
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from cnr_codecs import element_of, reference
-from cnr_codecs.elements import element_named
+from cnr_codecs import element_of
+from cnr_codecs.elements import element_named, round_to_bfloat16
+from cnr_codecs.uniform import reference
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import dense_path, slot_path
 
@@ -158,9 +159,7 @@ def reference_rows(values: Array, element: str, bits: int) -> Array:
     costly = np.where(parameters.float16, 4, 8) + code_bytes >= raw_bytes
     exact = ~finite | parameters.raw | costly
     with np.errstate(over="ignore"):
-        rounded = (
-            reference.round_to_bfloat16(decoded) if element == "bfloat16" else decoded.astype(values.dtype)
-        )
+        rounded = round_to_bfloat16(decoded) if element == "bfloat16" else decoded.astype(values.dtype)
     return np.where(exact[:, None], values, rounded)
 
 

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
+import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
 import cnr_store
 from cnr_backends import Backend, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_codecs import LosslessRows, decode_into, parse
-from cnr_codecs.plugins import zarr_face as zarr_face  # imported here once, rather than by zarr in each job
 from cnr_store import SaveError, SupersededError
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.retention_helpers import Trainer
