@@ -113,7 +113,7 @@ def test_configurations_round_trip():
         ([{"id": "zstd"}] * 5, "1 to 4"),
         ({"id": "zstd"}, "list"),
         ("zstd", "list"),
-        (["zstd"], "give configurations"),
+        (["zstd"], "give a configuration"),
         ([{"level": 3}], "None can't follow"),
         ([{"id": ["zstd"]}], "can't follow"),
         # It takes numbers of 16 bits and more; packed codes are bytes.
@@ -179,21 +179,21 @@ class TestBombs:
 
 DAMAGED = {
     "zstd of an unknown size": ("zstd", bytes.fromhex("28b52ffd 00 58 430d0078"), "state the size"),
-    "zstd of other bytes": ("zstd", b"not a frame", "don't start a frame"),
+    "zstd of other bytes": ("zstd", b"not a frame", "don't start with a frame"),
     "zstd cut": ("zstd", bytes.fromhex("28b52ffd e0 01"), "state the size"),
-    "blosc cut": ("blosc", bytes(15), "fewer"),
+    "blosc cut": ("blosc", bytes(15), "15 bytes, the header alone takes 16"),
     "blosc that lies of its length": (
         "blosc",
         bytes([2, 1, 1, 1]) + struct.pack("<III", 9, 9, 99),
         "header says 99",
     ),
-    "lz4 cut": ("numcodecs.lz4", b"\0", "fewer"),
-    "gzip cut": ("gzip", gzip.compress(b"abc")[:-1], "cut"),
-    "gzip with a tail": ("gzip", gzip.compress(b"abc") + b"d", "others follow"),
-    "gzip of other bytes": ("gzip", b"not gzip at all", "not what it writes"),
-    "xz of other bytes": ("numcodecs.lzma", b"not xz", "not what it writes"),
-    "bz2 of other bytes": ("numcodecs.bz2", b"not bz2", "not what it writes"),
-    "a wrong checksum": ("numcodecs.crc32", b"12345678", "not what it writes"),
+    "lz4 cut": ("numcodecs.lz4", b"\0", "1 bytes, the header alone takes 4"),
+    "gzip cut": ("gzip", gzip.compress(b"abc")[:-1], "truncated"),
+    "gzip with a tail": ("gzip", gzip.compress(b"abc") + b"d", "other bytes follow"),
+    "gzip of other bytes": ("gzip", b"not gzip at all", "damaged, or not its own"),
+    "xz of other bytes": ("numcodecs.lzma", b"not xz", "damaged, or not its own"),
+    "bz2 of other bytes": ("numcodecs.bz2", b"not bz2", "damaged, or not its own"),
+    "a wrong checksum": ("numcodecs.crc32", b"12345678", "damaged, or not its own"),
     "a checksum cut": ("numcodecs.fletcher32", b"1234", "4 bytes"),
 }
 

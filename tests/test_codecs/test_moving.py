@@ -238,7 +238,7 @@ def test_segments_that_do_not_fit_are_refused():
     with pytest.raises(RowsError, match="row 0 is in two segments"):
         merge_segments([segment(4, 2), segment(4, 2)])
     for other in segment(8, 2), segment(4, 3):
-        with pytest.raises(RowsError, match="different rows or columns"):
+        with pytest.raises(RowsError, match="differ in rows or columns"):
             merge_segments([segment(4, 2), other])
     assert merge_segments([]) == []
 

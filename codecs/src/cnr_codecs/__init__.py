@@ -1,4 +1,4 @@
-"""Row-wise codecs for embedding tables: rows of a chunk to bytes and back, for numcodecs and Zarr v3 too."""
+"""Row-wise codecs for embedding tables: they encode rows of a chunk to bytes, for numcodecs and Zarr v3 too."""
 
 from cnr_codecs.choose import choose_search
 from cnr_codecs.compressed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs

@@ -1,4 +1,4 @@
-"""Chooses the adaptive search's `bins` and `ratio` for a table from a small sample of its rows, as the paper does."""
+"""Chooses `bins` and `ratio` of the adaptive search from a small sample of a table's rows, as the paper does."""
 
 from __future__ import annotations
 
@@ -22,30 +22,35 @@ TOLERANCE = 1.01
 
 
 def choose_search(rows: Rows, bits: int, *, seed: int = 0) -> UniformRows:
-    """The adaptive codec whose search suits a table: the cheapest one within 1 % of the least error.
+    """Return the adaptive codec that suits a table: the cheapest search within 1 % of the least error.
 
-    The error is the mean over sampled rows of ||x - x'||_2. The rule, on the same sample throughout:
+    It has explicit `bins` and `ratio`, unless the default search of `UniformRows` is as good. The error is the mean of
+    ||x - x'||_2 over sampled rows. The rule, on one sample throughout:
 
-    1. Sample 0.001 % of the rows that are finite, but at least 1,000 (or all), without replacement.
+    1. Sample 0.001 % of the finite rows without replacement, but at least 1,000, or all if there are fewer.
     2. Let the greedy walk cut off everything (ratio 1), with 5, 10, 15 ... 100 bins. Take the fewest bins whose
-       error is at most 1.01 times the least of these.
-    3. With these bins let it stop earlier: take the smallest ratio of 0, 0.1 ... 1 whose error is at most 1.01
-       times the same least.
-    4. If the default search of `UniformRows` has an error no higher than that walk, take the default.
+       error is at most 1.01 times the least of these errors.
+    3. With these bins, let the walk stop earlier: take the smallest ratio of 0, 0.1 ... 1 whose error is at most 1.01
+       times the same least error.
+    4. If the default search has no larger error than that walk, take the default.
 
     The same rows, bits and seed give the same codec.
 
-    Args:
-        rows: (n, dim) of float32 or float16; for example a memory map of a table: only the sample is read.
-        bits: bits of a code, 1 to 8.
-        seed: of the sample.
+    Parameters
+    ----------
+    rows
+        (n, dim) of float32 or float16, for example a memory map of a table: only the sample is read.
+    bits
+        Bits of a code, 1 to 8.
+    seed
+        The seed of the sample.
 
-    Returns:
-        An adaptive codec, with explicit `bins` and `ratio` unless the default search is as good.
-
-    Raises:
-        RowsError: there are no finite rows with values, or they can't be quantized.
-        CodecConfigError: `bits` is out of range.
+    Raises
+    ------
+    RowsError
+        There are no finite rows with values, or they can't be quantized.
+    CodecConfigError
+        `bits` is out of range.
     """
     default = UniformRows("adaptive", bits)
     if rows.ndim != 2 or rows.size == 0:
@@ -66,7 +71,7 @@ def _sample(rows: Rows, seed: int) -> Rows:
     finite: Rows = sample[np.isfinite(sample).all(axis=1)]
     if len(finite) == 0:
         raise RowsError(
-            f"none of {count} sampled rows is finite: such rows are stored raw, and need no search"
+            f"none of {count} sampled rows is finite; such rows are stored raw, so there is nothing to choose"
         )
     return finite
 
@@ -74,7 +79,7 @@ def _sample(rows: Rows, seed: int) -> Rows:
 def _shortest(
     bits: int, bins: int, ratios: Sequence[float], sample: Rows, allowed: float
 ) -> tuple[UniformRows, float]:
-    """The walk of the smallest ratio within the allowed error, and its error."""
+    """Return the walk of the smallest ratio within the allowed error, and its error."""
     for ratio in ratios:
         walk = UniformRows("adaptive", bits, bins, ratio)
         error = _mean_error(walk, sample)

@@ -1,4 +1,4 @@
-"""A row codec with codecs from bytes to bytes behind it: what is packed may be compressed once more."""
+"""Row codecs that bytes-to-bytes codecs follow: compressors and checksums of numcodecs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any
 
 from cnr_codecs.elements import array_dtype
 from cnr_codecs.errors import CodecConfigError, RowsError
-from cnr_codecs.plugins.followers import check_known, follow, follower_config, follower_zarr_codec, undo
+from cnr_codecs.plugins import followers
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
 
-MOST_FOLLOWERS = 4
+MAX_FOLLOWERS = 4
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A row codec whose payloads are handed on to codecs of numcodecs, in order.
+    """A row codec whose payloads are encoded further by codecs of numcodecs, in order.
 
-    What `encode_rows` returns is not a payload but the last codec's bytes; `Unpacker` gives the payload back.
+    `encode_rows` returns the last codec's bytes, not a payload. `Unpacker` decodes them to the payload.
 
-    Args:
-        codec: the row codec.
-        then: one to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},). Those that turn bytes
-            to bytes and that Zarr v3 has a name for: zstd, gzip, blosc, zlib, lz4, bz2, lzma, crc32, adler32 and
-            fletcher32.
+    Parameters
+    ----------
+    codec
+        The row codec.
+    then
+        One to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},). Those that turn
+        bytes to bytes and that Zarr v3 has a name for: zstd, gzip, blosc, zlib, lz4, bz2, lzma, crc32,
+        adler32 and fletcher32.
 
-    Raises:
-        CodecConfigError: none, too many, or one that can't follow or doesn't take its options.
+    Raises
+    ------
+    CodecConfigError
+        There are none or too many, or one can't follow or doesn't take its options.
     """
 
     codec: RowCodec
@@ -37,51 +42,61 @@ class Followed:
     def __post_init__(self) -> None:
         if isinstance(self.codec, Followed):
             raise CodecConfigError(
-                "a codec that is followed by others can't be followed again: join the lists"
+                "codec is followed by others already and can't be followed again; join the two lists"
             )
         if not isinstance(self.then, list | tuple):
             raise CodecConfigError(f"then must be a list of configurations, got {self.then!r}")
-        if not 1 <= len(self.then) <= MOST_FOLLOWERS:
-            raise CodecConfigError(f"1 to {MOST_FOLLOWERS} codecs may follow, got {len(self.then)}")
-        object.__setattr__(self, "then", tuple(follower_config(each) for each in self.then))
+        if not 1 <= len(self.then) <= MAX_FOLLOWERS:
+            raise CodecConfigError(f"then must list 1 to {MAX_FOLLOWERS} codecs, got {len(self.then)}")
+        object.__setattr__(self, "then", tuple(followers.follower_config(each) for each in self.then))
 
     def __hash__(self) -> int:
         return hash((self.codec, json.dumps(self.then, sort_keys=True)))
 
     def get_config(self) -> dict[str, Any]:
-        """The row codec's configuration, and "then": the full configurations of what follows it."""
+        """Return the row codec's configuration with "then", the full configurations of the codecs that follow."""
         return {**self.codec.get_config(), "then": [dict(each) for each in self.then]}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The row codec's entry of a Zarr v3 array's `codecs`; see `zarr_codecs` for all of them."""
+        """Return the row codec's entry of a Zarr v3 array's `codecs`. `zarr_codecs` returns all entries."""
         return self.codec.zarr_codec()
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """As the row codec's: what the others save is not known beforehand."""
+        """Return what the row codec does. What the other codecs save is not known beforehand."""
         return self.codec.bytes_per_row(dim, element)
 
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
-        """The payload of `RowCodec.encode_rows`, as the last of the codecs leaves it.
+        """Return the payload of `RowCodec.encode_rows`, encoded by the codecs that follow.
 
-        Raises:
-            RowsError: as the row codec, or it needs more bytes than a reader will undo.
+        Raises
+        ------
+        RowsError
+            As the row codec, or the payload has more bytes than readers accept.
         """
         data = self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
         return Packer(tuple(self.then)).pack(data, rows, values.shape[1], element)
 
 
 def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:
-    """The entries of a Zarr v3 array's `codecs` that say how a chunk is encoded: the row codec's, then those of
-    the codecs that follow it."""
-    followers = codec.then if isinstance(codec, Followed) else ()
-    return [codec.zarr_codec(), *Packer(tuple(followers)).zarr_codecs()]
+    """Return the entries of a Zarr v3 array's `codecs`: the row codec's, then those of the codecs that follow it."""
+    then = tuple(codec.then) if isinstance(codec, Followed) else ()
+    return [codec.zarr_codec(), *Packer(then).zarr_codecs()]
 
 
 def most_packed_bytes(rows: int, dim: int, element: str) -> int:
-    """The most bytes that a payload of a chunk, or any stage of it behind a row codec, may have to be read: 5/4 of
-    the chunk's decoded bytes and 1 MiB, which covers the row sets, parameters and heads of any sensible payload.
+    """Return the most bytes that readers accept for a chunk's payload, and for each stage of encoding behind it.
+
+    That is 5/4 of the chunk's decoded bytes and 1 MiB, which covers the row sets, parameters and heads of any sensible
+    payload.
+
+    Parameters
+    ----------
+    rows, dim
+        Rows and columns of the chunk.
+    element
+        The element type's name, such as "float32".
     """
     decoded_bytes = rows * dim * array_dtype(element).itemsize
     return decoded_bytes + decoded_bytes // 4 + (1 << 20)
@@ -89,70 +104,107 @@ def most_packed_bytes(rows: int, dim: int, element: str) -> int:
 
 @dataclass(frozen=True)
 class Packer:
-    """Hands payloads on to what follows a row codec. `then` are full configurations, in order."""
+    """Encodes payloads by the codecs that follow a row codec.
+
+    Parameters
+    ----------
+    then
+        The full numcodecs configurations of these codecs, in order.
+    """
 
     then: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Packer:
-        """For the configuration of a row codec, which need not be known; "then" says what follows it, if anything.
+        """Return the packer for a configuration of any row codec, known or not. Its "then" lists what follows.
 
-        Raises:
-            CodecConfigError: "then" isn't what `Followed` takes.
+        Raises
+        ------
+        CodecConfigError
+            "then" is not as `Followed` takes it.
         """
         then = config.get("then", [])
-        if not isinstance(then, list | tuple) or len(then) > MOST_FOLLOWERS:
-            raise CodecConfigError(f"then must list at most {MOST_FOLLOWERS} configurations, got {then!r}")
-        return cls(tuple(follower_config(each) for each in then))
+        if not isinstance(then, list | tuple) or len(then) > MAX_FOLLOWERS:
+            raise CodecConfigError(f"then must list at most {MAX_FOLLOWERS} configurations, got {then!r}")
+        return cls(tuple(followers.follower_config(each) for each in then))
 
     def zarr_codecs(self) -> list[dict[str, Any]]:
-        """The entries of a Zarr v3 array's `codecs` behind the row codec's."""
-        return [follower_zarr_codec(each) for each in self.then]
+        """Return the entries of a Zarr v3 array's `codecs` behind the row codec's."""
+        return [followers.follower_zarr_codec(each) for each in self.then]
 
     def pack(self, data: bytes, rows: int, dim: int, element: str) -> bytes:
-        """The payload of a chunk of (rows, dim), as the last of the codecs leaves it.
+        """Return a payload encoded by the codecs, in order.
 
-        Raises:
-            RowsError: the payload, or a stage of it, has more bytes than a reader will undo.
+        Parameters
+        ----------
+        data
+            The payload of a chunk.
+        rows, dim
+            Rows and columns of the chunk.
+        element
+            The element type's name, such as "float32".
+
+        Raises
+        ------
+        RowsError
+            The payload, or a stage of its encoding, has more bytes than readers accept.
         """
-        most = most_packed_bytes(rows, dim, element)
+        max_bytes = most_packed_bytes(rows, dim, element)
         for config in self.then:
-            if len(data) > most:
+            if len(data) > max_bytes:
                 raise RowsError(
-                    f"{len(data)} bytes for a chunk of {rows} x {dim} {element}: readers undo at most {most}; use "
-                    "fewer rows a chunk"
+                    f"a chunk of {rows} x {dim} {element} takes {len(data)} bytes, readers accept at most "
+                    f"{max_bytes}; use fewer rows a chunk"
                 )
-            data = follow(config, data)
+            data = followers.encode(config, data)
         return data
 
 
 @dataclass(frozen=True)
 class Unpacker:
-    """Undoes what follows a row codec. `names` are the Zarr names, in the order of encoding."""
+    """Decodes what the codecs behind a row codec encoded.
+
+    Parameters
+    ----------
+    names
+        The Zarr names of these codecs, in the order of encoding.
+    """
 
     names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, codecs: Iterable[Mapping[str, Any]]) -> Unpacker:
-        """For the entries of a Zarr v3 array's `codecs` behind the row codec's.
+        """Return the unpacker for the entries of a Zarr v3 array's `codecs` behind the row codec's.
 
-        Raises:
-            CodecConfigError: there are too many, or one that this release doesn't know.
+        Raises
+        ------
+        CodecConfigError
+            There are too many entries, or this release doesn't know one of them.
         """
-        names = tuple(check_known(entry.get("name")) for entry in codecs)
-        if len(names) > MOST_FOLLOWERS:
+        names = tuple(followers.known_zarr_name(entry.get("name")) for entry in codecs)
+        if len(names) > MAX_FOLLOWERS:
             raise CodecConfigError(
-                f"{len(names)} codecs behind a row codec, at most {MOST_FOLLOWERS} are read"
+                f"{len(names)} codecs follow the row codec, this release reads at most {MAX_FOLLOWERS}"
             )
         return cls(names)
 
     def unpack(self, data: Any, most_bytes: int) -> Any:
-        """The payload, a bytes-like; `data` itself where nothing follows.
+        """Return the payload, as a bytes-like object. Without codecs that follow it is `data` itself.
 
-        Raises:
-            PayloadLimitError: the payload, or a stage of it, has more than `most_bytes`; see `most_packed_bytes`.
-            PayloadError: the bytes are not what these codecs write.
+        Parameters
+        ----------
+        data
+            The bytes of the last codec.
+        most_bytes
+            The most bytes that the payload, or a stage of its encoding, may have; see `most_packed_bytes`.
+
+        Raises
+        ------
+        PayloadLimitError
+            It has more.
+        PayloadError
+            The bytes are not what these codecs write.
         """
         for name in reversed(self.names):
-            data = undo(name, data, most_bytes)
+            data = followers.decode(name, data, most_bytes)
         return data

@@ -1,4 +1,4 @@
-"""Whole chunks to payloads and back, as array libraries want them."""
+"""Encodes and decodes whole chunks, as array libraries do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ Chunk = npt.NDArray[Any]
 
 
 def encode_dense(codec: RowCodec, values: Chunk) -> bytes:
-    """The payload of a chunk (rows, dim) of at least one row.
+    """Return the payload of a chunk (rows, dim) of at least one row.
 
-    Rows of nothing but the fill value's NaN are not stored: they decode to the same bits, and are what
-    array libraries pad the last chunk with.
+    Rows whose values are all the fill value's NaN are not stored, because absent rows decode to the same bits. Array
+    libraries pad the last chunk with such rows.
 
-    Raises:
-        RowsError: the codec doesn't store arrays of this dtype.
+    Raises
+    ------
+    RowsError
+        The codec doesn't store arrays of this dtype.
     """
     element = element_of(values.dtype)
     values = np.ascontiguousarray(values, array_dtype(element))
@@ -34,12 +36,12 @@ def encode_dense(codec: RowCodec, values: Chunk) -> bytes:
 
 
 def _is_fill(values: Chunk) -> npt.NDArray[np.bool_]:
-    """The rows, bool (rows,), whose values are all, bit for bit, the NaN that absent rows decode to."""
+    """Return which rows, bool (rows,), equal what absent rows decode to: the same NaN, bit for bit."""
     if values.dtype.kind != "f":
         return np.zeros(len(values), np.bool_)
     bits = np.dtype(f"u{values.dtype.itemsize}")
     fill = np.full(1, np.nan, values.dtype).view(bits)[0]
-    # Nearly every row differs in its first value already.
+    # The first value alone rules out nearly every row.
     empty: npt.NDArray[np.bool_] = values.view(bits)[:, 0] == fill
     suspects = np.flatnonzero(empty)
     empty[suspects] = (values[suspects].view(bits) == fill).all(axis=1)
@@ -47,10 +49,12 @@ def _is_fill(values: Chunk) -> npt.NDArray[np.bool_]:
 
 
 def decode_dense(payload: Payload, out: Chunk | None = None) -> Chunk:
-    """The chunk (rows, dim), with the fill value in rows that are not stored; into `out` if given.
+    """Return the chunk (rows, dim), decoded into `out` if given. Absent rows get the fill value.
 
-    Raises:
-        RowsError: `out` is not (rows, dim) of the payload's array dtype, with rows in one piece.
+    Raises
+    ------
+    RowsError
+        `out` is not (rows, dim) of the payload's array dtype with contiguous rows.
     """
     if out is None:
         out = np.empty((payload.rows, payload.dim), array_dtype(payload.element))

@@ -1,4 +1,4 @@
-"""Element types: what a number of a table is, in the payload and as a numpy array."""
+"""Element types: how one number of a table is stored in a payload, and how numpy holds it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ _BFLOAT16_OVERFLOW = math.ldexp(511, 119)
 class Element:
     """One element type.
 
-    `code` names it in a payload. `array` is the dtype of decoded arrays, `stored` the little-endian dtype
-    of a value in a raw segment. Magnitudes from `overflow` on become infinite when rounded to this type (0
-    where rows can't be quantized).
+    Attributes
+    ----------
+    code
+        The number that stands for the type in a payload.
+    name
+        The type's name, such as "float32".
+    array
+        The dtype of decoded arrays.
+    stored
+        The little-endian dtype of a value in a raw segment.
+    overflow
+        The smallest magnitude that becomes infinite when it is rounded to this type; 0 where rows can't be
+        quantized.
     """
 
     code: int
@@ -33,7 +43,7 @@ class Element:
 
     @property
     def quantizable(self) -> bool:
-        """Whether rows of this type may be stored as codes."""
+        """Whether rows of this type can be stored as codes."""
         return self.overflow > 0
 
 
@@ -61,10 +71,12 @@ BY_CODE = {element.code: element for element in ELEMENTS}
 
 
 def element_named(name: str) -> Element:
-    """The element type of that name.
+    """Return the element type of that name.
 
-    Raises:
-        RowsError: the name is unknown.
+    Raises
+    ------
+    RowsError
+        The name is unknown.
     """
     try:
         return BY_NAME[name]
@@ -73,10 +85,12 @@ def element_named(name: str) -> Element:
 
 
 def quantizable_element(name: str) -> Element:
-    """The element type of that name, whose rows may be stored as codes.
+    """Return the element type of that name, if its rows can be stored as codes.
 
-    Raises:
-        RowsError: the name is unknown, or its rows can't be quantized.
+    Raises
+    ------
+    RowsError
+        The name is unknown, or its rows can't be quantized.
     """
     element = element_named(name)
     if not element.quantizable:
@@ -85,10 +99,12 @@ def quantizable_element(name: str) -> Element:
 
 
 def element_of(dtype: npt.DTypeLike) -> str:
-    """The element type's name for arrays of `dtype`, whatever its byte order.
+    """Return the name of the element type that holds arrays of `dtype`, in any byte order.
 
-    Raises:
-        RowsError: no element type holds that dtype.
+    Raises
+    ------
+    RowsError
+        No element type holds that dtype.
     """
     name = np.dtype(dtype).name
     if name not in BY_NAME:
@@ -97,19 +113,23 @@ def element_of(dtype: npt.DTypeLike) -> str:
 
 
 def array_dtype(element: str) -> np.dtype[Any]:
-    """The numpy dtype of decoded arrays of an element type; bfloat16 appears as float32.
+    """Return the numpy dtype of decoded arrays of an element type. bfloat16 is decoded to float32.
 
-    Raises:
-        RowsError: the name is unknown.
+    Raises
+    ------
+    RowsError
+        The name is unknown.
     """
     return element_named(element).array
 
 
 def fill_value(element: str) -> np.generic:
-    """What rows that are not present read as: NaN for floats, 0 for integers, False for bool.
+    """Return the value that absent rows decode to: NaN for floats, 0 for integers, False for bool.
 
-    Raises:
-        RowsError: the name is unknown.
+    Raises
+    ------
+    RowsError
+        The name is unknown.
     """
     dtype = array_dtype(element)
     fill: np.generic = dtype.type(np.nan if dtype.kind == "f" else 0)
@@ -117,6 +137,6 @@ def fill_value(element: str) -> np.generic:
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Values without NaN, rounded to the nearest bfloat16, ties to even."""
+    """Return values without NaN rounded to the nearest bfloat16, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)

@@ -2,24 +2,24 @@
 
 CodecError
 ├── CodecConfigError (ValueError)          the configuration is wrong: change it
-├── RowsError (ValueError)                 the rows or arrays handed over don't fit: change the call
-└── PayloadError (ValueError)              the bytes are not a payload: they are damaged, or not ours
-    └── PayloadLimitError (OverflowError)  larger than the caller allows: raise the limit if it is trusted
+├── RowsError (ValueError)                 the rows or arrays don't fit the call: change the call
+└── PayloadError (ValueError)              the bytes are not a payload: they are damaged or foreign
+    └── PayloadLimitError (OverflowError)  it decodes to more bytes than allowed: raise the limit if you trust it
 """
 
 from __future__ import annotations
 
 
 class CodecError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of the errors that this package raises."""
 
 
 class CodecConfigError(CodecError, ValueError):
-    """A codec was asked for by an unknown name or with options that it does not have."""
+    """A codec's name is unknown, or the codec doesn't take the options."""
 
 
 class RowsError(CodecError, ValueError):
-    """Rows, offsets or output arrays have a shape, dtype or order that the call does not take."""
+    """Rows, offsets or output arrays have a shape, dtype or order that the call doesn't take."""
 
 
 class PayloadError(CodecError, ValueError):
@@ -27,4 +27,4 @@ class PayloadError(CodecError, ValueError):
 
 
 class PayloadLimitError(PayloadError, OverflowError):
-    """A payload declares more decoded bytes than the caller allows."""
+    """A payload decodes to more bytes than the caller allows."""

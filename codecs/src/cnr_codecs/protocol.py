@@ -1,4 +1,4 @@
-"""What a row codec is."""
+"""The protocol that every row codec follows."""
 
 from __future__ import annotations
 
@@ -13,42 +13,50 @@ Offsets: TypeAlias = npt.NDArray[np.integer[Any]]
 
 @runtime_checkable
 class RowCodec(Protocol):
-    """Turns rows of a chunk into a payload, which says itself how it is decoded.
+    """Encodes rows of a chunk to a payload. The payload itself says how it is decoded.
 
-    Implementations are immutable, and may be used by many threads at once.
+    An implementation is immutable. Many threads may call it at once.
     """
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that makes an equal codec: {"id": ..., option: value}."""
+        """Return the configuration that makes an equal codec: {"id": ..., option: value}."""
         ...
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The entry of a Zarr v3 array's `codecs`: {"name": ..., "configuration": {...}}."""
+        """Return the entry of a Zarr v3 array's `codecs`: {"name": ..., "configuration": {...}}."""
         ...
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Expected encoded bytes of a row of `dim` values of an element type, without its share of the row
-        set.
+        """Return the expected encoded bytes of a row of `dim` values, without its share of the row set.
 
-        Raises:
-            RowsError: the codec doesn't store that element type.
+        Raises
+        ------
+        RowsError
+            The codec doesn't store the element type.
         """
         ...
 
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
-        """The payload of a chunk of `rows` rows, of which it holds these.
+        """Return the payload of a chunk of `rows` rows that holds the given ones.
 
-        Args:
-            values: (n, dim), of the element type's array dtype.
-            offsets: (n,) integers: where in the chunk each row belongs, strictly increasing; None for rows
-            0 to n - 1.
-            rows: rows of the chunk, at least 1.
-            element: the element type's name, such as "float32".
-            seal: 64 bits that bind the payload to its place; 0 for none.
+        Parameters
+        ----------
+        values
+            (n, dim), of the element type's array dtype.
+        offsets
+            (n,) integers, strictly increasing: each row's place in the chunk. None stands for 0 to n - 1.
+        rows
+            The number of rows of the chunk, at least 1.
+        element
+            The element type's name, such as "float32".
+        seal
+            64 bits that tie the payload to its place in a store; 0 for none.
 
-        Raises:
-            RowsError: an argument is not as said above, or the codec doesn't store that element type.
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or the codec doesn't store the element type.
         """
         ...

@@ -1,4 +1,4 @@
-"""A row codec from its name or configuration."""
+"""Makes row codecs from their names and configurations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ _CODECS: dict[str, type[UniformRows] | type[KMeansRows] | type[LosslessRows]] = 
 
 
 def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:
-    """The row codec of a name, such as "cnr_uniform", or a configuration, {"id": "cnr_uniform", "bits": 4}.
+    """Return the row codec of a name or of a configuration, such as {"id": "cnr_uniform", "bits": 4}.
 
-    The configuration's "then", if there, lists numcodecs' configurations of what follows; see `Followed`. A row
-    codec is returned as it is.
+    Parameters
+    ----------
+    config
+        A name, such as "cnr_uniform", or a configuration. Its entry "then", if any, lists the numcodecs
+        configurations that follow the row codec; see `Followed`. A row codec is returned as it is.
 
-    Raises:
-        CodecConfigError: the name is unknown, or it doesn't take these options.
+    Raises
+    ------
+    CodecConfigError
+        The name is unknown, or the codec doesn't take these options.
     """
     if isinstance(config, RowCodec):
         return config

@@ -1,4 +1,4 @@
-"""What each codec would cost a table: its error, bytes and time, measured on rows of it."""
+"""Measures the error, bytes and time of codecs on rows of a table."""
 
 from __future__ import annotations
 
@@ -25,16 +25,23 @@ WIDTHS = range(1, 9)
 
 @dataclass(frozen=True)
 class CodecReport:
-    """One codec, measured on one set of rows.
+    """What one codec was measured to do with one set of rows.
 
-    Attributes:
-        config: the codec's configuration, as `row_codec` takes it.
-        mean_l2_error: mean over the rows of ||x - x'||_2.
-        mean_relative_error: mean over the rows that are not all zero of ||x - x'||_2 / ||x||_2.
-        row_bytes: encoded bytes a row, parameters and codebooks included; headers and row sets, whose share
-            depends on the chunk, left out. For a codec that others follow, all of their bytes.
-        encode_seconds, decode_seconds: of all the rows, on one thread, the shorter of two runs.
-        decoded_bytes: of all the rows; divided by the seconds it gives the pace.
+    Attributes
+    ----------
+    config
+        The codec's configuration, as `row_codec` takes it.
+    mean_l2_error
+        Mean of ||x - x'||_2 over the rows.
+    mean_relative_error
+        Mean of ||x - x'||_2 / ||x||_2 over the rows that are not all zero.
+    row_bytes
+        Encoded bytes a row, with parameters and codebooks. Headers and row sets are left out, because their share
+        depends on the chunk. For a codec that others follow, all bytes count.
+    encode_seconds, decode_seconds
+        Seconds for all rows on one thread, the shorter of two runs.
+    decoded_bytes
+        Bytes of all rows when decoded. Divided by the seconds it gives the throughput.
     """
 
     config: dict[str, Any]
@@ -47,14 +54,19 @@ class CodecReport:
 
 
 def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> list[CodecReport]:
-    """Measure codecs on rows (n, dim) of float32 or float16, n at least 1.
+    """Measure codecs on rows, and return a report of each.
 
-    Args:
-        rows: a sample of a table will do: time and memory grow with it.
-        codecs: what to measure, in this order; by default every scheme at every width of 1 to 8 bits.
+    Parameters
+    ----------
+    rows
+        (n, dim) of float32 or float16, n at least 1. A sample of a table is enough: time and memory grow with n.
+    codecs
+        The codecs, in the order of the reports. By default every scheme at every width of 1 to 8 bits.
 
-    Raises:
-        RowsError: there are no rows, or a codec doesn't store their dtype.
+    Raises
+    ------
+    RowsError
+        There are no rows, or a codec doesn't store their dtype.
     """
     if rows.ndim != 2 or rows.size == 0:
         raise RowsError(f"expected rows (n, dim) with values, got shape {rows.shape}")
@@ -63,13 +75,13 @@ def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> lis
 
 
 def all_codecs() -> list[RowCodec]:
-    """Every scheme at every width, uniform ones first."""
+    """Return every scheme at every width, uniform schemes first."""
     uniform: list[RowCodec] = [UniformRows(scheme, bits) for scheme in SCHEMES for bits in WIDTHS]
     return [*uniform, *(KMeansRows(bits, group) for group in GROUPS for bits in WIDTHS)]
 
 
 def l2_errors(rows: Rows, decoded: Rows) -> npt.NDArray[np.float64]:
-    """||x - x'||_2 of each row, float64 (n,). Values that are the same, NaN and infinities too, differ by 0."""
+    """Return ||x - x'||_2 of each row, float64 (n,). Equal values differ by 0, NaN and infinities too."""
     with np.errstate(invalid="ignore"):
         differences = rows.astype(np.float64) - decoded
     differences[(rows == decoded) | (np.isnan(rows) & np.isnan(decoded))] = 0
@@ -80,7 +92,7 @@ def l2_errors(rows: Rows, decoded: Rows) -> npt.NDArray[np.float64]:
 def _measure(codec: RowCodec, rows: Rows) -> CodecReport:
     element = element_of(rows.dtype)
     encode_seconds = decode_seconds = np.inf
-    # The first run may compile the loops, and touches fresh memory.
+    # The first run may compile the loops, and its memory is new to the process.
     for _ in range(2):
         began = time.perf_counter()
         data = codec.encode_rows(rows, None, len(rows), element=element)
@@ -101,8 +113,8 @@ def _measure(codec: RowCodec, rows: Rows) -> CodecReport:
 
 
 def _decode(codec: RowCodec, data: bytes, rows: Rows, element: str) -> Rows:
-    _, *behind = zarr_codecs(codec)
-    payload = Unpacker.of(behind).unpack(data, most_packed_bytes(len(rows), rows.shape[1], element))
+    _, *followers = zarr_codecs(codec)
+    payload = Unpacker.of(followers).unpack(data, most_packed_bytes(len(rows), rows.shape[1], element))
     return decode_dense(parse(payload, max_decoded_bytes=rows.nbytes))
 
 

@@ -1,4 +1,4 @@
-"""Rows stored as they are: the lossless codec, and the raw segments of the others."""
+"""Rows stored bit for bit: the lossless codec, and the raw segments of the other codecs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from cnr_codecs.protocol import Offsets, Rows
 
 @dataclass(frozen=True)
 class LosslessRows:
-    """Every row as it is, bit for bit, for every element type."""
+    """Stores every row bit for bit, for every element type."""
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that `row_codec` takes, as numcodecs writes it."""
+        """Return the configuration that `row_codec` takes."""
         return {"id": "cnr_rows"}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The entry of a Zarr v3 array's `codecs`."""
+        """Return the entry of a Zarr v3 array's `codecs`."""
         return {"name": "cnr.rows", "configuration": {}}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Encoded bytes of a row of `dim` values, without its share of the row set."""
+        """Return the encoded bytes of a row of `dim` values, without its share of the row set."""
         return float(dim * element_named(element).stored.itemsize)
 
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
-        """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
+        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
         kind, values, offsets = check_rows(values, offsets, rows, element)
         order = np.arange(len(values))
         segments = [raw_segment(values, offsets, rows, order, kind)] if len(values) else []
@@ -44,10 +44,19 @@ class LosslessRows:
 def check_rows(
     values: Rows, offsets: Offsets | None, rows: int, element: str
 ) -> tuple[Element, Rows, Offsets]:
-    """What every codec demands of its rows: (element type, values C-contiguous, offsets as an array).
+    """Check the arguments of `RowCodec.encode_rows`.
 
-    Raises:
-        RowsError: shape, dtype or offsets are not as `RowCodec.encode_rows` says.
+    Return the element type, the values C-contiguous, and the offsets as an array.
+
+    Parameters
+    ----------
+    values, offsets, rows, element
+        As `RowCodec.encode_rows` takes them.
+
+    Raises
+    ------
+    RowsError
+        Shape, dtype or offsets are not as `RowCodec.encode_rows` says.
     """
     kind, values = check_values(values, rows, element)
     check_offsets(offsets, len(values), rows)
@@ -55,28 +64,34 @@ def check_rows(
 
 
 def check_values(values: Rows, rows: int, element: str) -> tuple[Element, Rows]:
-    """(element type, values C-contiguous).
+    """Check the values alone. Return the element type, and the values C-contiguous.
 
-    Raises:
-        RowsError: shape or dtype is not as `RowCodec.encode_rows` says.
+    Raises
+    ------
+    RowsError
+        Shape or dtype is not as `RowCodec.encode_rows` says.
     """
     kind = element_named(element)
     if values.ndim != 2 or values.dtype != kind.array:
         raise RowsError(
-            f"{element} rows are (n, dim) {kind.array}; got shape {values.shape}, dtype {values.dtype}"
+            f"{element} rows must be (n, dim) {kind.array}; got shape {values.shape}, dtype {values.dtype}"
         )
     dim = values.shape[1]
     if not (1 <= rows <= MAX_U32 and 1 <= dim <= MAX_U32):
-        raise RowsError(f"a chunk has 1 to {MAX_U32} rows and columns, got {rows} x {dim}")
+        raise RowsError(f"a chunk must have 1 to {MAX_U32} rows and columns, got {rows} x {dim}")
     values = np.ascontiguousarray(values, kind.array)
     if kind.name == "bfloat16" and values.view(np.uint32).astype(np.uint16).any():
-        raise RowsError("bfloat16 rows hold values that bfloat16 can't represent; round them first")
+        raise RowsError("bfloat16 rows have values that bfloat16 can't represent; round them first")
     return kind, values
 
 
 def check_offsets(offsets: Offsets | None, count: int, rows: int) -> None:
-    """Raises:
-    RowsError: the offsets of `count` rows are not as `RowCodec.encode_rows` says.
+    """Check the offsets of `count` rows alone.
+
+    Raises
+    ------
+    RowsError
+        The offsets are not as `RowCodec.encode_rows` says.
     """
     if offsets is None:
         if count > rows:
@@ -95,11 +110,23 @@ def check_offsets(offsets: Offsets | None, count: int, rows: int) -> None:
 def raw_segment(
     values: Rows, offsets: Offsets, rows: int, order: npt.NDArray[np.intp], element: Element
 ) -> Segment:
-    """The segment that holds the rows `order` of `values` as they are."""
+    """Return the segment that stores rows bit for bit.
+
+    Parameters
+    ----------
+    values, offsets
+        As `check_rows` returns them.
+    rows
+        The number of rows of the chunk.
+    order
+        (m,): which rows of `values` the segment stores, increasing.
+    element
+        The element type of the values.
+    """
     chosen = values if len(order) == len(values) else values[order]
     if element.name == "bfloat16":
         chosen = chosen.view(np.uint32) >> np.uint32(16)
     codes = np.ascontiguousarray(chosen, element.stored).view(np.uint8)
     row_set = RowSet.of(offsets[order], rows)
-    nothing = np.empty((0, len(order)), np.float32)
-    return Segment(Scheme.RAW, 8 * element.stored.itemsize, ParameterType.NONE, row_set, nothing, codes)
+    no_parameters = np.empty((0, len(order)), np.float32)
+    return Segment(Scheme.RAW, 8 * element.stored.itemsize, ParameterType.NONE, row_set, no_parameters, codes)

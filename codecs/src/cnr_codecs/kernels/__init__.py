@@ -1,5 +1,6 @@
-"""Compiled loops over rows. They check no bounds: their callers prove every size first.
+"""Compiled loops over rows. They check no bounds: their callers validate every size first.
 
-Serial, without the GIL, and without allocation per row. `cnr_codecs.uniform.reference` says the same in readable
-numpy; the two agree bit for bit, so nothing here may be compiled with relaxed floating-point rules.
+The loops are serial, run without the GIL, and allocate nothing per row. `cnr_codecs.uniform.reference` and
+`cnr_codecs.kmeans.reference` compute the same in readable numpy. The two agree bit for bit, so nothing here may be
+compiled with relaxed floating-point rules.
 """

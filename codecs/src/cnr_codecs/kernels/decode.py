@@ -1,11 +1,11 @@
-"""Rows out of segments that are not quantized uniformly, into the rows of an array that ask for them.
+"""Decodes wanted rows of segments that are not quantized uniformly.
 
-`rows` are the chunk's rows of a block (uint32, increasing), matching the rows of `codes` and the parameters. A
-row goes to row `rows[i] - first_row` of the output if that lies within `need` (uint8) and is marked there; the
-mark is then cleared. The output is `flat`, whose row r starts at r * stride.
+`rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` and of the parameters. Row i is
+written to row `rows[i] - first_row` of the output, if that lies within `need` (uint8) and is marked there. The mark
+is then cleared. The output is `flat`, whose row r starts at r * stride.
 
-Which rows are asked for is found out first: a branch for each row beside its decoding, taken at random, costs
-several times the decoding.
+The wanted rows are listed before any is decoded: a branch beside the decoding, taken at random, would cost several
+times the decoding.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numba import njit
 
 from cnr_codecs.kernels.pack import unpack_rows
 
-# Rows whose codes are unpacked before any of them is decoded: some kilobytes, which stay in the cache.
+# Rows whose codes are unpacked before any of them is decoded. They take some kilobytes, which stay in the cache.
 _BLOCK = 32
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _choose(rows: Any, first_row: int, need: Any) -> Any:
-    """The rows asked for: their positions in `rows`, and their rows of the output (int64 each). Marks are cleared."""
+    """Return the wanted rows: their positions in `rows`, their rows of the output (int64). Clear their marks."""
     chosen = np.empty(rows.size + 1, np.int64)
     places = np.empty(rows.size + 1, np.int64)
     held = 0
@@ -40,7 +40,7 @@ def _choose(rows: Any, first_row: int, need: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _unpack_chosen(codes: Any, chosen: Any, bits: int, dim: int, packed: Any, unpacked: Any) -> None:
-    """Unpack rows of `codes` that may lie apart, by way of `packed`, where they follow one another."""
+    """Unpack rows of `codes` that may lie apart. They are copied to `packed` first, where they are contiguous."""
     for k in range(chosen.size):
         row = codes[chosen[k]]
         line = packed[k]
@@ -62,8 +62,9 @@ def look_up(
     flat: Any,
     stride: int,
 ) -> int:
-    """Rows into `flat`: the values that `table` (codebooks, 2**bits), of the same dtype, has for their codes in
-    their codebook (`books`: uint32); the number of rows written.
+    """Write to `flat` the values of `table` (codebooks, 2**bits), of its dtype. Return the number of rows written.
+
+    `books` (uint32) numbers each row's codebook, and the row's codes number the values in it.
     """
     chosen, places = _choose(rows, first_row, need)
     packed = np.empty((_BLOCK, codes.shape[1]), np.uint8)
@@ -81,7 +82,7 @@ def look_up(
 
 @njit(nogil=True, cache=True)
 def copy_raw(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
-    """Raw values into `flat` (uint8: the bytes of the output, as is `stride`); the number of rows written."""
+    """Write raw values to `flat` (uint8, with `stride` in bytes). Return the number of rows written."""
     chosen, places = _choose(rows, first_row, need)
     for k in range(chosen.size):
         row = codes[chosen[k]]
@@ -93,7 +94,7 @@ def copy_raw(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride
 
 @njit(nogil=True, cache=True)
 def widen_bfloat16(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
-    """Raw bfloat16 values into `flat` (uint32: the bits of float32); the number of rows written."""
+    """Write raw bfloat16 values to `flat` (uint32: the bits of float32). Return the number of rows written."""
     dim = codes.shape[1] // 2
     chosen, places = _choose(rows, first_row, need)
     for k in range(chosen.size):

@@ -1,10 +1,12 @@
-"""Quantized rows out of segments, block by block, into the rows of an array that ask for them.
+"""Decodes wanted rows of uniformly quantized segments, block by block.
 
-`packed`, uint8 (n, bytes a row), holds a segment. Its parameters, (2, n) or (1, n), are in `halves` (uint16: the
-bits of float16) or in `floats` (float32); the other is (0, 0). Decoded are its rows `start` to `stop`. Where in the
-chunk they belong is said by `rows` (uint32), from the row `start` on; if that is empty, row i is the chunk's row i.
-A row goes to row `row - first_row` of the output if that lies within `need` (uint8) and is marked there; the mark
-is then cleared. The output is `flat`, whose row r starts at r * stride. Each function returns how many rows it wrote.
+`packed`, uint8 (n, bytes a row), has the codes of a segment. Its parameters, (2, n) or (1, n), are in `halves`
+(uint16: the bits of float16) or in `floats` (float32); the other array is (0, 0). The segment's rows `start` to
+`stop` are decoded. `rows` (uint32) has their rows of the chunk; if it is empty, row i is the chunk's row i. A row is
+written to row `row - first_row` of the output, if that lies within `need` (uint8) and is marked there. The mark is
+then cleared. The output is `flat`, whose row r starts at r * stride. Each function returns how many rows it wrote.
+
+Loops over columns use unsigned indices: numba then handles no negative ones, and the compiler makes vectors of them.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ import numpy as np
 from numba import njit
 
 from cnr_codecs.kernels.pack import unpack_rows
-from cnr_codecs.kernels.validate import sound_halves
+from cnr_codecs.kernels.validate import valid_halves
 
-# Codes, and rows, that are decoded before the next ones are looked at: what they become stays in the cache.
+# Codes and rows of a block: what is decoded from them stays in the cache.
 _BLOCK_CODES, _BLOCK_ROWS = 1 << 13, 1 << 9
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def decode_all(packed: Any, halves: Any, bits: int, dim: int, flat: Any) -> bool:
-    """All rows of a segment into `flat` (float32), if its parameters, scale and offset, are sound; else nothing."""
-    if not sound_halves(halves):
+    """Write all rows of a segment to `flat` (float32). Return False, and write none, if a parameter is not valid."""
+    if not valid_halves(halves):
         return False
     most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
     codes = np.empty(most * dim if bits < 8 else 0, np.uint8)
@@ -53,7 +55,7 @@ def decode_float32(
     stride: int,
     to_bfloat16: bool,
 ) -> int:
-    """Rows into `flat` (float32), rounded to bfloat16 if asked."""
+    """Write rows to `flat` (float32), rounded to bfloat16 if `to_bfloat16`."""
     most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
     chosen, places = np.empty(most, np.int64), np.empty(most, np.int64)
     gathered, codes = np.empty((most, packed.shape[1]), np.uint8), np.empty(most * dim, np.uint8)
@@ -69,7 +71,7 @@ def decode_float32(
         _affine(halves, floats, first, last, bits, scale, offset)
         together = places[count - 1] - places[0] == count - 1
         if not together and not to_bfloat16 and 2 * count > last - first:
-            # Most of the block: to unpack all of it costs less than to bring the rows together.
+            # Most of the block is wanted: to unpack all of it costs less than to gather the wanted rows.
             block = packed[first:last]
             _scatter(block, bits, dim, scale, offset, codes, chosen[:count], flat, places, stride)
             continue
@@ -100,7 +102,7 @@ def decode_float16(
     flat: Any,
     stride: int,
 ) -> int:
-    """Rows into `flat` (uint16: the bits of float16)."""
+    """Write rows to `flat` (uint16: the bits of float16)."""
     most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
     chosen, places = np.empty(most, np.int64), np.empty(most, np.int64)
     gathered, codes = np.empty((most, packed.shape[1]), np.uint8), np.empty(most * dim, np.uint8)
@@ -126,8 +128,9 @@ def decode_float16(
 def _choose(
     rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
 ) -> int:
-    """Which of the segment's rows `first` to `last` are asked for, counted from `first`; the rows of the output
-    where they go; how many they are. Their marks are cleared.
+    """List the wanted rows among the segment's rows `first` to `last`, clear their marks, and return their count.
+
+    `chosen` gets their numbers, counted from `first`, and `places` their rows of the output.
     """
     place = (np.int64(rows[first - start]) if rows.size else first) - first_row
     end = (np.int64(rows[last - 1 - start]) if rows.size else last - 1) - first_row
@@ -145,7 +148,7 @@ def _choose(
     for i in range(first, last):
         to = (np.int64(rows[i - start]) if rows.size else i) - first_row
         if 0 <= to < need.size:
-            # No branch on the mark: where marks lie at random, it would cost more than the row.
+            # There is no branch on the mark: at random marks it would cost more than the row.
             chosen[count] = i - first
             places[count] = to
             count += need[to] != 0
@@ -156,7 +159,7 @@ def _choose(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _gather(packed: Any, chosen: Any, gathered: Any, scale: Any, offset: Any) -> Any:
-    """The chosen rows of `packed`, one after the other, as their scales and offsets will be too."""
+    """Return the chosen rows of `packed`, made contiguous, and move their scales and offsets likewise."""
     if chosen.size == len(packed):
         return packed
     for k in range(chosen.size):
@@ -172,7 +175,7 @@ def _gather(packed: Any, chosen: Any, gathered: Any, scale: Any, offset: Any) ->
 def _decode(
     packed: Any, bits: int, dim: int, scale: Any, offset: Any, codes: Any, flat: Any, stride: int
 ) -> None:
-    """All rows of `packed` into `flat`, `stride` values apart."""
+    """Write all rows of `packed` to `flat`, `stride` values apart."""
     if bits == 8:
         _dequantize(packed.reshape(-1), scale, offset, len(packed), dim, flat, stride)
     else:
@@ -182,7 +185,7 @@ def _decode(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _dequantize(codes: Any, scale: Any, offset: Any, count: int, dim: int, flat: Any, stride: int) -> None:
-    """scale * code + offset. Unsigned indices count from no end, which lets the loop be one of vectors."""
+    """Write scale * code + offset of each row to `flat`."""
     width, apart = np.uintp(dim), np.uintp(stride)
     for k in range(np.uintp(count)):
         step, start = scale[k], offset[k]
@@ -203,7 +206,7 @@ def _scatter(
     places: Any,
     stride: int,
 ) -> None:
-    """The chosen rows of `packed` into the rows `places` of `flat`."""
+    """Write the chosen rows of `packed` to the rows `places` of `flat`."""
     if bits == 8:
         plain = packed.reshape(-1)
     else:
@@ -220,7 +223,7 @@ def _scatter(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _copy(source: Any, start: int, flat: Any, to: int, dim: int) -> None:
-    """`dim` values from `start` on to those from `to` on."""
+    """Copy `dim` values of `source` from `start` on to `flat` from `to` on."""
     first, target = np.uintp(start), np.uintp(to)
     for j in range(np.uintp(dim)):
         flat[target + j] = source[first + j]
@@ -228,7 +231,7 @@ def _copy(source: Any, start: int, flat: Any, to: int, dim: int) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: Any, offset: Any) -> None:
-    """Scale and offset of the segment's rows `first` to `last`, as `Segment.affine` computes them."""
+    """Compute scale and offset of the segment's rows `first` to `last`, as `Segment.affine` does."""
     if len(halves):
         _widen(halves[0][first:last], scale)
     else:
@@ -246,7 +249,7 @@ def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: A
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _widen(halves: Any, out: Any) -> None:
-    """The finite float16s of these bits. None is made by way of a subnormal float32, which threads may flush."""
+    """Widen finite float16s, given as bits. No step is a subnormal float32, which a thread may flush to zero."""
     for k in range(halves.size):
         size = np.uint32(halves[k]) & np.uint32(0x7FFF)
         normal = np.uint32((size << np.uint32(13)) + np.uint32(0x38000000)).view(np.float32)
@@ -257,7 +260,7 @@ def _widen(halves: Any, out: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _round_bfloat16(bits: Any) -> None:
-    """Round to the nearest bfloat16, ties to even. Codes decode to no NaN."""
+    """Round to the nearest bfloat16, ties to even. No value is NaN."""
     for j in range(bits.size):
         odd = (bits[j] >> np.uint32(16)) & np.uint32(1)
         bits[j] = (bits[j] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
@@ -265,13 +268,13 @@ def _round_bfloat16(bits: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _round_float16(line: Any, bits: Any, out: Any) -> None:
-    """Round to the nearest float16, ties to even; `bits` is `line` as uint32. Codes decode to no NaN."""
+    """Round to the nearest float16, ties to even. `bits` is `line` as uint32. No value is NaN."""
     for j in range(line.size):
         sign = (bits[j] >> np.uint32(16)) & np.uint32(0x8000)
         size = bits[j] & np.uint32(0x7FFFFFFF)
         odd = (size >> np.uint32(13)) & np.uint32(1)
         normal = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
-        # Below the normal range a float16 counts in units of 2**-24; adding 1.5 * 2**23 rounds to them.
+        # Subnormal float16s are multiples of 2**-24. Adding 1.5 * 2**23 rounds to whole ones.
         units = abs(line[j]) * np.float32(1 << 24) + np.float32(3 << 22)
         small = np.float32(units).view(np.uint32) & np.uint32(0xFFFF)
         half = normal if size >= np.uint32(0x38800000) else small

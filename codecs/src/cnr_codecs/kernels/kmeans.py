@@ -1,10 +1,10 @@
-"""k-means in one dimension, on sorted values: where the clusters begin, their means, codes.
+"""k-means in one dimension, on sorted values: where the clusters begin, their means, and codes.
 
-A *set* is the values that share a codebook, sorted: a row, or the rows of a group. The sets are the rows of
-`ordered` (float32 (sets, width), finite), of which the first `sizes[s]` (int64, at least 1) count. `cuts`
-(int64 (sets, clusters + 1)) says where clusters begin: cluster c holds values cuts[c] to cuts[c + 1] - 1, and
-may be empty. Loops see `z`, the values less the set's median, as float64, and `total`, their sums from the
-median outwards: neither large offsets nor far outliers cost the others' precision.
+A *set* is the sorted values that share a codebook: those of a row, or of a group of rows. Row s of `ordered` (float32
+(sets, width), finite) is a set of `sizes[s]` (int64, at least 1) values; the rest of the row is ignored. `cuts` (int64
+(sets, clusters + 1)) says where clusters begin: cluster c has the values cuts[c] to cuts[c + 1] - 1, and may be empty.
+The loops use `z`, the values less the set's median as float64, and `total`, their sums from the median outwards, so
+that neither a large offset nor a far outlier costs the other values precision.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from numba import njit
 
 from cnr_codecs.kernels.pack import pack_row
 
-# Functions that a loop calls for every value are inlined by force: a call would count references to its arrays.
+# Functions that a loop calls for every value are always inlined: a call would count references to its arrays.
 
 # Pieces that a set is cut into, for each cluster that they are merged to.
 PIECES = 3
-# Pieces are numbered in the lowest bits of the keys that find the cheapest merge; there are at most 768.
+# The lowest bits of a key of `_merge` number its piece. There are at most 768 pieces.
 PIECE_MASK = np.int64(0x3FF)
 _NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
 
 
 @njit(nogil=True, cache=True)
 def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
-    """Ward's merges of adjacent pieces, then Lloyd's iterations until nothing moves, at most `iterations`."""
+    """Merge adjacent pieces as Ward does, then iterate as Lloyd does, until no cut moves or `iterations` times."""
     clusters = cuts.shape[1] - 1
     most_pieces = PIECES * clusters
     z = np.empty(ordered.shape[1])
@@ -58,7 +58,7 @@ def _centre(row: Any, size: int, z: Any, total: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _sum_outwards(values: Any, size: int, total: Any) -> None:
-    """total[b] - total[a] is the sum of values a to b - 1."""
+    """Compute sums such that total[b] - total[a] is the sum of values a to b - 1."""
     half = size // 2
     total[half] = 0
     for j in range(half, size):
@@ -69,9 +69,10 @@ def _sum_outwards(values: Any, size: int, total: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
-    """Cut a set into `count` pieces, which hold equal shares of its values and of its gaps' square roots.
+    """Cut a set into `count` pieces, which have equal shares of its values and of its gaps' square roots.
 
-    Values alone would lump the tails together, gaps alone would spend all on a far outlier.
+    Shares of values alone would make one piece of each tail. Shares of gaps alone would give most pieces to a far
+    outlier.
     """
     if count == size:
         for j in range(size + 1):
@@ -95,12 +96,12 @@ def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
 
 @njit(nogil=True, cache=True, inline="always")
 def _merge_cost(z: Any, total: Any, first: int, middle: int, end: int) -> Any:
-    """What merging two adjacent pieces adds to the squared error; nothing if one is empty or all are equal."""
+    """Return what merging two adjacent pieces adds to the squared error: 0 if one is empty or all are equal."""
     left = np.float64(middle - first)
     right = np.float64(end - middle)
     apart = (total[middle] - total[first]) * right - (total[end] - total[middle]) * left
     weight = left * right * (left + right)
-    # Rounding must not make equal values seem apart. Another way out of the function would cost more.
+    # Rounding must not make equal values seem apart. An early return would be slower than dividing by infinity.
     merges = (weight > 0) & (z[first] < z[end - 1])
     return apart * apart / (weight if merges else np.inf)
 
@@ -111,8 +112,8 @@ def _merge(
 ) -> None:
     """Merge the two adjacent pieces that cost least, the first of equals, until `clusters` are left.
 
-    `key` views the costs as integers, of the same order, whose lowest bits are the piece's number: one pass
-    of integer minima, which vectorizes, finds both.
+    `key` views the costs as integers, which sort alike, and their lowest bits number the piece. So one pass of
+    integer minima, which vectorizes, finds the least cost and its piece.
     """
     before, after = links[0], links[1]
     key[0] = _NEVER
@@ -145,12 +146,12 @@ def _merge(
 
 @njit(nogil=True, cache=True)
 def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any) -> None:
-    """Means from cuts, cuts from the means' midpoints; a value in the middle goes to the lower cluster."""
+    """Compute means from cuts, and cuts from midpoints of means. A value on a midpoint is in the lower cluster."""
     for _ in range(iterations):
         for c in range(mean.size):
             first, end = cuts[c], cuts[c + 1]
-            # The next value stands in for an empty cluster: that keeps the means in order. So does `max`,
-            # where differences of sums are not exact.
+            # An empty cluster takes the next value as its mean, which keeps the means in order. `max` keeps
+            # the order where differences of sums are not exact.
             own = (total[end] - total[first]) / (end - first) if end > first else z[min(first, size - 1)]
             mean[c] = max(own, mean[c - 1]) if c > 0 else own
         moved = False
@@ -169,7 +170,7 @@ def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any)
 
 @njit(nogil=True, cache=True)
 def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
-    """The clusters of least squared error, by dynamic programming in O(clusters * size * log(size)).
+    """Find the clusters of least squared error by dynamic programming in O(clusters * size * log(size)).
 
     `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
     """
@@ -190,7 +191,7 @@ def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
         for j in range(1, size + 1):
             best[0, j] = _error(z, total, squares, shares, 0, j)
         for c in range(1, used):
-            # The last round needs its last value alone.
+            # The last round is needed for the last end alone.
             first = size if c == used - 1 else c + 1
             last = size - (used - 1 - c)
             _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
@@ -202,7 +203,7 @@ def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
 
 @njit(nogil=True, cache=True, inline="always")
 def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) -> Any:
-    """The squared error of values `first` to end - 1 about their mean; not below 0, however it is rounded."""
+    """Return the squared error of values `first` to end - 1 about their mean. Rounding never makes it negative."""
     if z[first] == z[end - 1]:
         return 0.0
     own = total[end] - total[first]
@@ -222,9 +223,9 @@ def _extend(
     first: int,
     last: int,
 ) -> None:
-    """Add a cluster: for each end `first` to `last`, where it begins, `least` or later, and the error then.
+    """Add a cluster: find, for each end `first` to `last`, where it begins, `least` or later, and the error.
 
-    Later ends have later beginnings, so those found at a coarse step bound the ones between.
+    Later ends have later beginnings, so the beginnings found at a coarse step bound those between.
     """
     step = 1
     while 2 * step <= last - first + 1:
@@ -251,10 +252,10 @@ def _extend(
 
 @njit(nogil=True, cache=True)
 def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, spread: Any) -> None:
-    """Means of clusters (float64 (sets, clusters)); each set's squared error and its squares about its median.
+    """Compute clusters' means (float64 (sets, clusters)), sets' squared errors, and squares about their medians.
 
-    An empty cluster takes the next value, or the last. Values are summed in their order, from the cluster's
-    first on: differences of running sums would lose small clusters behind large values.
+    An empty cluster takes the next value, or the last. Each cluster's values are summed in order: differences of
+    running sums would lose small clusters that follow large values.
     """
     for s in range(sizes.size):
         middle = np.float64(ordered[s, sizes[s] // 2])
@@ -279,11 +280,10 @@ def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, sp
 
 @njit(nogil=True, cache=True)
 def assign_pack(values: Any, order: Any, book: Any, thresholds: Any, bits: int, out: Any) -> None:
-    """Codes of the rows `order` of `values` (float32 (n, dim)), packed into `out` (uint8 (len(order), bytes a
-    row)).
+    """Pack the codes of the rows `order` of `values` (float32 (n, dim)) into `out` (uint8 (len(order), bytes a row)).
 
-    A value's code is the number of thresholds (float32 (codebooks, 2**bits - 1)) below it, in the codebook
-    that `book` (one for each of `order`) names.
+    A value's code is the number of thresholds (float32 (codebooks, 2**bits - 1)) below it. `book` numbers the codebook
+    of each of the rows.
     """
     codes = np.empty(values.shape[1], np.uint8)
     for i in range(order.size):

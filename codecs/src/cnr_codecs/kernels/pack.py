@@ -1,4 +1,4 @@
-"""Packed codes: each row starts on a byte; code j is bits [j * bits, (j + 1) * bits), lowest bit first."""
+"""Packs codes. Each row starts on a byte, and code j takes the bits [j * bits, (j + 1) * bits), lowest bit first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numba import njit
 
 @njit(nogil=True, cache=True)
 def pack_rows(codes: Any, dim: int, bits: int, out: Any) -> None:
-    """Pack rows of `dim` codes, one after the other in `codes` (uint8), into `out` (uint8 (n, bytes a row))."""
+    """Pack rows of `dim` codes, contiguous in `codes` (uint8), into `out` (uint8 (n, bytes a row))."""
     count, width = out.shape
     if dim * bits == 8 * width:
-        # No row ends within a byte: all of them are one.
+        # No row ends within a byte, so all rows can be packed as one.
         pack_row(codes[: count * dim], bits, out.reshape(-1))
     else:
         for i in range(count):
@@ -52,7 +52,7 @@ def pack_row(codes: Any, bits: int, out: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def _pack_tail(codes: Any, first: int, bits: int, out: Any, start: int) -> None:
-    """The last codes of a row, fewer than eight."""
+    """Pack the last codes of a row, fewer than eight."""
     word = np.uint64(0)
     for j in range(first, codes.size):
         word |= np.uint64(codes[j]) << np.uint64(bits * (j - first))
@@ -62,7 +62,7 @@ def _pack_tail(codes: Any, first: int, bits: int, out: Any, start: int) -> None:
 
 @njit(nogil=True, cache=True)
 def unpack_rows(packed: Any, dim: int, bits: int, codes: Any) -> None:
-    """The inverse of `pack_rows`."""
+    """Unpack what `pack_rows` packed."""
     count, width = packed.shape
     if dim * bits == 8 * width:
         unpack_row(packed.reshape(-1), bits, codes[: count * dim])
@@ -73,7 +73,7 @@ def unpack_rows(packed: Any, dim: int, bits: int, codes: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def unpack_row(packed: Any, bits: int, codes: Any) -> None:
-    """The inverse of `pack_row`: fill `codes` (uint8) from `packed` (uint8)."""
+    """Unpack what `pack_row` packed: fill `codes` (uint8) from `packed` (uint8)."""
     dim = codes.size
     if bits == 8:
         for j in range(dim):

@@ -1,4 +1,4 @@
-"""A hint to the processor, which numba has no name for."""
+"""The processor's prefetch hint, which numba does not offer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
         hint = builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind)
-        # To read, to be kept in all caches, data.
+        # Arguments: for reading, keep in all caches, data rather than instructions.
         builder.call(hint, [place, number(0), number(3), number(1)])
         return context.get_dummy_value()
 
     return types.void(array, index), codegen
 
 
-# prefetch(array, index): ask for the cache line of array[index], of a flat array. An index beyond its end is harmless.
+# prefetch(array, index): load the cache line of array[index], of a flat array. An index beyond the end is harmless.
 prefetch: Any = intrinsic(_prefetch)

@@ -1,8 +1,8 @@
-"""The search for the window, scale times codes, that quantizes a row best; `reference.search` says what it does.
+"""Searches for the line that quantizes a row best. `uniform.reference.search` defines the search.
 
-Rows are searched side by side, one a vector lane. All numbers lie in one flat array `work` of lines, LANES
-numbers each: one for each sum, then one for each column. One array, and offsets known when this is compiled,
-tell the compiler that sums and columns do not overlap.
+Rows are searched side by side, one in each vector lane. All numbers are in one flat array `work` of lines of LANES
+numbers: one line for each sum, then one for each column. One array with constant offsets tells the compiler that sums
+and columns do not overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHA
 LANES = 64
 _Q, _QQ, _QZ, _Z, _GAIN, _SHIFT = (line * LANES for line in range(6))
 _FROM_AT, _FROM_STEP = (line * LANES for line in range(6, 8))
-# What the search leaves: what the best line explains of its row (0: there is none), its centre and step.
+# The results: how much of its row the best line explains (0: there is no line), its centre and its step.
 EXPLAINED, CENTRE, BEST_STEP = (line * LANES for line in range(8, 11))
 _COLUMNS = 11 * LANES
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
@@ -25,21 +25,21 @@ _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def work_size(dim: int) -> int:
-    """Length of the float32 array that `search` works in, for rows of `dim` values."""
+    """Return the length of the float32 array `work` for rows of `dim` values."""
     return _COLUMNS + dim * LANES
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def search(values: Any, least: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
     """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
 
-    `least` and `factor` (float32 (LANES,)) map a row's values to [0, levels]; `normal_step` is the best step
-    for a normal distribution. Leaves EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
-    from its middle.
+    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
+    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
+    counted from its middle.
     """
     half = np.float32(levels) * _HALF
     dim = values.shape[1]
-    _load(values, least, factor, half, work)
+    _load(values, low, factor, half, work)
     for k in range(LANES):
         work[EXPLAINED + k] = _ZERO
         work[CENTRE + k] = _ZERO
@@ -70,14 +70,14 @@ def _propose_from_best(work: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _load(values: Any, least: Any, factor: Any, half: Any, work: Any) -> None:
-    """Columns of the rows mapped to [-half, half], and their sums."""
+def _load(values: Any, low: Any, factor: Any, half: Any, work: Any) -> None:
+    """Fill in the columns of the rows, mapped to [-half, half], and the sums of the rows."""
     put_columns(values, work)
     dim = values.shape[1]
     for j in range(dim):
         line = _COLUMNS + j * LANES
         for k in range(LANES):
-            work[line + k] = (work[line + k] - least[k]) * factor[k] - half
+            work[line + k] = (work[line + k] - low[k]) * factor[k] - half
     for k in range(LANES):
         work[_Z + k] = _ZERO
     for j in range(dim):
@@ -87,9 +87,9 @@ def _load(values: Any, least: Any, factor: Any, half: Any, work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def put_columns(values: Any, work: Any) -> None:
-    """Columns of the rows, each a line."""
+    """Fill in the columns of the rows, one a line."""
     count, dim = values.shape
-    # Four rows at a time: their values of a column are one store.
+    # Four rows at a time: their values of a column are stored at once.
     for k in range(0, count - 3, 4):
         a, b, c, d = values[k], values[k + 1], values[k + 2], values[k + 3]
         for j in range(dim):
@@ -99,7 +99,7 @@ def put_columns(values: Any, work: Any) -> None:
             work[line + 2] = c[j]
             work[line + 3] = d[j]
     for k in range(count - count % 4, LANES):
-        # Lanes without a row see the last one: nothing that they find is used.
+        # Lanes without a row repeat the last row. Their results are not used.
         row = values[min(k, count - 1)]
         for j in range(dim):
             work[_COLUMNS + j * LANES + k] = row[j]
@@ -107,7 +107,7 @@ def put_columns(values: Any, work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _propose_from_moments(dim: int, work: Any) -> None:
-    """Mean and standard deviation of each row; 1 for a deviation of 0."""
+    """Propose the window of each row's mean and standard deviation. A deviation of 0 counts as 1."""
     n = np.float32(dim)
     for k in range(LANES):
         work[_FROM_AT + k] = work[_Z + k] / n
@@ -123,9 +123,10 @@ def _propose_from_moments(dim: int, work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> None:
-    """Try the windows `shift` steps aside, with `share` of the step; keep what explains more of its row.
+    """Try the windows that are shifted by `shift` steps and have `share` of the step.
 
-    What is kept is not the window, but the line of least squares through the codes that it gives.
+    A window gives its row codes. The line of least squares through them is kept if it explains more of the row than
+    the best line before.
     """
     n = np.float32(dim)
     for k in range(LANES):
@@ -150,7 +151,7 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _sum_codes(dim: int, half: Any, work: Any) -> None:
-    """Sums of the codes q, counted from the middle one, of their squares, and of q times the values."""
+    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
     top = half + half
     for k in range(LANES):
         work[_Q + k] = _ZERO
@@ -173,9 +174,9 @@ def _sum_codes(dim: int, half: Any, work: Any) -> None:
 def squared_errors(
     scale: Any, offset: Any, factor: Any, levels: int, dim: int, work: Any, error: Any
 ) -> None:
-    """Leave in `error` what quantizing the rows of `put_columns` with these does to them, in steps of the whole range.
+    """Compute the squared errors of the rows of `put_columns` when quantized, in steps of the whole range.
 
-    Codes and values are computed as encoder and decoder compute them.
+    Codes and values are computed as the encoder and the decoder do.
     """
     top = np.float32(levels)
     for k in range(LANES):

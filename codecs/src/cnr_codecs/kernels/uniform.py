@@ -1,9 +1,11 @@
-"""Rows quantized block by block, each block while it is in the cache: ranges, parameters, codes, packed.
+"""Quantizes rows block by block: ranges, parameters, codes and packing, while the block is in the cache.
 
-The callers' arrays hold n rows: `values` float32 (n, dim), finite or not; `out` is a tuple of scales and
-offsets, float32 (n,), the same as float16, uint16 (2, n), for rows whose kind says so, their kinds, uint8
-(n,), and packed codes, uint8 (n, bytes a row). Rows of kind 0 are to be stored raw, and what is left for them
-means nothing. Returned is how many rows have float16 parameters.
+`values` is float32 (n, dim), finite or not. `out` is a tuple of scales and offsets, float32 (n,) each; the same as
+float16, given as bits, uint16 (2, n), for rows of that kind; the rows' kinds, uint8 (n,); and packed codes, uint8
+(n, bytes a row). Rows of kind 0 must be stored raw, and the rest of `out` means nothing for them. Each function returns
+how many rows have float16 parameters.
+
+Loops over columns use unsigned indices: numba then handles no negative ones, and the compiler makes vectors of them.
 """
 
 from __future__ import annotations
@@ -44,29 +46,29 @@ from cnr_codecs.kernels.search import (
     work_size,
 )
 
-# Adding it to a float32 of 0 to 2**22 rounds half even, and leaves the integer in the lowest bits.
+# Adding this to a float32 of 0 to 2**22 rounds it half even, and leaves the integer in the lowest bits.
 _ROUNDING = np.float32(3 << 22)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def row_extremes(bits: Any, first: int, count: int, dim: int, least: Any, most: Any) -> None:
-    """Least and greatest value of `count` rows of `dim` values, from row `first` of `bits` on (int32: float32 values'
-    bits), as such bits too.
+def row_extremes(bits: Any, first: int, count: int, dim: int, low: Any, high: Any) -> None:
+    """Find the least and the greatest value of `count` rows of `dim` values, from row `first` on.
 
-    -0 is below +0, and NaN lies beyond the infinities. Integers order positive floats as they are, negative ones the
-    other way round; so three plain comparisons, which vectorize, find both ends.
+    `bits`, `low` and `high` are int32: the bits of float32 values. -0 is below +0, and NaN beyond the infinities.
+    Integers sort as positive floats do, and in the reverse order of negative ones. So three comparisons, which
+    vectorize, find both ends.
     """
     start, width = np.uintp(first * dim), np.uintp(dim)
     for k in range(np.uintp(count)):
-        low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+        least, greatest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
         largest = np.uint32(0)
         for j in range(width):
             value = bits[start + k * width + j]
-            low = min(low, value)
-            high = max(high, value)
+            least = min(least, value)
+            greatest = max(greatest, value)
             largest = max(largest, np.uint32(value))
-        least[k] = np.int32(largest) if low < 0 else low
-        most[k] = high if high >= 0 else low
+        low[k] = np.int32(largest) if least < 0 else least
+        high[k] = greatest if greatest >= 0 else least
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -76,13 +78,13 @@ def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out:
     levels = np.float64((1 << bits) - 1)
     work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     codes = np.empty(LANES * dim, np.uint8)
-    # Views are made once: for narrow rows, making them for each block would take as long as the block.
-    flat, least, most = values.reshape(-1), low.view(np.int32), high.view(np.int32)
+    # Views are made once: for narrow rows, making them would take as long as a block does.
+    flat, low_bits, high_bits = values.reshape(-1), low.view(np.int32), high.view(np.int32)
     keys = flat.view(np.int32)
     halves = 0
     for first in range(0, count, LANES):
         last = min(first + LANES, count)
-        row_extremes(keys, first, last - first, dim, least, most)
+        row_extremes(keys, first, last - first, dim, low_bits, high_bits)
         _ranges(low, high, work)
         if symmetric:
             symmetric_parameters(work, levels, overflow)
@@ -96,7 +98,7 @@ def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float, out: Any) -> int:
-    """Quantize rows over given ranges, `low` to `high` (float64 (n,)); values beyond are clamped."""
+    """Quantize rows over given ranges, `low` to `high` (float64 (n,)). Values beyond them are clamped."""
     count, dim = values.shape
     work, codes, flat = np.zeros(LINES), np.empty(LANES * dim, np.uint8), values.reshape(-1)
     halves = 0
@@ -114,7 +116,7 @@ def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float,
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> int:
-    """Quantize rows with the scale and offset that a search finds for each, where they are better than its range's."""
+    """Quantize each row with the scale and offset that a search finds, where these are better than its range's."""
     count, dim = values.shape
     levels = (1 << bits) - 1
     work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -145,7 +147,7 @@ def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, o
 def _measure(
     scale: int, offset: int, error: int, factor: Any, levels: int, dim: int, columns: Any, work: Any
 ) -> None:
-    """The line ERROR or FIT_ERROR, from the lines of scales and offsets."""
+    """Compute ERROR from SCALE and OFFSET, or FIT_ERROR from FIT_SCALE and FIT_OFFSET."""
     squared_errors(
         work[scale : scale + LANES],
         work[offset : offset + LANES],
@@ -159,7 +161,7 @@ def _measure(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _ranges(low: Any, high: Any, work: Any) -> None:
-    """LOW and HIGH of the rows."""
+    """Fill in LOW and HIGH of the rows."""
     for k in range(LANES):
         work[LOW + k] = low[k]
         work[HIGH + k] = high[k]
@@ -167,7 +169,7 @@ def _ranges(low: Any, high: Any, work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
-    """What maps a row's range to its levels; 0, so that nothing is found, where that is no float32."""
+    """Compute what maps a row's range to its levels, or 0 where no float32 does: the search then finds nothing."""
     for k in range(LANES):
         span = high[k] - low[k]
         gain = levels / span
@@ -176,7 +178,7 @@ def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
-    """The windows that the search found, as lines in the rows' own units."""
+    """Convert the windows that the search found to lines in the rows' own units."""
     for k in range(LANES):
         unit = np.float64(factor[k])
         step = np.float64(found[BEST_STEP + k])
@@ -188,8 +190,9 @@ def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
-    """Codes of the rows `first` to `last` by SCALE and OFFSET, packed, and the parameters themselves, into `out`; how
-    many of these rows have float16 parameters.
+    """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
+
+    Return how many of these rows have float16 parameters.
     """
     scales, offsets, _, kind, packed = out
     start, halves = np.uintp(first), 0
@@ -212,10 +215,7 @@ def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, 
 def _quantize(
     values: Any, first: int, last: int, dim: int, scales: Any, offsets: Any, top: Any, codes: Any, to: int
 ) -> None:
-    """code = round half even of clamp((x - offset) * (1 / scale), 0, top), in float32; scale 0 counts as 1.
-
-    Unsigned indices count from no end, which lets the inner loop be one of vectors.
-    """
+    """Compute codes: clamp((x - offset) * (1 / scale), 0, top) in float32, rounded half even. Scale 0 counts as 1."""
     start, target, width = np.uintp(first), np.uintp(to), np.uintp(dim)
     for k in range(np.uintp(last - first)):
         offset, scale = offsets[start + k], scales[start + k]
@@ -233,7 +233,7 @@ def _quantize(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _float16_bits(values: Any, halves: Any) -> None:
-    """The bits of float32s that are float16s."""
+    """Convert float32s whose values are float16s to the bits of these."""
     bits = values.view(np.uint32)
     for k in range(bits.size):
         size = bits[k] & np.uint32(0x7FFFFFFF)

@@ -9,11 +9,11 @@ from numba import njit
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def sound_halves(bits: Any) -> bool:
-    """Whether all of `bits` (uint16 (1 or 2, n): float16s) are finite, and the first row, of scales, not negative."""
+def valid_halves(bits: Any) -> bool:
+    """Whether float16s, `bits` (uint16 (1 or 2, n)), are all finite, and none of the first row, of scales, negative."""
     worst = np.uint16(0)
     for k in range(bits.shape[1]):
-        # Negative and not finite ones are what lies above, as integers.
+        # As integers, negative and non-finite numbers are the greatest.
         worst = max(worst, bits[0, k])
     for k in range(bits.shape[1] if len(bits) > 1 else 0):
         worst = max(worst, bits[1, k] & np.uint16(0x7FFF))
@@ -21,13 +21,16 @@ def sound_halves(bits: Any) -> bool:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def sound_floats(bits: Any, most: float) -> bool:
-    """The same of float32s (uint32); scales besides of at most 16 significant bits, and not above `most`."""
+def valid_floats(bits: Any, largest: float) -> bool:
+    """Whether the same holds for float32s (uint32).
+
+    Besides, scales must have at most 16 significant bits and be at most `largest`.
+    """
     worst, used = np.uint32(0), np.uint32(0)
     for k in range(bits.shape[1]):
         worst = max(worst, bits[0, k])
         used |= bits[0, k]
-    largest = np.uint32(worst).view(np.float32)
+    top = np.uint32(worst).view(np.float32)
     for k in range(bits.shape[1] if len(bits) > 1 else 0):
         worst = max(worst, bits[1, k] & np.uint32(0x7FFFFFFF))
-    return bool((worst < np.uint32(0x7F800000)) & ((used & np.uint32(0xFF)) == 0) & (largest <= most))
+    return bool((worst < np.uint32(0x7F800000)) & ((used & np.uint32(0xFF)) == 0) & (top <= largest))

@@ -1,4 +1,4 @@
-"""The paper's greedy walk: a row's range, narrowed bin by bin. `reference.greedy_walk` says what it does."""
+"""The paper's greedy walk narrows a row's range bin by bin. `uniform.reference.greedy_walk` defines it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-# Rows that walk side by side, one a vector lane; each sums its own error in the order of its columns.
+# Rows that walk side by side, one in each vector lane. Each lane sums its error in the order of the columns.
 LANES = 64
 
 
@@ -15,10 +15,10 @@ LANES = 64
 def greedy_walk(
     values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
 ) -> None:
-    """Walk the range of each row narrower; leave in `left` and `right` the bins to cut off its ends.
+    """Narrow the range of each row, and write the bins to cut off its ends to `left` and `right`.
 
-    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]; `left` and `right` are int32 (n,), zero
-    at first. See `reference.greedy_walk` for the walk itself.
+    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]. `left` and `right` are int32 (n,), zero at
+    first.
     """
     n, dim = values.shape
     y = np.zeros((dim, LANES), np.float32)
@@ -45,9 +45,9 @@ def greedy_walk(
 
 @njit(nogil=True, cache=True)
 def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error_b: Any) -> None:
-    """Squared errors, in steps, of the windows that begin at bin cut + 1 (a) and at bin cut (b).
+    """Compute the squared errors, in steps, of the windows that begin at bin cut + 1 (a) and at bin cut (b).
 
-    `gain` is levels per bin. The lanes of `y` (dim, LANES) are rows, each summed in the order of its columns.
+    `gain` is levels per bin. The lanes of `y` (dim, LANES) are rows.
     """
     top = np.float32(levels)
     error_a[:] = 0
@@ -69,7 +69,7 @@ def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error
 
 @njit(nogil=True, cache=True)
 def _take_step(step: int, cut: Any, error_a: Any, error_b: Any, best: Any, left: Any, right: Any) -> None:
-    """Move each lane to the better window, and remember the best one so far."""
+    """Move each lane to the better of its two windows, and keep the best one so far."""
     for k in range(left.size):
         error = error_b[k]
         if error_a[k] < error:

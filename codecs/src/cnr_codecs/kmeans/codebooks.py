@@ -1,7 +1,7 @@
-"""Codebooks: centroids as they are stored, thresholds between them, and which rows share one.
+"""Codebooks: their centroids as stored, the thresholds between these, and which rows share one.
 
-A codebook is 2**bits centroids in ascending order. They are float16 where rounding adds little to the error
-of the rows that use it, else float32.
+A codebook has 2**bits centroids in ascending order. They are float16 where rounding adds little to the error of the
+rows that use the codebook, else float32.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ Books = npt.NDArray[np.int64]
 
 ITERATIONS = 30
 MAX_EXACT_VALUES = 1 << 16
-# Sets are fitted about this many values at a time, so that what that takes stays small and near.
+# Sets are fitted in slices of about this many values, so that the work arrays stay in the cache.
 _SLICE_VALUES = 1 << 18
-# Rounding to float16 may add this share of the squared error, and this one of the squares about the median:
-# 1/128 of the error, or a noise of 1/1024 of the spread.
-_MOST_ADDED = 2.0**-6
-_MOST_NOISE = 2.0**-20
+# Rounding to float16 may add this share of the squared error, and this share of the squares about the median. The first
+# is 1/128 of the error, the second a noise of 1/1024 of the spread.
+_MAX_ADDED_ERROR = 2.0**-6
+_MAX_NOISE = 2.0**-20
 
 
 @dataclass(frozen=True, eq=False)
 class Codebooks:
-    """Codebooks of n sets of values. `centroids`, float32 (n, codes), ascending, are what is stored; `float16`,
-    bool (n,), marks the codebooks that are stored as float16, which holds them exactly.
+    """Codebooks of n sets of values.
+
+    Attributes
+    ----------
+    centroids
+        float32 (n, codes), ascending: the stored values.
+    float16
+        bool (n,): the codebooks that are stored as float16. It represents their centroids exactly.
     """
 
     centroids: Float32s
@@ -43,28 +49,36 @@ class Codebooks:
 def fit_books(
     values: Float32s, order: npt.NDArray[np.intp], book: Books, bits: int, exact: bool
 ) -> Codebooks:
-    """Fit the codebooks of the rows `order` of `values`. Releases the GIL.
+    """Fit the codebooks of the rows `order` of `values`. The GIL is released.
 
-    Args:
-        values: float32 (n, dim); those rows are finite.
-        order: (m,): rows, at least one.
-        book: int64 (m,): which codebook each of them uses; all from 0 to the greatest are used.
-        bits: bits of a code.
-        exact: whether to find the least squared error, or to settle where Lloyd's iterations do.
+    Parameters
+    ----------
+    values
+        float32 (n, dim). The rows `order` are finite.
+    order
+        (m,): rows, at least one.
+    book
+        int64 (m,): the codebook of each of them. All numbers from 0 to the greatest are used.
+    bits
+        Bits of a code.
+    exact
+        Whether to find the least squared error, instead of where Lloyd's iterations end.
 
-    Raises:
-        RowsError: more than 65,536 values share a codebook, and `exact` is asked for.
+    Raises
+    ------
+    RowsError
+        More than 65,536 values share a codebook, and `exact` is true.
     """
     counts = np.bincount(book)
-    most = int(counts.max()) * values.shape[1]
-    if exact and most > MAX_EXACT_VALUES:
+    largest = int(counts.max()) * values.shape[1]
+    if exact and largest > MAX_EXACT_VALUES:
         raise RowsError(
-            f"{most} values share a codebook, exact k-means takes at most {MAX_EXACT_VALUES}; "
+            f"{largest} values share a codebook, exact k-means takes at most {MAX_EXACT_VALUES}; "
             f"use exact=False, smaller groups or fewer columns"
         )
     rows = order[np.argsort(book, kind="stable")]
     starts = np.concatenate([[0], np.cumsum(counts)])
-    step = max(1, _SLICE_VALUES // most)
+    step = max(1, _SLICE_VALUES // largest)
     parts = []
     for first in range(0, len(counts), step):
         last = min(first + step, len(counts))
@@ -76,20 +90,20 @@ def fit_books(
 def _sorted_sets(
     values: Float32s, rows: npt.NDArray[np.intp], counts: npt.NDArray[np.intp]
 ) -> tuple[Float32s, npt.NDArray[np.int64]]:
-    """(the values of each `counts` rows, ascending, filled up with infinity; how many they are)."""
+    """Return (each set's values, ascending, padded with infinity; how many values each set has)."""
     dim = values.shape[1]
-    most = int(counts.max())
-    if len(rows) == most * len(counts):
+    largest = int(counts.max())
+    if len(rows) == largest * len(counts):
         ordered = values[rows].reshape(len(counts), -1)
     else:
-        ordered = np.full((len(counts), most * dim), np.inf, np.float32)
-        ordered.reshape(len(counts), most, dim)[np.arange(most) < counts[:, None]] = values[rows]
+        ordered = np.full((len(counts), largest * dim), np.inf, np.float32)
+        ordered.reshape(len(counts), largest, dim)[np.arange(largest) < counts[:, None]] = values[rows]
     ordered.sort(axis=1)
     return ordered, counts.astype(np.int64) * dim
 
 
 def _fit(ordered: Float32s, sizes: npt.NDArray[np.int64], bits: int, exact: bool) -> tuple[Float32s, Flags]:
-    """The codebooks of sorted sets, as `cnr_codecs.kernels.kmeans` takes them, and which are float16."""
+    """Return the codebooks of sorted sets, as `kernels.kmeans` takes them, and which are float16."""
     count, codes = len(ordered), 1 << bits
     cuts = np.empty((count, codes + 1), np.int64)
     if exact:
@@ -100,34 +114,37 @@ def _fit(ordered: Float32s, sizes: npt.NDArray[np.int64], bits: int, exact: bool
     kernels.cluster_means(ordered, sizes, cuts, mean, error, spread)
     narrow = _rounded(mean, np.float16)
     off = narrow - mean
-    with np.errstate(all="ignore"):  # infinite centroids of empty clusters
+    with np.errstate(all="ignore"):  # centroids of empty clusters may be infinite
         added = (np.diff(cuts, axis=1) * off * off).sum(axis=1)
-    fits = np.isfinite(narrow).all(axis=1) & (added <= _MOST_ADDED * error + _MOST_NOISE * spread)
+    fits = np.isfinite(narrow).all(axis=1) & (added <= _MAX_ADDED_ERROR * error + _MAX_NOISE * spread)
     return np.where(fits[:, None], narrow, _rounded(mean, np.float32)), fits
 
 
 def thresholds(centroids: Float32s) -> Float32s:
-    """The greatest float32 values, (n, codes - 1), that are no nearer to the next centroid of (n, codes)."""
+    """Return the thresholds (n, codes - 1) between centroids (n, codes).
+
+    A threshold is the greatest float32 that is no nearer to the upper centroid than to the lower one.
+    """
     wide = centroids.astype(np.float64)
     middle = (wide[:, :-1] + wide[:, 1:]) / 2
     nearest = middle.astype(np.float32)
-    with np.errstate(over="ignore"):  # below the least float32, where no middle is rounded up to
+    with np.errstate(over="ignore"):  # the number below the least float32 is not used
         below = np.nextafter(nearest, np.float32(-np.inf))
     return np.where(nearest > middle, below, nearest)
 
 
 def _rounded(mean: Float64s, dtype: type[np.floating[Any]]) -> Float32s:
-    """Rounded to a narrower type, ascending, and without negative zeros, as float32."""
+    """Return means rounded to a narrower type, as ascending float32 without negative zeros."""
     with np.errstate(over="ignore"):
         narrow = mean.astype(dtype).astype(np.float32) + np.float32(0)
     return np.maximum.accumulate(narrow, axis=1)
 
 
 def by_clusters(features: Float32s, clusters: int) -> Books:
-    """Rows that are alike, (n, 2) finite features each, share a cluster: numbers below `clusters`, int64 (n,).
+    """Cluster rows by their two finite features (n, 2). Return each row's cluster, int64 (n,), below `clusters`.
 
-    `clusters` is a power of two: all clusters are halved, again and again, at the median of the feature that
-    varies most in each. Rows of equal features are told apart by their place.
+    `clusters` is a power of two. All clusters are halved repeatedly, each at the median of the feature that varies
+    most in it. Rows of equal features are ordered by their place.
     """
     count = len(features)
     book = np.zeros(count, np.int64)

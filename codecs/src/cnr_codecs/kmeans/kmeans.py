@@ -1,7 +1,7 @@
-"""k-means: rows as codes of the nearest centroids of a codebook, which a row has to itself or shares.
+"""The codec of k-means: rows are stored as codes of the nearest centroids of a codebook.
 
-With group "row" a row's codes depend on that row and the codec alone. Shared codebooks (paper, section on
-k-means: by contiguous blocks, and two-tier) depend on every row that shares them: such a row decodes to other
+With group "row" each row has its own codebook, and its codes depend on that row and the codec alone. A shared codebook
+(the paper's contiguous blocks and two-tier k-means) depends on every row that shares it: a row then decodes to other
 values when it is encoded with other rows.
 """
 
@@ -40,19 +40,27 @@ Order = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class KMeansRows:
-    """Rows as codes of their nearest centroids.
+    """Quantizes each value to the nearest centroid of its row's codebook.
 
-    Args:
-        bits: bits of a code, 1 to 8: a codebook has 2**bits centroids.
-        group: what shares a codebook: each "row" has its own; each "block" of rows, contiguous among those
-            given; or each "cluster" of rows whose least and greatest values are alike.
-        exact: find the codebooks of least squared error, instead of good ones; many times slower.
-        block_rows: for "block" only: rows of a block, 1 to 2**32 - 1; default 64.
-        clusters: for "cluster" only: how many at most, a power of two up to 256; default as many as rows
-            that have 2**bits rows each.
+    Parameters
+    ----------
+    bits
+        Bits of a code, 1 to 8. A codebook has 2**bits centroids.
+    group
+        Which rows share a codebook. With "row" each row has its own. With "block" contiguous rows share one, among
+        the given rows. With "cluster" rows share one whose least and greatest values are alike.
+    exact
+        Whether to find the codebooks of least squared error instead of good ones. It is many times slower.
+    block_rows
+        For "block" only: rows of a block, 1 to 2**32 - 1; default 64.
+    clusters
+        For "cluster" only: the most clusters, a power of two up to 256, which is the default. There is never more
+        than one for every 2**bits rows.
 
-    Raises:
-        CodecConfigError: an option is unknown or out of range.
+    Raises
+    ------
+    CodecConfigError
+        An option is unknown or out of range.
     """
 
     bits: int = 4
@@ -82,20 +90,23 @@ class KMeansRows:
             raise CodecConfigError(
                 f"clusters must be a power of two from 1 to {MAX_CLUSTERS}, got {self.clusters!r}"
             )
-        # Codecs that do the same are equal, and write the same configuration.
+        # The default is removed, so that codecs that do the same are equal and have the same configuration.
         if self.block_rows == DEFAULT_BLOCK_ROWS:
             object.__setattr__(self, "block_rows", None)
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that `row_codec` takes, as numcodecs writes it; without options left at defaults."""
+        """Return the configuration that `row_codec` takes, without options that have their default."""
         return {"id": "cnr_kmeans", **self._options()}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The entry of a Zarr v3 array's `codecs`."""
+        """Return the entry of a Zarr v3 array's `codecs`."""
         return {"name": "cnr.kmeans", "configuration": self._options()}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Encoded bytes of a row of `dim` values, without its share of the row set, as most rows have it."""
+        """Return the encoded bytes of a row of `dim` values with a float16 codebook, as most rows have.
+
+        The row's share of the row set is left out.
+        """
         kind = quantizable_element(element)
         book = float(self._book_bytes(ParameterType.FLOAT16))
         if self.group == "block":
@@ -107,13 +118,15 @@ class KMeansRows:
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
-        """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`.
+        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`.
 
-        Raises:
-            RowsError: as there; or more than 65,536 values share a codebook, too many for `exact`.
+        Raises
+        ------
+        RowsError
+            As there, or more than 65,536 values share a codebook, which is too many for `exact`.
         """
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        # Rows may hold anything, and the caller's numpy may raise what it only warns of elsewhere.
+        # Rows may hold anything, and the caller may have made numpy raise floating-point errors.
         with np.errstate(all="ignore"):
             segments = self._segments(values, offsets, rows, kind) if len(values) else []
         return build(rows, values.shape[1], kind, segments, seal)
@@ -127,12 +140,12 @@ class KMeansRows:
         return PARAMETER_DTYPES[parameter_type].itemsize << self.bits
 
     def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        # Negative zeros become positive, or it would be the sort's choice which of them a centroid is.
+        # Negative zeros become positive: otherwise the sort would decide which zero a centroid is.
         wide = np.ascontiguousarray(values, np.float32) + np.float32(0)
         wide.flags.writeable = False
-        least, most = row_extremes(wide)
-        order = np.flatnonzero(np.isfinite(least) & np.isfinite(most))
-        book = self._books(least, most, order)
+        low, high = row_extremes(wide)
+        order = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
+        book = self._books(low, high, order)
         held = self._worthwhile(book, ParameterType.FLOAT16, wide.shape[1], element)
         order, book = order[held], np.unique(book[held], return_inverse=True)[1]
         raw = np.ones(len(wide), np.bool_)
@@ -150,17 +163,17 @@ class KMeansRows:
             segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
         return segments
 
-    def _books(self, least: Float32s, most: Float32s, order: Order) -> Books:
-        """Which codebook each of the rows `order` uses; they need not be numbered from 0."""
+    def _books(self, low: Float32s, high: Float32s, order: Order) -> Books:
+        """Return the number of the codebook of each of the rows `order`. Numbers may be left out."""
         if self.group == "row" or len(order) == 0:
             return np.arange(len(order))
         if self.group == "block":
             return order // (self.block_rows or DEFAULT_BLOCK_ROWS)
-        most_clusters = min(self.clusters or MAX_CLUSTERS, max(1, len(order) >> self.bits))
-        return by_clusters(np.stack([least, most], axis=1)[order], 1 << (most_clusters.bit_length() - 1))
+        max_clusters = min(self.clusters or MAX_CLUSTERS, max(1, len(order) >> self.bits))
+        return by_clusters(np.stack([low, high], axis=1)[order], 1 << (max_clusters.bit_length() - 1))
 
     def _worthwhile(self, book: Books, kind: ParameterType, dim: int, element: Element) -> Flags:
-        """Which rows use a codebook, of which `book` is the number, that is smaller than what it saves."""
+        """Which rows, whose codebooks `book` numbers, have a codebook that is smaller than what it saves."""
         _, number, counts = np.unique(book, return_inverse=True, return_counts=True)
         saved = dim * element.stored.itemsize - row_bytes(Scheme.SHARED, self.bits, dim)
         if self.group != "row":
@@ -188,5 +201,5 @@ class KMeansRows:
         )
 
 
-def _is_integer(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
+def _is_integer(value: Any, maximum: int) -> bool:
+    return type(value) is int and 1 <= value <= maximum

@@ -1,6 +1,6 @@
-"""What the k-means kernels compute, in readable numpy. The two agree bit for bit; the tests hold them to it.
+"""k-means in readable numpy. The kernels compute the same bit for bit, which tests check.
 
-Sets of values are the sorted rows of `ordered`, float32 (n, size), finite. Clusters are given by their
+The sets of values are the sorted rows of `ordered`, float32 (n, size), finite. Clusters are given by their
 beginnings, int64 (n, clusters + 1), as in `cnr_codecs.kernels.kmeans`.
 """
 
@@ -17,20 +17,20 @@ Cuts = npt.NDArray[np.int64]
 
 
 def _centred(ordered: Float32s) -> tuple[Float64s, Float64s]:
-    """Values less their median, (n, size), and their sums from the median outwards."""
+    """Return the values less their median, (n, size), and their sums from the median outwards."""
     z = ordered.astype(np.float64) - ordered[:, [ordered.shape[1] // 2]].astype(np.float64)
     return z, _outward_sums(z)
 
 
 def _outward_sums(values: Float64s) -> Float64s:
-    """(n, size + 1): the difference of two is the sum of the values between."""
+    """Return (n, size + 1) sums. The difference of two is the sum of the values between them."""
     half = values.shape[1] // 2
     below = -np.cumsum(values[:, :half][:, ::-1], axis=1)[:, ::-1]
     return np.concatenate([below, np.zeros((len(values), 1)), np.cumsum(values[:, half:], axis=1)], axis=1)
 
 
 def lloyd_cuts(ordered: Float32s, clusters: int, iterations: int) -> Cuts:
-    """Pieces of equal shares of values and gaps; Ward's merges of adjacent pieces; Lloyd's iterations."""
+    """Cut sets into pieces of equal shares of values and gaps, merge these as Ward does, iterate as Lloyd does."""
     z, total = _centred(ordered)
     count = min(z.shape[1], PIECES * clusters)
     cuts = _merged(z, total, _pieces(z, count), clusters)
@@ -58,7 +58,7 @@ def _pieces(z: Float64s, count: int) -> Cuts:
 
 
 def _merged(z: Float64s, total: Float64s, cuts: Cuts, clusters: int) -> Cuts:
-    """Cuts taken out, the cheapest first, until clusters + 1 are left."""
+    """Remove cuts, the cheapest first, until clusters + 1 are left."""
     size = z.shape[1]
     names = np.tile(np.arange(cuts.shape[1]), (len(cuts), 1))
     while cuts.shape[1] > clusters + 1:
@@ -90,7 +90,7 @@ def _means(z: Float64s, total: Float64s, cuts: Cuts) -> Float64s:
 
 
 def exact_cuts(ordered: Float32s, clusters: int) -> Cuts:
-    """The clusters of least squared error, by dynamic programming over ends."""
+    """Return the clusters of least squared error, found by dynamic programming over ends."""
     z, total = _centred(ordered)
     squares = _outward_sums(z * z)
     n, size = z.shape
@@ -111,7 +111,7 @@ def exact_cuts(ordered: Float32s, clusters: int) -> Cuts:
 
 
 def _errors(z: Float64s, total: Float64s, squares: Float64s, i: npt.NDArray[np.intp], end: int) -> Float64s:
-    """Squared errors, (n, len(i)), of values i to end - 1 about their means."""
+    """Return the squared errors, (n, len(i)), of values i to end - 1 about their means."""
     own = total[:, [end]] - total[:, i]
     error = np.maximum(squares[:, [end]] - squares[:, i] - own * own * (1 / (end - i)), 0)
     return np.where(z[:, i] == z[:, [end - 1]], 0, error)
@@ -120,7 +120,7 @@ def _errors(z: Float64s, total: Float64s, squares: Float64s, i: npt.NDArray[np.i
 def _extended(
     z: Float64s, total: Float64s, squares: Float64s, before: Float64s, least: int, first: int, last: int
 ) -> tuple[Float64s, Cuts]:
-    """The error of each end with one more cluster, and where that begins: ends in the middle of others first."""
+    """Return the error of each end with one more cluster, and where it begins. Middle ends are computed first."""
     best, begin = np.zeros_like(before), np.zeros(before.shape, np.int64)
     step = 1 << ((last - first + 1).bit_length() - 1)
     while step >= 1:
@@ -137,14 +137,14 @@ def _extended(
 
 
 def cluster_means(ordered: Float32s, cuts: Cuts) -> tuple[Float64s, Float64s, Float64s]:
-    """(means (n, clusters), squared errors (n,), sums of squares about the median (n,))."""
+    """Return (means (n, clusters), squared errors (n,), sums of squares about the median (n,))."""
     n, size = ordered.shape
     z = ordered.astype(np.float64)
     counts = np.diff(cuts, axis=1)
     cluster = (np.arange(size) >= cuts[:, 1:, None]).sum(axis=1)
     sums = np.zeros(counts.shape)
     rows = np.arange(n)
-    # Value by value, as the kernel sums: the order of the additions decides the last bit.
+    # Values are added one by one, as the kernel does: the order decides the last bit.
     for j in range(size):
         sums[rows, cluster[:, j]] += z[:, j]
     instead = np.take_along_axis(z, np.minimum(cuts[:, :-1], size - 1), 1)
@@ -155,7 +155,7 @@ def cluster_means(ordered: Float32s, cuts: Cuts) -> tuple[Float64s, Float64s, Fl
 
 
 def nearest(values: Float32s, codebooks: Float32s) -> npt.NDArray[np.uint8]:
-    """Codes (n, dim) of the nearest centroids in each row's codebook (n, codes), the lower one of two as near."""
+    """Return codes (n, dim) of the nearest centroids in each row's codebook (n, codes), the lower one in a tie."""
     wide = codebooks.astype(np.float64)
     middle = (wide[:, :-1] + wide[:, 1:]) / 2
     codes: npt.NDArray[np.uint8] = (values[:, None, :] > middle[:, :, None]).sum(axis=1, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Rows out of proved payloads."""
+"""Decodes rows of validated payloads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from cnr_codecs.payload.rowset import RowSetKind
 
 Need = npt.NDArray[np.uint8]
 
-# What kernels take where there is nothing; read-only as what they take else, so that one compiled kernel serves all.
+# Stand for parameters that a segment does not have. They are read-only, as parameters are: so one compiled kernel
+# serves both.
 _NO_HALVES, _NO_FLOATS = np.empty((0, 0), np.uint16), np.empty((0, 0), np.float32)
 _NO_HALVES.flags.writeable = _NO_FLOATS.flags.writeable = False
 _NO_ROWS = np.empty(0, np.uint32)
 
 
 def present_rows(payload: Payload) -> npt.NDArray[np.int64]:
-    """The rows of all segments, increasing, int64 (n,): 8 bytes a row, which may be more than a chunk takes decoded."""
+    """Return the rows that a payload has, increasing, int64 (n,).
+
+    That is 8 bytes a row, which may be more than the decoded chunk takes.
+
+    Parameters
+    ----------
+    payload
+        As `parse` returns it.
+    """
     if len(payload.segments) == 1:
         return payload.segments[0].row_set.offsets()
     rows = np.concatenate([np.empty(0, np.int64), *(each.row_set.offsets() for each in payload.segments)])
@@ -34,19 +43,25 @@ def present_rows(payload: Payload) -> npt.NDArray[np.int64]:
 
 
 def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int = 0) -> int:
-    """Write the rows of a payload that are asked for, and clear their marks. Releases the GIL.
+    """Decode the wanted rows of a payload into `out`, and clear their marks.
 
-    Args:
-        payload: what `parse` returned.
-        out: (n, dim) of the element type's array dtype; its rows may lie apart, as in a slice of columns.
-        need: uint8 (n,), non-zero where a row of `out` is asked for. Marks of rows written are set to 0.
-        first_row: the row of the chunk that the first row of `out` stands for; may be negative.
+    Return how many rows were written. Evicted rows count: the fill value is written for them. The GIL is released.
 
-    Returns:
-        How many rows were written. Evicted rows are, with the fill value.
+    Parameters
+    ----------
+    payload
+        As `parse` returns it.
+    out
+        (n, dim) of the element type's array dtype. Its rows may lie apart, as in a slice of columns.
+    need
+        uint8 (n,), non-zero where a row of `out` is wanted. Marks of written rows are set to 0.
+    first_row
+        The row of the chunk that is row 0 of `out`. It may be negative.
 
-    Raises:
-        RowsError: `out` or `need` is not as said above.
+    Raises
+    ------
+    RowsError
+        `out` or `need` is not as above.
     """
     target = _target(payload, out, need, first_row)
     if first_row >= payload.rows or first_row + len(out) <= 0:
@@ -56,7 +71,7 @@ def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: 
 
 @dataclass(eq=False, slots=True)
 class _Target:
-    """Where rows go: `flat` spans `out` from its first value to its last, rows `stride` values apart."""
+    """Where rows are written. `flat` spans `out` from its first value to its last; rows are `stride` values apart."""
 
     out: npt.NDArray[Any]
     need: Need
@@ -79,7 +94,7 @@ def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int)
         return _Target(out, need, first_row, out.reshape(-1), dim)
     stride, rest = divmod(out.strides[0], dtype.itemsize) if count > 1 else (dim, 0)
     if rest or stride < dim or (dim > 1 and out.strides[1] != dtype.itemsize) or not out.flags.aligned:
-        raise RowsError(f"each row of out must be in one piece, after the one before; strides {out.strides}")
+        raise RowsError(f"rows of out must be contiguous and in order; got strides {out.strides}")
     flat = np.lib.stride_tricks.as_strided(out, ((count - 1) * stride + dim,), (dtype.itemsize,))
     return _Target(out, need, first_row, flat, stride)
 
@@ -137,7 +152,10 @@ def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
 
 
 def _parts(segment: Segment, target: _Target) -> Iterator[tuple[int, int, npt.NDArray[np.uint32]]]:
-    """(start, stop, rows) of parts of the segment: their rows of the chunk; none named where row i is row i."""
+    """Yield (start, stop, rows) of parts of the segment: `rows` are the chunk's rows.
+
+    For a prefix `rows` is empty, because the segment's row i is the chunk's row i.
+    """
     row_set = segment.row_set
     if row_set.kind is RowSetKind.PREFIX:
         yield max(0, target.first_row), min(row_set.count, target.first_row + len(target.need)), _NO_ROWS
@@ -173,7 +191,7 @@ def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:
 
 
 def _rounded(centroids: npt.NDArray[Any], element: str) -> npt.NDArray[Any]:
-    """The values that centroids stand for: float32, or the bits of float16."""
+    """Return the values that codes of these centroids decode to: float32, or the bits of float16."""
     wide = centroids.astype(np.float32)
     if element == "bfloat16":
         return round_to_bfloat16(wide)

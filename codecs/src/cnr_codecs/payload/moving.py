@@ -1,8 +1,7 @@
-"""Moves rows between payloads as they are stored: codes and parameters are copied, nothing is quantized again.
+"""Moves stored rows between payloads. Codes and parameters are copied, so moved rows decode to the same bits.
 
-`take_rows` picks rows out of a payload, `merge_segments` joins what was picked out of several, `split_segments` cuts a
-chunk's segments into those of smaller chunks, and `cnr_codecs.build_payload` makes a payload of the result: its rows
-decode to the same bits.
+`take_rows` picks rows of a payload, `merge_segments` joins segments, and `split_segments` cuts a chunk's segments into
+those of smaller chunks. `cnr_codecs.build_payload` makes a payload of the result.
 """
 
 from __future__ import annotations
@@ -18,21 +17,27 @@ from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Segment
 from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
-# Codes, parameters (all codebooks where they are shared), and the shared codebook of each row.
+# Codes, parameters (all codebooks where rows share them), and the codebook of each row.
 _Part = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], npt.NDArray[np.uint32] | None]
 
 
 def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]:
-    """The rows of a payload that are asked for, as segments of another chunk; clears their marks.
+    """Return the wanted rows of a payload as segments of another chunk, and clear their marks.
 
-    Args:
-        payload: what `parse` returned. The segments are copies, and don't keep its bytes alive.
-        need: uint8 (n,), non-zero where a row of the other chunk, of n rows, is asked for. Marks of rows taken are
-            set to 0.
-        first_row: the row of the payload's chunk that the other chunk's first row stands for; may be negative.
+    Parameters
+    ----------
+    payload
+        As `parse` returns it. The segments are copies, so they don't keep its bytes in memory.
+    need
+        uint8 (n,), non-zero where a row of the other chunk, of n rows, is wanted. Marks of the returned rows
+        are set to 0.
+    first_row
+        The row of the payload's chunk that is row 0 of the other chunk. It may be negative.
 
-    Raises:
-        RowsError: `need` is not as said above.
+    Raises
+    ------
+    RowsError
+        `need` is not as above.
     """
     if need.ndim != 1 or need.dtype != np.uint8 or not need.flags.writeable:
         raise RowsError(f"need must be writable uint8 (rows,); got {need.dtype} {need.shape}")
@@ -41,13 +46,17 @@ def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]
 
 
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """One segment for each way of storing rows: scheme, bits and parameter type.
+    """Return one segment for each scheme, bits and parameter type.
 
-    Args:
-        segments: of chunks of the same rows and columns; no row is in two of them.
+    Parameters
+    ----------
+    segments
+        Segments of chunks that have the same number of rows and of columns. No row may be in two of them.
 
-    Raises:
-        RowsError: chunks of different rows or columns, or a row that two segments of one kind hold.
+    Raises
+    ------
+    RowsError
+        The chunks differ in rows or columns, or two segments of one kind have the same row.
     """
     kinds: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in segments:
@@ -56,11 +65,14 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segment]]:
-    """The segments of consecutive chunks of `rows` rows each; the last may have fewer.
+    """Yield the segments of consecutive chunks of `rows` rows each. The last chunk may have fewer rows.
 
-    Args:
-        segments: of one chunk, or of chunks of the same rows, at least one. What comes out looks into them.
-        rows: at least 1.
+    Parameters
+    ----------
+    segments
+        Segments of one chunk, at least one. The yielded segments are views of them.
+    rows
+        Rows of a chunk, at least 1.
     """
     whole = segments[0].row_set.rows
     starts = np.arange(0, whole + rows, rows)
@@ -79,7 +91,7 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
 def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
     taken = np.zeros(len(need), np.bool_)
     parts = []
-    # Block by block: a list of all positions could take many times the memory that the rows take.
+    # One block at a time: all positions together could take many times the memory of the rows.
     for start, rows in segment.row_set.blocks():
         place = rows.astype(np.int64) - first_row
         begin, end = np.searchsorted(place, (0, len(need)))
@@ -95,7 +107,7 @@ def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
 
 
 def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:
-    """What is stored of the rows at these positions of a segment."""
+    """Return what a segment stores of the rows at these positions."""
     codes, parameters = segment.codes[position], segment.parameters
     if segment.books is not None:
         return codes, parameters, segment.books[position]
@@ -107,7 +119,7 @@ def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:
 
 
 def _joined(segment: Segment, parts: Sequence[_Part], row_set: RowSet) -> Segment:
-    """Rows of a segment, those of `row_set`, as one segment."""
+    """Return parts of a segment as one segment, whose rows are `row_set`."""
     axis = 1 if segment.scheme in PARAMETERS_PER_ROW else 0
     codes, parameters, books = parts[0]
     if len(parts) > 1:
@@ -122,10 +134,10 @@ def _joined(segment: Segment, parts: Sequence[_Part], row_set: RowSet) -> Segmen
 
 
 def _merge(segments: Sequence[Segment]) -> Segment:
-    """Segments of one kind as one, its rows in increasing order."""
+    """Return segments of one kind as one segment, with its rows in increasing order."""
     first = segments[0]
     if len({(segment.row_set.rows, segment.codes.shape[1]) for segment in segments}) > 1:
-        raise RowsError("segments of chunks of different rows or columns can't be merged")
+        raise RowsError("segments of chunks that differ in rows or columns can't be merged")
     places = np.concatenate([segment.row_set.offsets() for segment in segments])
     order = np.argsort(places, kind="stable")
     places = places[order]
@@ -147,7 +159,7 @@ def _merge(segments: Sequence[Segment]) -> Segment:
 
 
 def _renumbered(segments: Sequence[Segment]) -> npt.NDArray[np.uint32] | None:
-    """The shared codebook of each row when those of all segments stand one after the other."""
+    """Return the shared codebook of each row, once the codebooks of all segments are joined in order."""
     numbers: list[npt.NDArray[Any]] = []
     before = 0
     for segment in segments:

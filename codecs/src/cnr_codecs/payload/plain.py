@@ -1,7 +1,7 @@
-"""The payload that nearly every chunk is, proved and decoded at once.
+"""A fast path for plain payloads, which nearly all chunks are. It validates and decodes in one step.
 
-It is one segment of all rows, in order, of float32 values quantized asymmetrically with float16 parameters. What is
-known of it is what `validate` and `decode`, which take every payload, would find out.
+A plain payload has one segment of all rows, of float32 values, quantized asymmetrically with float16 parameters. The
+result equals that of `validate` and `decode`, which take every payload.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ _START = (MAGIC, VERSION, _FLOAT32.code, 1)
 
 
 def decode_plain(
-    data: npt.NDArray[np.uint8], most_bytes: int, out: npt.NDArray[Any] | None = None
+    data: npt.NDArray[np.uint8], max_bytes: int, out: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[np.float32] | None:
-    """The chunk (rows, dim) of a plain payload; None if it is any other, sound or not, or doesn't fit.
+    """Return the chunk (rows, dim) of a plain payload.
 
-    Args:
-        data: the payload's bytes, contiguous.
-        most_bytes: the most bytes that the chunk may take when decoded.
-        out: where the chunk goes, if not into new memory: flat, and taken if it is float32, of the chunk's size,
-            aligned and writable.
+    Return None if the payload is not plain, not valid, too large, or doesn't fit `out`: the general path then decides.
+
+    Parameters
+    ----------
+    data
+        The payload's bytes, contiguous.
+    max_bytes
+        The most bytes that the decoded chunk may take.
+    out
+        Where the chunk is decoded to, instead of new memory. It must be flat float32 of the chunk's size,
+        aligned and writable.
     """
     if len(data) < _HEAD.size:
         return None
@@ -42,7 +48,7 @@ def decode_plain(
         and (scheme, parameters, row_set) == (Scheme.ASYMMETRIC, ParameterType.FLOAT16, RowSetKind.PREFIX)
         and 1 <= bits <= 8
         and count == rows
-        and 0 < rows * dim * _FLOAT32.array.itemsize <= most_bytes
+        and 0 < rows * dim * _FLOAT32.array.itemsize <= max_bytes
         and len(data) == _HEAD.size + rows * (4 + width)
     ):
         return None
@@ -51,7 +57,7 @@ def decode_plain(
     elif out.dtype != _FLOAT32.array or out.shape != (rows * dim,) or not out.flags.carray:
         return None
     first = _HEAD.size + 4 * rows
-    # A copy: it is aligned, and can't change between its proof and its use.
+    # The copy is aligned, and nobody can change it between validation and use.
     halves = np.frombuffer(data[_HEAD.size : first].tobytes(), np.uint16).reshape(2, rows)
     packed = data[first:].reshape(rows, width)
     packed.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Row sets: which rows of a chunk a segment holds, in the fewest bytes."""
+"""Row sets: which rows of a chunk a segment has, in the fewest bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
 
-# Row numbers are expanded this many at a time, so that a payload of a few bytes can't make them take much
-# memory.
+# Row numbers are expanded in blocks of this many: a payload of a few bytes may name billions of rows.
 BLOCK_ROWS = 1 << 16
 
 
 class RowSetKind(IntEnum):
-    """How a row set is written; the numbers are the payload's."""
+    """How a row set is stored. Payloads store these numbers."""
 
     PREFIX = 0
     BITMAP = 1
@@ -33,7 +32,7 @@ _OFFSET_DTYPES: dict[RowSetKind, np.dtype[Any]] = {
 
 
 def encoded_bytes(kind: RowSetKind, count: int, rows: int) -> int:
-    """Bytes that a row set of `count` of `rows` rows takes."""
+    """Return the bytes that a row set of `count` of `rows` rows takes."""
     if kind is RowSetKind.PREFIX:
         return 0
     if kind is RowSetKind.BITMAP:
@@ -43,9 +42,18 @@ def encoded_bytes(kind: RowSetKind, count: int, rows: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowSet:
-    """`count` of the `rows` rows of a chunk, in increasing order.
+    """Some of the rows of a chunk, in increasing order.
 
-    `data` holds nothing (prefix), the bitmap as uint8, or the offsets as uint16 or uint32.
+    Attributes
+    ----------
+    kind
+        How the row set is stored.
+    count
+        The number of rows in the set.
+    rows
+        The number of rows of the chunk.
+    data
+        Nothing (prefix), the bitmap as uint8, or the offsets as uint16 or uint32.
     """
 
     kind: RowSetKind
@@ -55,19 +63,30 @@ class RowSet:
 
     @classmethod
     def first(cls, count: int, rows: int) -> RowSet:
-        """The first `count` of `rows` rows."""
+        """Return the set of the first `count` of `rows` rows."""
         return cls(RowSetKind.PREFIX, count, rows, np.empty(0, np.uint8))
 
     @classmethod
     def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
-        """The smallest row set for strictly increasing offsets below `rows`; among equals the lowest kind."""
+        """Return the smallest row set of the rows `offsets`; among equally small ones, the lowest kind.
+
+        Parameters
+        ----------
+        offsets
+            (n,) integers below `rows`, strictly increasing, at least one.
+        rows
+            The number of rows of the chunk.
+        """
         count = len(offsets)
         kind = _smallest(count, int(offsets[-1]), rows)
         return cls(kind, count, rows, _pack(kind, offsets, rows))
 
     @classmethod
     def marked(cls, flags: npt.NDArray[np.bool_]) -> RowSet:
-        """The same of the true ones of `flags`, (rows,), at least one; in little more memory than these take."""
+        """Return the smallest row set of the rows that `flags`, (rows,), marks. At least one must be marked.
+
+        It takes little more memory than `flags` does.
+        """
         rows, count = len(flags), int(np.count_nonzero(flags))
         kind = _smallest(count, rows - 1 - int(flags[::-1].argmax()), rows)
         if kind is RowSetKind.PREFIX:
@@ -77,14 +96,14 @@ class RowSet:
         return cls(kind, count, rows, _pack(kind, np.flatnonzero(flags), rows))
 
     def offsets(self) -> npt.NDArray[np.int64]:
-        """All rows, increasing, int64 (count,)."""
+        """Return all rows of the set, increasing, int64 (count,)."""
         found = np.empty(self.count, np.int64)
         for start, block in self.blocks():
             found[start : start + len(block)] = block
         return found
 
     def blocks(self) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Yield (how many rows came before, the next offsets as uint32), a bounded number at a time."""
+        """Yield (rows before this block, the block's rows as uint32). Blocks have a bounded number of rows."""
         done = 0
         for block in self._blocks():
             yield done, block
@@ -95,7 +114,7 @@ class RowSet:
             step = BLOCK_ROWS // 8
             for start in range(0, len(self.data), step):
                 bits = np.unpackbits(self.data[start : start + step], bitorder="little")
-                # numpy finds the true ones of bools many times as fast as the non-zero ones of integers.
+                # flatnonzero is many times faster on bools than on integers.
                 yield (np.flatnonzero(bits.view(np.bool_)) + start * 8).astype(np.uint32)
             return
         for start in range(0, self.count, BLOCK_ROWS):
@@ -107,7 +126,7 @@ class RowSet:
 
 
 def _smallest(count: int, last: int, rows: int) -> RowSetKind:
-    """The kind that takes the fewest bytes for so many rows up to the row `last`; among equals the lowest."""
+    """Return the kind that takes the fewest bytes for `count` rows, the greatest being `last`."""
     kinds = [RowSetKind.BITMAP, RowSetKind.OFFSETS32]
     if last == count - 1:
         kinds.append(RowSetKind.PREFIX)
@@ -126,22 +145,26 @@ def _pack(kind: RowSetKind, offsets: npt.NDArray[np.integer[Any]], rows: int) ->
     return offsets.astype(_OFFSET_DTYPES[kind])
 
 
-def prove_row_set(kind: RowSetKind, count: int, rows: int, data: npt.NDArray[np.uint8], where: str) -> RowSet:
-    """The row set in `data`, whose length is that of `encoded_bytes`.
+def validate_row_set(
+    kind: RowSetKind, count: int, rows: int, data: npt.NDArray[np.uint8], where: str
+) -> RowSet:
+    """Return the row set that `data`, of `encoded_bytes(kind, count, rows)` bytes, stores.
 
-    Raises:
-        PayloadError: it does not name `count` different rows below `rows`, in increasing order.
+    Raises
+    ------
+    PayloadError
+        The data doesn't name `count` different rows below `rows` in increasing order.
     """
     if kind is RowSetKind.PREFIX:
         return RowSet(kind, count, rows, data)
-    # A copy: what has been proved can't change afterwards, even if the caller's buffer does.
+    # What is validated is copied, because the caller's buffer may change afterwards.
     if kind is RowSetKind.BITMAP:
         bitmap = data.copy()
         if rows % 8 and int(bitmap[-1]) >> (rows % 8):
             raise PayloadError(f"{where}: the bitmap of rows has bits set beyond row {rows - 1}")
         held = int.from_bytes(bitmap.tobytes(), "little").bit_count()
         if held != count:
-            raise PayloadError(f"{where}: the bitmap holds {held} rows, the segment declares {count}")
+            raise PayloadError(f"{where}: the bitmap has {held} rows, the segment declares {count}")
         return RowSet(kind, count, rows, bitmap)
     offsets = np.frombuffer(data.tobytes(), _OFFSET_DTYPES[kind])
     if (offsets[1:] <= offsets[:-1]).any():

@@ -1,4 +1,4 @@
-"""Proves that bytes are a payload, before anything is decoded: kernels check no bounds.
+"""Validates that bytes are a payload before anything is decoded, because kernels check no bounds.
 
 Sizes are computed with Python's integers, so no hostile number can overflow them.
 """
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError
-from cnr_codecs.kernels.validate import sound_floats, sound_halves
+from cnr_codecs.kernels.validate import valid_floats, valid_halves
 from cnr_codecs.payload.payload import (
     BOOK_COUNT,
     HEADER,
@@ -30,23 +30,32 @@ from cnr_codecs.payload.payload import (
     checked_seal,
     row_bytes,
 )
-from cnr_codecs.payload.rowset import RowSetKind, encoded_bytes, prove_row_set
+from cnr_codecs.payload.rowset import RowSetKind, encoded_bytes, validate_row_set
 
 DEFAULT_MAX_DECODED_BYTES = 64 << 20
-# Scales have at most 16 significant bits: the lower 8 of a float32's 24 are zero, so that scale * code is
-# exact.
+# Scales have at most 16 significant bits, so that scale * code is exact: the lower 8 of a float32's 24 are zero.
 SCALE_SPARE_BITS = np.uint32(0xFF)
 
 
 def reseal(data: Any, seal: int) -> bytes:
-    """The same payload with another seal; nothing is quantized again.
+    """Return the same payload with another seal. Nothing is quantized again.
 
-    Raises:
-        PayloadError: `data` doesn't start with a payload's header.
-        RowsError: the seal is no unsigned 64-bit integer.
+    Parameters
+    ----------
+    data
+        A payload, as bytes, bytearray, memoryview or a contiguous array.
+    seal
+        64 bits that tie the payload to its place in a store; 0 for none.
+
+    Raises
+    ------
+    PayloadError
+        `data` doesn't start with the header of a payload.
+    RowsError
+        The seal is not an unsigned 64-bit integer.
     """
     buffer = _as_bytes(data)
-    _, element, segments, rows, dim, _ = _prove_header(buffer)
+    _, element, segments, rows, dim, _ = _read_header(buffer)
     return (
         HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, checked_seal(seal))
         + buffer[HEADER.size :].tobytes()
@@ -54,50 +63,54 @@ def reseal(data: Any, seal: int) -> bytes:
 
 
 def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> Payload:
-    """Prove that a bytes-like object is a payload, and give its parts without copying the codes.
+    """Validate a payload and return its parts. Codes are not copied.
 
-    Args:
-        data: bytes, bytearray, memoryview or a contiguous array; it must not change while the payload is in
-        use.
-        max_decoded_bytes: the most bytes that the chunk may take when decoded.
+    Parameters
+    ----------
+    data
+        bytes, bytearray, memoryview or a contiguous array. It must not change while the payload is in use.
+    max_decoded_bytes
+        The most bytes that the decoded chunk may take.
 
-    Raises:
-        PayloadLimitError: the decoded chunk would be larger than that.
-        PayloadError: anything else is wrong; the message says what.
+    Raises
+    ------
+    PayloadLimitError
+        The decoded chunk would take more bytes than that.
+    PayloadError
+        The bytes are not a valid payload. The message says why.
     """
     buffer = _as_bytes(data)
-    seal, element, segment_count, rows, dim, decoded_bytes = _prove_header(buffer)
+    seal, element, segment_count, rows, dim, decoded_bytes = _read_header(buffer)
     if decoded_bytes > max_decoded_bytes:
         raise PayloadLimitError(
             f"payload: {rows} x {dim} {element.name} values take {decoded_bytes} bytes when decoded, "
-            f"the limit is {max_decoded_bytes}; raise max_decoded_bytes if the payload is trusted"
+            f"the limit is {max_decoded_bytes}; raise max_decoded_bytes if you trust the payload"
         )
     if segment_count > MAX_SEGMENTS:
-        raise PayloadError(f"payload: {segment_count} segments, the most is {MAX_SEGMENTS}")
+        raise PayloadError(f"payload: {segment_count} segments, the limit is {MAX_SEGMENTS}")
     reader = _Reader(buffer, HEADER.size)
-    segments = tuple(_prove_segment(reader, i, element, rows, dim) for i in range(segment_count))
+    segments = tuple(_read_segment(reader, i, element, rows, dim) for i in range(segment_count))
     if reader.position != len(buffer):
         raise PayloadError(
             f"payload: {len(buffer) - reader.position} bytes follow the last segment, "
             f"which ends at byte {reader.position}"
         )
-    _prove_disjoint(segments, rows)
+    _validate_disjoint(segments, rows)
     return Payload(rows, dim, element.name, seal, segments)
 
 
 class _Reader:
-    """Takes consecutive views off a buffer, and refuses to pass its end."""
+    """Reads consecutive parts of a buffer, and raises where one would pass its end."""
 
     def __init__(self, buffer: npt.NDArray[np.uint8], position: int) -> None:
         self.buffer = buffer
         self.position = position
 
-    def take(self, size: int, where: str, what: str) -> npt.NDArray[np.uint8]:
+    def read(self, size: int, where: str, what: str) -> npt.NDArray[np.uint8]:
         end = self.position + size
         if end > len(self.buffer):
             raise PayloadError(
-                f"{where}: its {what} would need {size} bytes at byte {self.position} of {len(self.buffer)}: "
-                "truncated"
+                f"{where}: {what} truncated: {size} bytes needed at byte {self.position} of {len(self.buffer)}"
             )
         view = self.buffer[self.position : end]
         self.position = end
@@ -112,25 +125,25 @@ def _as_bytes(data: Any) -> npt.NDArray[np.uint8]:
         raise PayloadError(
             f"payload: expected contiguous bytes, got {type(data).__name__}: {error}"
         ) from error
-    # Kernels are compiled once, for read-only codes.
+    # Kernels are compiled for read-only codes alone.
     buffer.flags.writeable = False
     return buffer
 
 
 _NO_BYTES = np.empty(0, np.uint8)
-# Looking a number up is cheaper than asking an enumeration for it.
+# A look-up in a dict is cheaper than a call of an enumeration.
 _SCHEMES = {int(each): each for each in Scheme}
 _PARAMETER_TYPES = {int(each): each for each in ParameterType}
 _ROW_SET_KINDS = {int(each): each for each in RowSetKind}
 
 
-def _prove_header(buffer: npt.NDArray[np.uint8]) -> tuple[int, Element, int, int, int, int]:
-    """(seal, element, segments, rows, dim, decoded bytes)."""
+def _read_header(buffer: npt.NDArray[np.uint8]) -> tuple[int, Element, int, int, int, int]:
+    """Return (seal, element, segments, rows, dim, decoded bytes)."""
     if len(buffer) < HEADER.size:
-        raise PayloadError(f"payload: {len(buffer)} bytes are fewer than a header's {HEADER.size}")
+        raise PayloadError(f"payload: {len(buffer)} bytes, the header alone takes {HEADER.size}")
     magic, version, code, segments, rows, dim, seal = HEADER.unpack_from(buffer.data)
     if magic != MAGIC:
-        raise PayloadError(f"payload: starts with {magic!r} instead of {MAGIC!r}")
+        raise PayloadError(f"payload: it starts with {magic!r}, not with {MAGIC!r}")
     if version != VERSION:
         raise PayloadError(
             f"payload: version {version} is unknown, this release reads version {VERSION}; upgrade"
@@ -138,59 +151,62 @@ def _prove_header(buffer: npt.NDArray[np.uint8]) -> tuple[int, Element, int, int
     if code not in BY_CODE:
         raise PayloadError(f"payload: element type {code} is unknown")
     if rows == 0 or dim == 0:
-        raise PayloadError(f"payload: a chunk of {rows} x {dim} values is empty")
+        raise PayloadError(f"payload: the chunk of {rows} x {dim} values is empty")
     element = BY_CODE[code]
     return seal, element, segments, rows, dim, rows * dim * element.array.itemsize
 
 
-def _prove_segment(reader: _Reader, index: int, element: Element, rows: int, dim: int) -> Segment:
+def _read_segment(reader: _Reader, index: int, element: Element, rows: int, dim: int) -> Segment:
     where = f"payload: segment {index}"
     scheme_code, bits, parameter_code, kind_code, count = SEGMENT.unpack_from(
-        reader.take(SEGMENT.size, where, "head").data
+        reader.read(SEGMENT.size, where, "head").data
     )
-    scheme, parameter_type = _prove_scheme(scheme_code, bits, parameter_code, element, where)
+    scheme, parameter_type = _validate_scheme(scheme_code, bits, parameter_code, element, where)
     kind = _ROW_SET_KINDS.get(kind_code)
     if kind is None:
         raise PayloadError(f"{where}: row-set kind {kind_code} is unknown")
     if not 1 <= count <= rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {rows}")
-    row_data = reader.take(encoded_bytes(kind, count, rows), where, "row set")
-    row_set = prove_row_set(kind, count, rows, row_data, where)
-    parameters, books = _take_parameters(reader, scheme, bits, parameter_type, count, where)
+    row_data = reader.read(encoded_bytes(kind, count, rows), where, "row set")
+    row_set = validate_row_set(kind, count, rows, row_data, where)
+    parameters, books = _read_parameters(reader, scheme, bits, parameter_type, count, where)
     width = row_bytes(scheme, bits, dim)
-    codes = reader.take(width * count, where, "codes").reshape(count, width)
+    codes = reader.read(width * count, where, "codes").reshape(count, width)
     segment = Segment(scheme, bits, parameter_type, row_set, parameters, codes, books)
-    _prove_values(segment, element, where)
+    _validate_values(segment, element, where)
     return segment
 
 
-def _take_parameters(
+def _read_parameters(
     reader: _Reader, scheme: Scheme, bits: int, parameter_type: ParameterType, count: int, where: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint32] | None]:
-    """(parameters, the codebook of each row where they are shared), copied: what is proved can't change."""
+    """Return (parameters, the codebook of each row or None where rows share none).
+
+    Both are copies: what is validated must not change afterwards.
+    """
     if scheme in PARAMETERS_PER_ROW:
         shape = PARAMETERS_PER_ROW[scheme], count
     elif scheme is Scheme.CODEBOOK:
         shape = count, 1 << bits
     else:
-        (held,) = BOOK_COUNT.unpack_from(reader.take(BOOK_COUNT.size, where, "codebooks").data)
+        (held,) = BOOK_COUNT.unpack_from(reader.read(BOOK_COUNT.size, where, "codebooks").data)
         if not 1 <= held <= count:
             raise PayloadError(f"{where}: {held} codebooks for {count} rows, expected 1 to {count}")
         shape = held, 1 << bits
     dtype = PARAMETER_DTYPES.get(parameter_type, np.dtype("<f4"))
-    stored = reader.take(shape[0] * shape[1] * dtype.itemsize, where, "parameters")
+    stored = reader.read(shape[0] * shape[1] * dtype.itemsize, where, "parameters")
     parameters = np.frombuffer(stored.tobytes(), dtype).reshape(shape)
     if scheme is not Scheme.SHARED:
         return parameters, None
     kind = book_dtype(shape[0])
-    numbers = reader.take(count * kind.itemsize, where, "codebook numbers")
+    numbers = reader.read(count * kind.itemsize, where, "codebook numbers")
     books = np.frombuffer(numbers.tobytes(), kind).astype(np.uint32)
     if int(books.max()) >= shape[0]:
         raise PayloadError(f"{where}: a row uses codebook {int(books.max())} of {shape[0]}")
     return parameters, books
 
 
-def _prove_scheme(
+def _validate_scheme(
     scheme: int, bits: int, parameter: int, element: Element, where: str
 ) -> tuple[Scheme, ParameterType]:
     known, kind = _SCHEMES.get(scheme), _PARAMETER_TYPES.get(parameter)
@@ -209,11 +225,11 @@ def _prove_scheme(
     return known, kind
 
 
-def _prove_values(segment: Segment, element: Element, where: str) -> None:
-    """Parameters from which every decoder computes the same bits; bools that are 0 or 1."""
+def _validate_values(segment: Segment, element: Element, where: str) -> None:
+    """Check that every decoder computes the same bits from the parameters, and that bools are 0 or 1."""
     if segment.scheme is Scheme.RAW and element.name == "bool" and int(segment.codes.max()) > 1:
         raise PayloadError(f"{where}: a bool is stored as {int(segment.codes.max())}")
-    if segment.parameter_type is ParameterType.NONE or _sound(segment):
+    if segment.parameter_type is ParameterType.NONE or _valid_parameters(segment):
         return
     if not np.isfinite(segment.widened).all():
         raise PayloadError(f"{where}: a parameter is not finite")
@@ -232,22 +248,22 @@ def _prove_values(segment: Segment, element: Element, where: str) -> None:
         )
 
 
-def _sound(segment: Segment) -> bool:
-    """Whether one pass finds nothing wrong with a segment's parameters."""
+def _valid_parameters(segment: Segment) -> bool:
+    """Whether one fast pass finds the segment's parameters valid. Codebooks have no such pass."""
     if segment.scheme not in PARAMETERS_PER_ROW:
         return False
     if segment.parameter_type is ParameterType.FLOAT16:
-        return sound_halves(segment.parameters.view(np.uint16))
-    return sound_floats(segment.parameters.view(np.uint32), _largest_scale(segment))
+        return valid_halves(segment.parameters.view(np.uint16))
+    return valid_floats(segment.parameters.view(np.uint32), _largest_scale(segment))
 
 
 def _largest_scale(segment: Segment) -> float:
-    """The largest with which what the codes span is a float32."""
+    """Return the largest scale with which the span of the codes is a finite float32."""
     steps = ((1 << segment.bits) - 1) * (2 if segment.scheme is Scheme.SYMMETRIC else 1)
     return float(np.finfo(np.float32).max) / steps
 
 
-def _prove_disjoint(segments: tuple[Segment, ...], rows: int) -> None:
+def _validate_disjoint(segments: tuple[Segment, ...], rows: int) -> None:
     if len(segments) < 2:
         return
     seen = np.zeros(rows, np.bool_)

@@ -1,1 +1,1 @@
-"""The codecs as other libraries know them, and what is taken from those libraries. Each module imports one."""
+"""The codecs as plugins of other libraries, and what comes from those libraries. Each module imports one library."""

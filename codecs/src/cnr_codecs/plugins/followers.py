@@ -1,7 +1,7 @@
-"""Compressors and checksums of numcodecs, as they may follow a row codec, under the names that Zarr v3 gives them.
+"""The compressors and checksums of numcodecs that may follow a row codec, under the names that Zarr v3 gives them.
 
-The list is closed: what a store's metadata names is looked up here and nowhere else, so metadata can't make a
-reader run what happens to be installed. Each is undone within a size that is known beforehand.
+The list is closed: a codec that a store's metadata names is looked up here and nowhere else, so metadata can't make a
+reader run what happens to be installed. Every codec decodes within a size that the caller knows beforehand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError
 _LZMA_MEMORY_BYTES = 80 << 20
 _BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-# What the libraries beneath raise for bytes that are not theirs.
+# What the libraries raise for bytes that they did not write.
 _DAMAGED = (ValueError, RuntimeError, OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -40,129 +40,142 @@ class _Stream(Protocol):
 
 @dataclass(frozen=True)
 class Follower:
-    """One codec from bytes to bytes.
+    """One bytes-to-bytes codec.
 
-    `zarr_name` is its name in a Zarr array's `codecs`; `configuration` makes the configuration that stands there from
-    that of numcodecs; `undo(data, most_bytes)` gives back at most that many bytes, or raises.
+    Attributes
+    ----------
+    zarr_name
+        Its name in a Zarr array's `codecs`.
+    decode
+        `decode(data, max_bytes)` returns at most that many bytes, or raises.
+    configuration
+        Makes the configuration in a Zarr array's `codecs` from that of numcodecs.
     """
 
     zarr_name: str
-    undo: Callable[[memoryview, int], bytes | bytearray]
+    decode: Callable[[memoryview, int], bytes | bytearray]
     configuration: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 def follower_config(config: Any) -> dict[str, Any]:
-    """The full configuration {"id": ..., every option} of a follower, as numcodecs states it.
+    """Return the full configuration {"id": ..., every option} of a follower, as numcodecs states it.
 
-    Raises:
-        CodecConfigError: the codec is none of those that may follow, or doesn't take the options.
+    Raises
+    ------
+    CodecConfigError
+        The codec can't follow a row codec, or doesn't take the options.
     """
     name = config.get("id") if isinstance(config, Mapping) else config
     if not isinstance(config, Mapping) or not isinstance(name, str) or name not in _FOLLOWERS:
         raise CodecConfigError(
-            f"{name!r} can't follow a row codec: give configurations {{'id': ...}} of codecs from bytes to bytes, "
-            f"one of {', '.join(_FOLLOWERS)}"
+            f"{name!r} can't follow a row codec; give a configuration {{'id': ...}} of one of "
+            f"{', '.join(_FOLLOWERS)}"
         )
     try:
         full: dict[str, Any] = numcodecs.get_codec(dict(config)).get_config()
     except (TypeError, ValueError) as error:
         raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
     if name == "lzma" and full["format"] not in (lzma.FORMAT_XZ, lzma.FORMAT_ALONE):
-        raise CodecConfigError("codec lzma must write the format xz or alone, which say how they are read")
+        raise CodecConfigError(
+            "codec lzma must write the format xz or alone; the other formats don't say how they are read"
+        )
     return full
 
 
 def follower_zarr_codec(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a Zarr v3 array's `codecs` for a configuration that `follower_config` made."""
+    """Return the entry of a Zarr v3 array's `codecs` for a configuration that `follower_config` returned."""
     follower = _FOLLOWERS[config["id"]]
     options = {name: value for name, value in config.items() if name != "id"}
     return {"name": follower.zarr_name, "configuration": follower.configuration(options)}
 
 
-def follow(config: Mapping[str, Any], data: bytes) -> bytes:
-    """What a follower of that full configuration makes of `data`."""
+def encode(config: Mapping[str, Any], data: bytes) -> bytes:
+    """Return `data` encoded by the follower of a full configuration."""
     return bytes(numcodecs.get_codec(dict(config)).encode(data))
 
 
-def undo(zarr_name: str, data: Any, most_bytes: int) -> bytes | bytearray:
-    """What a follower was given, from what it made of it.
+def decode(zarr_name: str, data: Any, max_bytes: int) -> bytes | bytearray:
+    """Return what a follower encoded to `data`.
 
-    Raises:
-        PayloadLimitError: that is more than `most_bytes`.
-        PayloadError: the bytes are not such a codec's.
+    Raises
+    ------
+    PayloadLimitError
+        It has more than `max_bytes`.
+    PayloadError
+        The codec did not write these bytes.
     """
     follower = _BY_ZARR_NAME[zarr_name]
     try:
-        return follower.undo(memoryview(data).cast("B"), most_bytes)
+        return follower.decode(memoryview(data).cast("B"), max_bytes)
     except (PayloadError, MemoryError):
         raise
     except _DAMAGED as error:
-        raise PayloadError(f"codec {zarr_name}: the bytes are not what it writes: {error}") from error
+        raise PayloadError(f"codec {zarr_name}: the bytes are damaged, or not its own: {error}") from error
 
 
-def check_known(zarr_name: Any) -> str:
-    """The name, if it is that of a follower.
+def known_zarr_name(zarr_name: Any) -> str:
+    """Return the name, if it is that of a follower.
 
-    Raises:
-        CodecConfigError: it is not.
+    Raises
+    ------
+    CodecConfigError
+        It is not.
     """
     if not isinstance(zarr_name, str) or zarr_name not in _BY_ZARR_NAME:
         raise CodecConfigError(
-            f"codec {zarr_name!r} behind a row codec is unknown; this release reads {', '.join(_BY_ZARR_NAME)}"
+            f"codec {zarr_name!r} follows the row codec but is unknown; this release reads {', '.join(_BY_ZARR_NAME)}"
         )
     return zarr_name
 
 
-def _limit(size: int, most_bytes: int) -> int:
-    if size > most_bytes:
-        raise PayloadLimitError(f"{size} bytes when decompressed, the limit is {most_bytes}")
+def _limit(size: int, max_bytes: int) -> int:
+    if size > max_bytes:
+        raise PayloadLimitError(f"{size} bytes when decompressed, the limit is {max_bytes}")
     return size
 
 
 def _stream(make: Callable[[], _Stream]) -> Callable[[memoryview, int], bytes]:
-    def undo(data: memoryview, most_bytes: int) -> bytes:
+    def decode(data: memoryview, max_bytes: int) -> bytes:
         stream = make()
-        found = stream.decompress(data, most_bytes + 1)
-        if len(found) > most_bytes:
-            raise PayloadLimitError(f"more than {most_bytes} bytes when decompressed, which is the limit")
+        found = stream.decompress(data, max_bytes + 1)
+        if len(found) > max_bytes:
+            raise PayloadLimitError(f"more than {max_bytes} bytes when decompressed, which is the limit")
         if not stream.eof or stream.unused_data:
-            raise PayloadError("the compressed bytes are cut, or others follow them")
+            raise PayloadError("the compressed bytes are truncated, or other bytes follow them")
         return found
 
-    return undo
+    return decode
 
 
 def _sized(name: str, size: Callable[[memoryview], int]) -> Callable[[memoryview, int], bytearray]:
-    """For a codec whose bytes say at their start how large they decompress."""
+    """Return the decoder of a codec whose bytes state the decompressed size at their start."""
     codec = numcodecs.get_codec({"id": name})
 
-    def undo(data: memoryview, most_bytes: int) -> bytearray:
-        found = bytearray(_limit(size(data), most_bytes))
+    def decode(data: memoryview, max_bytes: int) -> bytearray:
+        found = bytearray(_limit(size(data), max_bytes))
         if found:
             codec.decode(data, out=found)
         return found
 
-    return undo
+    return decode
 
 
 def _checksum(name: str) -> Callable[[memoryview, int], bytes]:
     codec = numcodecs.get_codec({"id": name})
 
-    def undo(data: memoryview, most_bytes: int) -> bytes:
+    def decode(data: memoryview, max_bytes: int) -> bytes:
         if len(data) <= 4:
-            raise PayloadError(
-                f"codec numcodecs.{name}: {len(data)} bytes, a checksum takes 4 beside the data"
-            )
-        _limit(len(data) - 4, most_bytes)
+            raise PayloadError(f"codec numcodecs.{name}: {len(data)} bytes, the checksum alone takes 4")
+        _limit(len(data) - 4, max_bytes)
         return bytes(codec.decode(data))
 
-    return undo
+    return decode
 
 
 def _zstd_size(data: memoryview) -> int:
-    """The content size that a frame's header states (RFC 8878, 3.1.1.1)."""
+    """Return the content size that a frame's header states (RFC 8878, 3.1.1.1)."""
     if len(data) < 6 or data[:4] != _ZSTD_MAGIC:
-        raise PayloadError("codec zstd: the bytes don't start a frame")
+        raise PayloadError("codec zstd: the bytes don't start with a frame")
     descriptor = data[4]
     single, flag = descriptor >> 5 & 1, descriptor >> 6
     start = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
@@ -174,22 +187,22 @@ def _zstd_size(data: memoryview) -> int:
 
 def _lz4_size(data: memoryview) -> int:
     if len(data) < 4:
-        raise PayloadError("codec numcodecs.lz4: fewer bytes than its header's 4")
+        raise PayloadError(f"codec numcodecs.lz4: {len(data)} bytes, the header alone takes 4")
     return int.from_bytes(data[:4], "little")
 
 
 def _blosc_size(data: memoryview) -> int:
-    """The size in the header; the library trusts the header's own length, so that is proved here."""
+    """Return the size in the header. Its length is checked here, because the library trusts it."""
     if len(data) < 16:
-        raise PayloadError("codec blosc: fewer bytes than its header's 16")
+        raise PayloadError(f"codec blosc: {len(data)} bytes, the header alone takes 16")
     size, _, length = struct.unpack_from("<III", data, 4)
     if length != len(data):
-        raise PayloadError(f"codec blosc: {len(data)} bytes, its header says {length}")
+        raise PayloadError(f"codec blosc: {len(data)} bytes, the header says {length}")
     return int(size)
 
 
 def _blosc_configuration(options: Mapping[str, Any]) -> dict[str, Any]:
-    # numcodecs' automatic shuffle (-1) is by bits for single bytes, which is what a payload is to it.
+    # numcodecs' automatic shuffle (-1) shuffles bits where items are single bytes, as in a payload.
     shuffle = _BLOSC_SHUFFLES[options["shuffle"] if options["shuffle"] >= 0 else 2]
     return {**options, "shuffle": shuffle, "typesize": 1}
 

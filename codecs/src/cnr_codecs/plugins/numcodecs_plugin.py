@@ -1,4 +1,4 @@
-"""The codecs for numcodecs: `numcodecs.get_codec({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4})`."""
+"""The codecs as numcodecs codecs: `numcodecs.get_codec({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4})`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
-# One bit a float32 value is the densest that a chunk with all its rows gets, and `encode` stores all rows:
-# what expands more is not ours, and a small payload can't be made to grow large.
-_MOST_EXPANSION = 32
+# `encode` stores all rows, and one bit a float32 value is its densest code. A payload that expands more was not made
+# here, and would let a few bytes take much memory.
+_MAX_EXPANSION = 32
 
 
-class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
-    """What the codecs share: arrays (rows, dim) or (rows,) to a payload and back, on the calling thread."""
+class _NumcodecsCodec(Codec):  # type: ignore[misc]  # numcodecs ships no types
+    """What the codecs share. They encode arrays (rows, dim) or (rows,) to payloads, on the calling thread."""
 
     rows_codec: RowCodec
 
     def encode(self, buf: Any) -> bytes:
-        """The payload of an array (rows, dim), or (rows,), which counts as dim 1.
+        """Return the payload of an array (rows, dim), or (rows,), which counts as dim 1.
 
-        Raises:
-            RowsError: the array has another shape, no values, or a dtype that the codec doesn't store.
+        Raises
+        ------
+        RowsError
+            The array has another shape, no values, or a dtype that the codec doesn't store.
         """
         values = ensure_ndarray(buf)
         if values.ndim == 1:
@@ -46,15 +48,19 @@ class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
         return self.rows_codec.encode_rows(native, None, len(native), element=element)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """The array (rows, dim) of a payload; or `out`, any writable buffer of as many bytes, filled.
+        """Return the array (rows, dim) of a payload, or `out`, filled: any writable buffer of as many bytes.
 
-        Raises:
-            PayloadLimitError: without `out`, more than 64 MiB decoded from less than 1/32 of that.
-            PayloadError: `buf` is not a payload, or not contiguous bytes.
-            RowsError: `out` has another size, or is neither of the payload's dtype nor contiguous bytes.
+        Raises
+        ------
+        PayloadLimitError
+            Without `out`, the payload decodes to more than 64 MiB and to more than 32 times its size.
+        PayloadError
+            `buf` is not a payload, or not contiguous bytes.
+        RowsError
+            `out` has another size, or has neither the payload's dtype nor contiguous bytes.
         """
         data = _payload_bytes(buf)
-        limit = max(DEFAULT_MAX_DECODED_BYTES, _MOST_EXPANSION * data.nbytes)
+        limit = max(DEFAULT_MAX_DECODED_BYTES, _MAX_EXPANSION * data.nbytes)
         if out is None:
             chunk = decode_plain(data, limit)
             return decode_dense(parse(data, max_decoded_bytes=limit)) if chunk is None else chunk
@@ -65,7 +71,7 @@ class _RowsFace(Codec):  # type: ignore[misc]  # numcodecs ships no types
         return out
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that `numcodecs.get_codec` takes."""
+        """Return the configuration that `numcodecs.get_codec` takes."""
         return self.rows_codec.get_config()
 
     def __repr__(self) -> str:
@@ -89,7 +95,7 @@ def _payload_bytes(buf: Any) -> npt.NDArray[np.uint8]:
 
 
 def _fill(target: npt.NDArray[Any], payload: Payload) -> None:
-    """Decode into an array of the payload's dtype in any byte order and layout, or into contiguous bytes."""
+    """Decode into an array of the payload's dtype, of any byte order and layout, or into contiguous bytes."""
     dtype = array_dtype(payload.element)
     expected = payload.rows * payload.dim * dtype.itemsize
     if target.nbytes != expected or not target.flags.writeable:
@@ -109,8 +115,8 @@ def _fill(target: npt.NDArray[Any], payload: Payload) -> None:
         raise RowsError(f"out must be {dtype} or contiguous bytes for this payload, got {target.dtype}")
 
 
-class UniformCodec(_RowsFace):
-    """Uniform quantization, row by row; options as `cnr_codecs.UniformRows`."""
+class UniformCodec(_NumcodecsCodec):
+    """Uniform quantization of each row. The options are those of `cnr_codecs.UniformRows`."""
 
     codec_id: ClassVar[str] = "cnr_uniform"
 
@@ -120,8 +126,8 @@ class UniformCodec(_RowsFace):
         self.rows_codec = UniformRows(scheme, bits, bins, ratio)
 
 
-class KMeansCodec(_RowsFace):
-    """k-means, by rows or groups of rows; options as `cnr_codecs.KMeansRows`."""
+class KMeansCodec(_NumcodecsCodec):
+    """k-means of each row or group of rows. The options are those of `cnr_codecs.KMeansRows`."""
 
     codec_id: ClassVar[str] = "cnr_kmeans"
 
@@ -136,8 +142,8 @@ class KMeansCodec(_RowsFace):
         self.rows_codec = KMeansRows(bits, group, exact, block_rows, clusters)
 
 
-class RowsCodec(_RowsFace):
-    """Rows as they are, bit for bit."""
+class RowsCodec(_NumcodecsCodec):
+    """Rows stored bit for bit."""
 
     codec_id: ClassVar[str] = "cnr_rows"
 

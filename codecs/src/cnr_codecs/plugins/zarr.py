@@ -1,4 +1,4 @@
-"""The codecs for Zarr v3.
+"""The codecs as serializers of Zarr v3 arrays.
 
 zarr.create_array(..., serializer={"name": "cnr.uniform", "configuration": {"scheme": "adaptive", "bits": 4}})
 """
@@ -24,27 +24,29 @@ from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
-# Handing a smaller chunk to a thread takes longer than encoding it.
+# To hand a smaller chunk to a thread takes longer than to encode it.
 _THREAD_BYTES = 1 << 20
 
 
-class _ZarrRows(ArrayBytesCodec):
-    """What the codecs have in common: chunks (rows, dim) or (rows,) to a payload and back."""
+class _ZarrCodec(ArrayBytesCodec):
+    """What the codecs share. They encode chunks (rows, dim) or (rows,) to payloads."""
 
     is_fixed_size = False
     name: ClassVar[str]
 
     @property
     def rows_codec(self) -> RowCodec:
-        """The codec underneath."""
+        """The row codec that encodes the chunks."""
         raise NotImplementedError
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The codec of a metadata entry {"name": ..., "configuration": {...}}.
+        """Return the codec of a metadata entry {"name": ..., "configuration": {...}}.
 
-        Raises:
-            CodecConfigError: it has options that the codec doesn't know, or doesn't take.
+        Raises
+        ------
+        CodecConfigError
+            The codec doesn't know an option, or doesn't take its value.
         """
         _, configuration = parse_named_configuration(data, cls.name, require_configuration=False)
         unknown = set(configuration or {}) - {field.name for field in fields(cls)}
@@ -53,29 +55,41 @@ class _ZarrRows(ArrayBytesCodec):
         return cls(**(configuration or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The metadata entry."""
+        """Return the metadata entry."""
         return self.rows_codec.zarr_codec()
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """Raises:
-        RowsError: the array has more than two dimensions, or a dtype that the codec doesn't store.
+        """Check that the codec stores arrays of this shape and dtype.
+
+        Raises
+        ------
+        RowsError
+            The array has more than two dimensions, or a dtype that the codec doesn't store.
         """
         if len(shape) not in (1, 2):
             raise RowsError(f"codec {self.name} stores arrays (rows, dim) or (rows,), got shape {shape}")
         self._element(dtype)
 
     def evolve_from_array_spec(self, array_spec: ArraySpec) -> Self:
-        """Nothing depends on the array; but inside a shard this is the only call that sees its dtype.
+        """Return the codec itself, once it is valid for the array.
 
-        Raises:
-            RowsError: as `validate`.
+        Inside a shard, this is the only call that sees the array's dtype.
+
+        Raises
+        ------
+        RowsError
+            As `validate`.
         """
         self.validate(shape=array_spec.shape, dtype=array_spec.dtype, chunk_grid=None)
         return self
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Raises:
-        NotImplementedError: always, as Zarr wants of codecs whose output varies in size.
+        """Refuse: the size of a chunk depends on its rows.
+
+        Raises
+        ------
+        NotImplementedError
+            Always. Zarr expects it of codecs whose output varies in size.
         """
         raise NotImplementedError(f"the size of a {self.name} chunk depends on its rows")
 
@@ -92,14 +106,14 @@ class _ZarrRows(ArrayBytesCodec):
     def _decode_sync(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
         dtype = array_dtype(self._element(chunk_spec.dtype))
         rows, dim = (*chunk_spec.shape, 1)[:2]
-        data, most_bytes = chunk_data.as_numpy_array(), rows * dim * dtype.itemsize
-        plain = decode_plain(data, most_bytes)
+        data, chunk_bytes = chunk_data.as_numpy_array(), rows * dim * dtype.itemsize
+        plain = decode_plain(data, chunk_bytes)
         if plain is not None and plain.shape == (rows, dim) and plain.dtype == dtype:
             return chunk_spec.prototype.nd_buffer.from_numpy_array(plain.reshape(chunk_spec.shape))
-        payload = parse(data, max_decoded_bytes=most_bytes)
+        payload = parse(data, max_decoded_bytes=chunk_bytes)
         if (payload.rows, payload.dim) != (rows, dim) or element_named(payload.element).array != dtype:
             raise PayloadError(
-                f"payload: holds {payload.rows} x {payload.dim} {payload.element} values, the chunk is "
+                f"payload: it has {payload.rows} x {payload.dim} {payload.element} values, the chunk is "
                 f"{rows} x {dim} {dtype}"
             )
         chunk = decode_dense(payload).reshape(chunk_spec.shape)
@@ -122,8 +136,8 @@ def _size(chunk_spec: ArraySpec) -> int:
 
 
 @dataclass(frozen=True)
-class ZarrUniform(_ZarrRows):
-    """Uniform quantization, row by row; options as `cnr_codecs.UniformRows`."""
+class ZarrUniform(_ZarrCodec):
+    """Uniform quantization of each row. The options are those of `cnr_codecs.UniformRows`."""
 
     name: ClassVar[str] = "cnr.uniform"
 
@@ -139,13 +153,13 @@ class ZarrUniform(_ZarrRows):
 
     @property
     def rows_codec(self) -> UniformRows:
-        """The codec underneath."""
+        """The row codec that encodes the chunks."""
         return UniformRows(self.scheme, self.bits, self.bins, self.ratio)
 
 
 @dataclass(frozen=True)
-class ZarrKMeans(_ZarrRows):
-    """k-means, by rows or groups of rows; options as `cnr_codecs.KMeansRows`."""
+class ZarrKMeans(_ZarrCodec):
+    """k-means of each row or group of rows. The options are those of `cnr_codecs.KMeansRows`."""
 
     name: ClassVar[str] = "cnr.kmeans"
 
@@ -160,17 +174,17 @@ class ZarrKMeans(_ZarrRows):
 
     @property
     def rows_codec(self) -> KMeansRows:
-        """The codec underneath."""
+        """The row codec that encodes the chunks."""
         return KMeansRows(self.bits, self.group, self.exact, self.block_rows, self.clusters)
 
 
 @dataclass(frozen=True)
-class ZarrRows(_ZarrRows):
-    """Rows as they are, bit for bit."""
+class ZarrRows(_ZarrCodec):
+    """Rows stored bit for bit."""
 
     name: ClassVar[str] = "cnr.rows"
 
     @property
     def rows_codec(self) -> LosslessRows:
-        """The codec underneath."""
+        """The row codec that encodes the chunks."""
         return LosslessRows()

@@ -1,13 +1,13 @@
-"""Parameters of uniform quantization: from the range of a row to the numbers its decoder will use.
+"""Parameters of uniform quantization: the numbers that a row is decoded with, computed from its range.
 
-Readable numpy, as `cnr_codecs.uniform.reference`: `kernels.parameters` computes the same, bit for bit.
+This is readable numpy, as `reference` is. `kernels.parameters` computes the same, bit for bit.
 
-A range's scale is rounded up and its offset down, so that it stays covered; a searched line's to the nearest.
-Both are float16 where that costs less than one part in 128 of the range, else float32 with at most 16
-significant bits in the scale: scale * code is then exact, and decoders that fuse the addition agree with
-those that don't. Rows that neither serves are stored raw.
+The scale of a range is rounded up and its offset down, so that the codes cover the range. The scale and offset of a
+searched line are rounded to the nearest. Both are float16 where that costs less than 1/128 of the range. Otherwise both
+are float32, and the scale has at most 16 significant bits: scale * code is then exact, and decoders that fuse the
+addition agree with those that don't. A row that fits neither is stored raw.
 
-Ranges may be anything: callers silence numpy's floating-point warnings, and heed `raw`.
+Ranges may be anything. Callers silence numpy's floating-point warnings, and must look at `raw`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,27 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-# Float16 parameters may widen a row's range by this factor, and with it the row's error, or move the codes'
-# values by this share of what they span.
-_MOST_WIDENED = 1 + 2**-7
-_MOST_MOVED = 2**-7
+# Float16 parameters may widen a row's range, and with it the row's error, by this factor. They may shift the values of
+# a line's codes by this share of the codes' span.
+_MAX_WIDENING = 1 + 2**-7
+_MAX_SHIFT = 2**-7
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """Parameters of n rows. `scale` and `offset`, float32 (n,), are what codes are computed from; `stored`,
-    float32 (parameters per row, n), what the segment holds. `float16` marks the rows whose parameters are
-    stored as float16, `raw` the rows that are not quantized, whose parameters mean nothing.
+    """Parameters of n rows.
+
+    Attributes
+    ----------
+    scale, offset
+        float32 (n,): what codes are computed from.
+    stored
+        float32 (parameters per row, n): what the segment stores.
+    float16
+        bool (n,): the rows whose parameters are stored as float16.
+    raw
+        bool (n,): the rows that are not quantized. Their parameters mean nothing.
     """
 
     scale: Float32s
@@ -46,12 +55,12 @@ class Parameters:
 
 
 def asymmetric(low: Float64s, high: Float64s, bits: int, element: Element) -> Parameters:
-    """Scale and offset of rows with these ranges, which may be non-finite (then raw)."""
+    """Return scale and offset of rows with these ranges. Rows of non-finite ranges are raw."""
     levels = (1 << bits) - 1
     constant = low == high
     offset16 = _floor(low, np.float16)
     scale16 = np.where(constant, np.float64(0), _ceil_float16((high - offset16) / levels))
-    widened = np.where(constant, offset16 != low, scale16 * levels > (high - low) * _MOST_WIDENED)
+    widened = np.where(constant, offset16 != low, scale16 * levels > (high - low) * _MAX_WIDENING)
     fits16 = ~widened & _holds(scale16, offset16, levels, element)
     offset32 = _floor(low, np.float32)
     scale32 = _ceil_16_bits((high - offset32) / levels)
@@ -62,11 +71,11 @@ def asymmetric(low: Float64s, high: Float64s, bits: int, element: Element) -> Pa
 
 
 def fitted(scale: Float64s, offset: Float64s, bits: int, element: Element) -> Parameters:
-    """Scale and offset of rows with these lines, of positive scales."""
+    """Return scale and offset of rows with these lines, whose scales are positive."""
     levels = (1 << bits) - 1
     scale16, offset16 = (each.astype(np.float16).astype(np.float64) + 0.0 for each in (scale, offset))
-    moved = np.abs(offset16 - offset) + np.abs(scale16 - scale) * levels
-    fits16 = (moved <= scale * levels * _MOST_MOVED) & _holds(scale16, offset16, levels, element)
+    shift = np.abs(offset16 - offset) + np.abs(scale16 - scale) * levels
+    fits16 = (shift <= scale * levels * _MAX_SHIFT) & _holds(scale16, offset16, levels, element)
     scale32 = _ceil_16_bits(scale)
     offset32 = offset.astype(np.float32).astype(np.float64) + 0.0
     fits32 = (scale32 >= _TINY) & _holds(scale32, offset32, levels, element)
@@ -76,11 +85,11 @@ def fitted(scale: Float64s, offset: Float64s, bits: int, element: Element) -> Pa
 
 
 def symmetric(magnitude: Float64s, bits: int, element: Element) -> Parameters:
-    """Half steps of rows with these greatest magnitudes, which may be non-finite (then raw)."""
+    """Return half steps of rows with these greatest magnitudes. Rows of non-finite magnitudes are raw."""
     levels = (1 << bits) - 1
     exact = magnitude / levels
     half16 = _ceil_float16(exact)
-    fits16 = (half16 <= exact * _MOST_WIDENED) & _holds(2 * half16, -levels * half16, levels, element)
+    fits16 = (half16 <= exact * _MAX_WIDENING) & _holds(2 * half16, -levels * half16, levels, element)
     half32 = _ceil_16_bits(exact)
     fits32 = (half32 >= _TINY) & _holds(2 * half32, -levels * half32, levels, element)
     half = np.where(fits16, half16, half32).astype(np.float32)
@@ -89,7 +98,7 @@ def symmetric(magnitude: Float64s, bits: int, element: Element) -> Parameters:
 
 
 def _holds(scale: Float64s, offset: Float64s, levels: int, element: Element) -> Flags:
-    """Whether what the codes span, and both its ends, are finite, in float32 and in the element type."""
+    """Whether the codes' span and both its ends are finite, in float32 and in the element type."""
     start = offset.astype(np.float32)
     reach = (scale * levels).astype(np.float32)
     end: Float32s = start + reach
@@ -98,19 +107,19 @@ def _holds(scale: Float64s, offset: Float64s, levels: int, element: Element) -> 
 
 
 def _floor(values: Float64s, dtype: type[np.floating[Any]]) -> Float64s:
-    """Rounded to a narrower type towards minus infinity; never -0."""
+    """Return values rounded to a narrower type towards minus infinity, without -0."""
     nearest = values.astype(dtype)
     below = np.nextafter(nearest, dtype(-np.inf))
     return np.where(nearest > values, below, nearest).astype(np.float64) + 0.0
 
 
 def _ceil_float16(values: Float64s) -> Float64s:
-    """Rounded to float16 towards plus infinity; never -0."""
+    """Return values rounded to float16 towards plus infinity, without -0."""
     return -_floor(-values, np.float16) + 0.0
 
 
 def _ceil_16_bits(values: Float64s) -> Float64s:
-    """Non-negative values rounded up to 16 significant bits; infinite where float32 can't hold them."""
+    """Return non-negative values rounded up to 16 significant bits, infinite where float32 overflows."""
     spare = np.int64((1 << 37) - 1)
     rounded = ((values.view(np.int64) + spare) & ~spare).view(np.float64)
     return rounded.astype(np.float32).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in readable numpy. The two agree bit for bit; the tests hold them to it."""
+"""Uniform quantization in readable numpy. The kernels compute the same bit for bit, which tests check."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
-    """Least and greatest value of each row of finite (n, dim) values, -0 below +0."""
+    """Return the least and the greatest value of each row of finite (n, dim) values. -0 is below +0."""
     bits = values.view(np.int32)
     keys = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
     return keys_to_floats(keys.min(axis=1)), keys_to_floats(keys.max(axis=1))
 
 
 def keys_to_floats(keys: npt.NDArray[np.int32]) -> Float32s:
-    """The float32 values that integer keys of the same order stand for."""
+    """Return the float32 values of integer keys, which sort as the values do."""
     return np.where(keys < 0, keys ^ np.int32(0x7FFFFFFF), keys).view(np.float32)
 
 
 def quantize(values: Float32s, scale: Float32s, offset: Float32s, bits: int) -> Bytes:
-    """Codes (n, dim) of finite values: (x - offset) * (1 / scale), clamped to the codes and rounded half even.
+    """Return codes (n, dim) of finite values: (x - offset) * (1 / scale), clamped to the codes, rounded half even.
 
-    The reciprocal is a float32 too; a scale of 0 counts as 1.
+    The reciprocal is a float32 too. A scale of 0 counts as 1.
     """
     gain = np.float32(1) / np.where(scale > 0, scale, np.float32(1))
     with np.errstate(over="ignore"):
@@ -47,20 +47,28 @@ def quantize(values: Float32s, scale: Float32s, offset: Float32s, bits: int) -> 
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
-    """Codes (n, dim) packed to (n, ceil(dim * bits / 8)): each row on its own bytes, the lowest bit first."""
+    """Return codes packed to (n, ceil(dim * bits / 8)) bytes, the lowest bit first. Each row starts on a byte.
+
+    Parameters
+    ----------
+    codes
+        uint8 (n, dim), each below 2**bits.
+    bits
+        Bits of a code, 1 to 8.
+    """
     flags = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1
     return np.packbits(flags.reshape(len(codes), -1), axis=1, bitorder="little")
 
 
 def unpack(packed: Bytes, bits: int, dim: int) -> Bytes:
-    """The inverse of `pack`: codes (n, dim)."""
+    """Return the codes (n, dim) that `pack` packed."""
     flags = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little").reshape(len(packed), dim, bits)
     codes: Bytes = (flags << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
     return codes
 
 
 def dequantize(codes: Bytes, scale: Float32s, offset: Float32s) -> Float32s:
-    """Values (n, dim): scale * code, which is exact, plus offset, rounded once."""
+    """Return values (n, dim): scale * code, which is exact, plus offset, rounded once."""
     with np.errstate(over="ignore"):
         return scale[:, None] * codes.astype(np.float32) + offset[:, None]
 
@@ -68,15 +76,14 @@ def dequantize(codes: Bytes, scale: Float32s, offset: Float32s) -> Float32s:
 def greedy_walk(
     values: Float32s, low: Float32s, factor: Float32s, bins: int, steps: int, levels: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The paper's greedy search for the range of each row of (n, dim) values that quantizes it best.
+    """Narrow the range of each row of (n, dim) values by the paper's greedy walk.
 
-    A row's range is cut into `bins` bins. Each of `steps` steps takes one bin off its lower or its upper
-    end, whichever leaves the smaller squared error with `levels` + 1 codes, clamping included; the best
-    range met is kept, the whole one included. Values are first mapped to bins, y = (x - low) * factor, so
-    that after i steps every row's window is bins - i bins wide, and no error can overflow.
+    Return (bins to cut off the lower end, bins to cut off the upper end), int32 (n,) each.
 
-    Returns:
-        (bins off the lower end, bins off the upper end), int32 (n,).
+    A row's range is cut into `bins` bins. Each of `steps` steps takes one bin off the lower or the upper end,
+    whichever leaves the smaller squared error with `levels` + 1 codes, clamping included. The best of all these
+    ranges is kept, the whole one included. Values are first mapped to bins, y = (x - low) * factor: after i steps
+    every row's window is then bins - i bins wide, and no error can overflow.
     """
     with np.errstate(all="ignore"):
         y = (values - low[:, None]) * factor[:, None]
@@ -99,7 +106,10 @@ def greedy_walk(
 
 
 def _window_error(y: Float32s, cut: Float32s, width: int, levels: int, skip: int = 0) -> Float32s:
-    """Squared error of each row, in bins / levels, in a window of `width` bins from bin `cut` + `skip`."""
+    """Return the squared error of each row in a window of `width` bins from bin `cut` + `skip`.
+
+    Its unit is the square of a bin divided by the square of `levels`.
+    """
     gain = np.float32(levels) / np.float32(width)
     steps = (y - cut[:, None]) * gain - np.float32(skip) * gain
     errors = np.rint(np.clip(steps, 0, levels)) - steps
@@ -109,15 +119,15 @@ def _window_error(y: Float32s, cut: Float32s, width: int, levels: int, skip: int
 def search(
     values: Float32s, low: Float32s, factor: Float32s, levels: int, normal_step: np.float32
 ) -> tuple[Float32s, Float32s, Float32s]:
-    """The line that quantizes each row of (n, dim) values best, of those that a fixed list of windows leads to.
+    """Find the line that quantizes each row of (n, dim) values best, among those that a fixed list of windows gives.
 
-    A row is first mapped to [-levels / 2, levels / 2] by `low` and `factor`. A window, of a centre and a
-    step, gives every value a code, clamped; the line of least squares through those codes is never worse than the
-    window itself, and is what is kept if it leaves a smaller error than any before, that is, explains more of
-    the row. `cnr_codecs.kernels.windows` says which windows are tried.
+    Return three float32 (n,): how much of the row the line explains, times n squared, or 0 if there is no line; the
+    line's value at the middle code; its step.
 
-    Returns:
-        (what the line explains, times n squared, 0 if there is none; its value at the middle code; its step).
+    `low` and `factor` first map a row to [-levels / 2, levels / 2]. A window has a centre and a step, and gives every
+    value a code, clamped. The line of least squares through these codes is never worse than the window. It is kept
+    if it explains more of the row, which leaves a smaller error, than every line before.
+    `cnr_codecs.kernels.windows` lists the windows.
     """
     half = np.float32(levels) * np.float32(0.5)
     with np.errstate(all="ignore"):
@@ -136,7 +146,7 @@ def search(
 
 
 class _Lines:
-    """The best line of each row of `values` (n, dim) so far."""
+    """The best line so far of each row of `values` (n, dim)."""
 
     def __init__(self, values: Float32s, half: np.float32) -> None:
         count, dim = values.shape
@@ -148,20 +158,20 @@ class _Lines:
         self.step = np.ones(count, np.float32)
 
     def moments(self) -> tuple[Float32s, Float32s]:
-        """Mean and standard deviation, 1 where that is 0."""
+        """Return mean and standard deviation of each row. A deviation of 0 is returned as 1."""
         mean = self.sums / self.dim
         off = self.values - mean[:, None]
         deviation = np.sqrt(_sum_columns(off * off) / self.dim)
         return mean, np.where(deviation > 0, deviation, np.float32(1))
 
     def offer_around(self, windows: Iterable[tuple[np.float32, np.float32]]) -> None:
-        """Try the best window so far, moved by a share of its step and made wider."""
+        """Try neighbours of the best window so far: (shift in steps, factor of the step)."""
         centre, step = self.centre, self.step
         for shift, share in windows:
             self.offer(centre + shift * step, step * share)
 
     def offer(self, centre: Float32s, step: Float32s) -> None:
-        """Fit lines to the codes of these windows, and keep those that are the best of their row."""
+        """Fit a line to the codes of each row's window, and keep it if it is the best of its row."""
         gain = np.float32(1) / step
         start = self.half - centre * gain
         steps = self.values * gain[:, None] + start[:, None]
@@ -177,7 +187,7 @@ class _Lines:
 
 
 def _sum_columns(values: Float32s) -> Float32s:
-    """Sums of rows, column by column, as each of the kernel's lanes sums: the order decides the last bit."""
+    """Return the sums of rows. Columns are added in order, as the kernel does: the order decides the last bit."""
     total = np.zeros(len(values), np.float32)
     for column in values.T:
         total = total + column
@@ -187,10 +197,12 @@ def _sum_columns(values: Float32s) -> Float32s:
 def parameters(
     values: Float32s, scheme: str, bits: int, element: Element, walk: tuple[int, float] | None = None
 ) -> Parameters:
-    """Parameters of (n, dim) values: what each scheme quantizes a row with.
+    """Return the parameters that a scheme quantizes (n, dim) values with.
 
-    Args:
-        walk: (bins, ratio) of the paper's greedy walk, where the adaptive scheme is to use it.
+    Parameters
+    ----------
+    walk
+        (bins, ratio) of the paper's greedy walk. None stands for the search.
     """
     with np.errstate(all="ignore"):
         least, most = row_extremes(values)
@@ -215,7 +227,7 @@ def _walked(values: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float
 
 
 def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) -> Parameters:
-    """Parameters by the search; those of the whole range where it finds none that can be stored, or worse ones."""
+    """Return the parameters that the search finds, or those of the whole range where these are better."""
     levels = (1 << bits) - 1
     least, most = row_extremes(values)
     factor = _factor(least, most, np.float32(levels))
@@ -235,14 +247,14 @@ def _searched(values: Float32s, whole: Parameters, bits: int, element: Element) 
 
 
 def _squared_errors(values: Float32s, found: Parameters, factor: Float32s, bits: int) -> Float32s:
-    """What quantizing rows with these parameters does to them, in steps of the whole range."""
+    """Return the squared error of rows quantized with these parameters, in steps of the whole range."""
     decoded = dequantize(quantize(values, found.scale, found.offset, bits), found.scale, found.offset)
     off = (decoded - values) * factor[:, None]
     return _sum_columns(off * off)
 
 
 def _factor(low: Float32s, high: Float32s, parts: np.float32) -> Float32s:
-    """What maps ranges to so many parts; 0, so that a search does nothing, where that is no float32."""
+    """Return what maps ranges to `parts` parts, or 0 where no float32 does: a search then does nothing."""
     span = high - low
     factor = parts / span
     return np.where(np.isfinite(span) & np.isfinite(factor), factor, np.float32(0))

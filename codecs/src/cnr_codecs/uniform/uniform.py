@@ -1,6 +1,6 @@
-"""Uniform quantization, row by row: symmetric, asymmetric, and with a search for the range.
+"""The codec of uniform quantization: symmetric, asymmetric, and adaptive, which searches for the best range.
 
-A row's codes depend on that row and on the codec alone, whatever other rows it is encoded with.
+A row's codes depend on that row and on the codec alone, not on the rows that it is encoded with.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.payload.draft import Draft
 from cnr_codecs.payload.payload import (
     HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
     SEGMENT,
-    Draft,
     ParameterType,
     Scheme,
     Segment,
@@ -41,27 +41,32 @@ MAX_BINS = 4096
 
 
 def default_walk(bits: int) -> tuple[int, float]:
-    """(bins, ratio) of the paper's greedy walk, by bits."""
+    """Return the default (bins, ratio) of the paper's greedy walk for codes of `bits` bits."""
     return (25, 0.99) if bits <= 3 else (45, 0.5)
 
 
 @dataclass(frozen=True)
 class UniformRows:
-    """Rows quantized uniformly, each with parameters of its own.
+    """Quantizes each row uniformly, with parameters of its own.
 
-    Args:
-        scheme: "symmetric" (one parameter a row), "asymmetric" (the row's least and greatest value) or
-            "adaptive" (asymmetric over the range that a search finds to have the least squared error; over the
-            whole one at 8 bits, where there is nothing to gain, and in rows of more than 2,048 columns, whose
-            search would take much memory).
-        bits: bits of a code, 1 to 8.
-        bins, ratio: adaptive only: with either, the search is the paper's greedy walk, which cuts the range
-            into `bins` parts, 2 to 4096, and may take the share `ratio` of them off, 0 (none) to 1. The other
-            one is then 45 and 0.5, or 25 and 0.99 at 3 bits and fewer. Without both, a faster search that
-            leaves smaller errors.
+    Parameters
+    ----------
+    scheme
+        "symmetric" stores one parameter a row. "asymmetric" stores two, which cover the row's least and greatest
+        value. "adaptive" stores two as well, and searches for those of the least squared error. It equals
+        "asymmetric" in rows of more than 2,048 columns, where a search would take much memory, and, without `bins`
+        and `ratio`, at 8 bits, where a search gains nothing.
+    bits
+        Bits of a code, 1 to 8.
+    bins, ratio
+        For "adaptive" only. With either, the search is the paper's greedy walk: it cuts the range into `bins` parts,
+        2 to 4096, and may take off the share `ratio` of them, 0 (none) to 1. The other one defaults to 45 and 0.5, at
+        3 bits and fewer to 25 and 0.99. Without both, the search is a faster one that leaves smaller errors.
 
-    Raises:
-        CodecConfigError: an option is unknown or out of range.
+    Raises
+    ------
+    CodecConfigError
+        An option is unknown or out of range.
     """
 
     scheme: str = "adaptive"
@@ -77,7 +82,7 @@ class UniformRows:
         if self.scheme != "adaptive":
             if self.bins is not None or self.ratio is not None:
                 raise CodecConfigError(
-                    f"bins and ratio belong to the adaptive scheme, not to {self.scheme!r}"
+                    f"bins and ratio belong to the scheme 'adaptive', not to {self.scheme!r}"
                 )
             return
         if self.bins is None and self.ratio is None:
@@ -89,27 +94,30 @@ class UniformRows:
             raise CodecConfigError(f"bins must be an integer from 2 to {MAX_BINS}, got {bins!r}")
         if type(ratio) not in (int, float) or not 0 <= ratio <= 1:
             raise CodecConfigError(f"ratio must be a number from 0 to 1, got {ratio!r}")
-        # Codecs that do the same are equal, and write the same configuration.
+        # Defaults are filled in, so that codecs that do the same are equal and have the same configuration.
         object.__setattr__(self, "bins", bins)
         object.__setattr__(self, "ratio", float(ratio))
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration that `row_codec` takes, as numcodecs writes it."""
+        """Return the configuration that `row_codec` takes."""
         return {"id": "cnr_uniform", **self._options()}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The entry of a Zarr v3 array's `codecs`."""
+        """Return the entry of a Zarr v3 array's `codecs`."""
         return {"name": "cnr.uniform", "configuration": self._options()}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Encoded bytes of a row of `dim` values, without its share of the row set, as most rows have it."""
+        """Return the encoded bytes of a row of `dim` values with float16 parameters, as nearly all rows have.
+
+        The row's share of the row set is left out.
+        """
         kind = quantizable_element(element)
         return float(min(self._row_bytes(dim, ParameterType.FLOAT16), dim * kind.stored.itemsize))
 
     def encode_rows(
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
-        """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
+        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
         kind, values = check_values(values, rows, quantizable_element(element).name)
         check_offsets(offsets, len(values), rows)
         count, dim = values.shape
@@ -117,10 +125,10 @@ class UniformRows:
         if not count or not parameter_types:
             return LosslessRows().encode_rows(values, offsets, rows, element=element, seal=seal)
         row_set = RowSet.first(count, rows) if offsets is None else RowSet.of(offsets, rows)
-        # Nearly always all rows have float16 parameters. Then codes are written where they belong at once.
+        # Nearly always all rows have float16 parameters. Their codes are then written to the payload at once.
         scheme, bits = SCHEMES[self.scheme], self.bits
-        before = HEADER.size + SEGMENT.size + row_set.data.nbytes + count * PARAMETERS_PER_ROW[scheme] * 2
-        draft = Draft(before, count, row_bytes(scheme, bits, dim))
+        head_bytes = HEADER.size + SEGMENT.size + row_set.data.nbytes + count * PARAMETERS_PER_ROW[scheme] * 2
+        draft = Draft(head_bytes, count, row_bytes(scheme, bits, dim))
         encoded = self._encode(values, kind, draft.codes)
         if encoded.float16_rows == count:
             segment = self._segment(encoded, row_set, ParameterType.FLOAT16)
@@ -141,7 +149,7 @@ class UniformRows:
         return parameters + row_bytes(scheme, self.bits, dim)
 
     def _worthwhile(self, element: Element, dim: int) -> list[ParameterType]:
-        """With which parameters rows get smaller. Those too narrow to gain by quantization stay exact."""
+        """Return the parameter types with which quantized rows are smaller than raw ones. Narrow rows may have none."""
         raw_bytes = dim * element.stored.itemsize
         return [kind for kind in PARAMETER_DTYPES if self._row_bytes(dim, kind) < raw_bytes]
 
@@ -172,28 +180,28 @@ class UniformRows:
         return Segment(scheme, self.bits, kind, row_set, stored, encoded.codes)
 
     def _encode(self, values: Rows, element: Element, codes: npt.NDArray[np.uint8]) -> _Encoded:
-        # Kernels are compiled once, for read-only rows; the flag is the view's, not the caller's.
+        # Kernels are compiled for read-only rows alone. The flag is set on a view, not on the caller's array.
         wide = np.ascontiguousarray(values, np.float32).view()
         wide.flags.writeable = False
-        encoded = _Encoded.of(codes)
+        encoded = _Encoded.for_codes(codes)
         arrays = encoded.arrays()
         search = self.scheme == "adaptive" and wide.shape[1] <= MAX_DIM
         if search and self.bins is not None and self.ratio is not None:
             low, high = _walked(wide, self.bits, self.bins, self.ratio)
-            held = kernels.encode_windows(wide, low, high, self.bits, element.overflow, arrays)
+            float16_rows = kernels.encode_windows(wide, low, high, self.bits, element.overflow, arrays)
         elif search and self.bins is None and self.bits in NORMAL_STEPS:
             step = NORMAL_STEPS[self.bits]
-            held = kernels.encode_searched(wide, self.bits, step, element.overflow, arrays)
+            float16_rows = kernels.encode_searched(wide, self.bits, step, element.overflow, arrays)
         else:
             symmetric = self.scheme == "symmetric"
-            held = kernels.encode_ranges(wide, self.bits, symmetric, element.overflow, arrays)
-        encoded.float16_rows = held
+            float16_rows = kernels.encode_ranges(wide, self.bits, symmetric, element.overflow, arrays)
+        encoded.float16_rows = float16_rows
         return encoded
 
 
 @dataclass(eq=False, slots=True)
 class _Encoded:
-    """Rows as the kernels leave them: see `kernels.uniform`. So many of them have float16 parameters."""
+    """Rows as the kernels leave them; see `kernels.uniform`. `float16_rows` of them have float16 parameters."""
 
     scale: Float32s
     offset: Float32s
@@ -203,8 +211,8 @@ class _Encoded:
     float16_rows: int = 0
 
     @classmethod
-    def of(cls, codes: npt.NDArray[np.uint8]) -> _Encoded:
-        """For the rows whose codes, (n, bytes a row), will be written to `codes`."""
+    def for_codes(cls, codes: npt.NDArray[np.uint8]) -> _Encoded:
+        """Allocate the arrays of n rows, whose codes will be written to `codes`, (n, bytes a row)."""
         count = len(codes)
         scale, offset = np.empty(count, np.float32), np.empty(count, np.float32)
         return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
@@ -223,23 +231,23 @@ class _Encoded:
 
 
 def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64s, Float64s]:
-    """The ranges that the paper's walk leaves."""
-    least, most = row_extremes(wide)
-    # Rows may hold anything; what is not finite comes out raw.
+    """Return the ranges, low and high, that the paper's walk leaves."""
+    row_low, row_high = row_extremes(wide)
+    # Rows may hold anything. Those that are not finite will be stored raw.
     with np.errstate(all="ignore"):
-        low, high = least.astype(np.float64), most.astype(np.float64)
+        low, high = row_low.astype(np.float64), row_high.astype(np.float64)
         steps = min(int(bins * ratio), bins - 1)
         if steps == 0:
             return low, high
         left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
-        factor = search_factor(least, most, bins)
-        walk.greedy_walk(wide, least, factor, bins, steps, (1 << bits) - 1, left, right)
+        factor = search_factor(row_low, row_high, bins)
+        walk.greedy_walk(wide, row_low, factor, bins, steps, (1 << bits) - 1, left, right)
         width = (high - low) / bins
         return np.where(left > 0, low + left * width, low), np.where(right > 0, high - right * width, high)
 
 
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
-    """Least and greatest value of each row of (n, dim); one is not finite where the row has such a value."""
+    """Return the least and the greatest value of each row of (n, dim). One is not finite if any value is not."""
     low, high = (np.empty(len(values), np.float32) for _ in range(2))
     bits = np.ascontiguousarray(values).reshape(-1).view(np.int32)
     count, dim = values.shape
@@ -248,7 +256,7 @@ def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
 
 
 def search_factor(low: Float32s, high: Float32s, bins: int) -> Float32s:
-    """What maps a row's values to bins; 0, so that the search does nothing, where bins are no float32."""
+    """Return what maps a row's values to bins, or 0 where no float32 does: the search then does nothing."""
     with np.errstate(all="ignore"):
         span = high - low
         factor = np.float32(bins) / span
