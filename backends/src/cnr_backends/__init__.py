@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint live."""
+"""Durable object storage for checkpoints: objects under keys, on local disks, S3 and more."""
 
 from cnr_backends.backend import Backend
 from cnr_backends.backend_store import BackendStore, zarr_store

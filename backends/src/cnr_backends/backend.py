@@ -1,13 +1,12 @@
-"""The contract that every place for bytes fulfils."""
+"""The contract of every backend."""
 
 from __future__ import annotations
 
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import ClassVar, Self, TypeAlias
+from typing import ClassVar, Self
 
 from zarr.abc.store import Store
 
@@ -18,51 +17,48 @@ from cnr_backends.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     ObjectTooShortError,
-    StorageError,
-    StorageFullError,
+    storage_error,
 )
 from cnr_backends.keys import check_key, check_prefix, is_key, is_name
+from cnr_backends.pieces import BytesLike, Pieces, as_pieces
 
-BytesLike: TypeAlias = bytes | bytearray | memoryview
-Pieces: TypeAlias = list[memoryview]
-
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READS = frozenset({"get", "get_range", "get_suffix", "size"})
 
 
 class Backend(ABC):
-    """Whole objects under "/"-separated keys.
+    """Stores whole objects under "/"-separated keys.
 
-    The public methods check keys and arguments and turn the failures of the underlying system into this
-    distribution's errors. A new kind of backend implements the methods that begin with an underscore; they
-    receive proper keys and may raise whatever `_failures` names. `testing.BackendConformance` checks all that
-    is demanded here.
+    The public methods check keys and arguments, and raise this distribution's errors for failures of the
+    underlying system. A new kind of backend implements the methods that begin with an underscore. They get valid
+    keys, and may raise what `_failures` names. `testing.BackendConformance` tests this contract.
 
     Every method MUST be safe to call from several threads at once.
 
     Attributes
     ----------
-    url : str
-        Where the bytes are, for messages: no secrets.
-    atomic_create : bool
-        Whether, of several processes that `create` one key at the same time, exactly one succeeds.
+    url
+        Where the objects are, without secrets. Messages show it.
+    atomic_create
+        Whether exactly one of several processes succeeds that `create` one key at the same time.
     """
 
     url: str
     atomic_create: bool
 
     _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
-    """What the hooks raise when the underlying system fails."""
+    """What the methods that begin with an underscore raise when the underlying system fails."""
 
     def put(self, key: str, data: BytesLike | Sequence[BytesLike]) -> None:
-        """Store an object, replacing what was there.
+        """Store an object, and replace the one that was there.
 
-        It MUST be durable when this returns, and a concurrent reader MUST see the old object or the new one,
-        whole. After an error either may be there.
+        The object MUST be durable when this returns. A concurrent reader MUST see either the old object or the new
+        one, whole. After an error either may be stored.
 
         Parameters
         ----------
-        key : str
-        data : bytes-like, or a sequence of bytes-likes
+        key
+            Where to store it.
+        data
             The object, or its pieces in order.
 
         Raises
@@ -70,21 +66,28 @@ class Backend(ABC):
         KeyNameError, StorageError, StorageFullError
         """
         check_key(key)
-        pieces = _pieces(data)
+        pieces = as_pieces(data)
         with self._guard("put", key):
             self._put(key, pieces)
 
     def create(self, key: str, data: bytes) -> None:
-        """Store an object that MUST NOT exist yet. As durable and as whole as `put`.
+        """Store an object that MUST NOT exist yet, as durably and as whole as `put` does.
 
-        Where `atomic_create` is true exactly one of several concurrent callers MUST succeed. A backend whose
-        answers can get lost decides by reading the object back: give `data` something unique (a random id),
-        or two callers with equal bytes may both be told that they succeeded.
+        Where `atomic_create` is true, exactly one of several concurrent callers MUST succeed. A backend whose
+        answers can get lost decides by reading the object back. So put something unique into `data`, such as a
+        random id: otherwise two callers with equal bytes may both succeed.
+
+        Parameters
+        ----------
+        key
+            Where to store it.
+        data
+            The object.
 
         Raises
         ------
         ObjectExistsError
-            The key holds an object that is not ours. It is left as it is.
+            Another writer's object is stored under the key. It is left as it is.
         KeyNameError, StorageError, StorageFullError
         """
         check_key(key)
@@ -101,6 +104,11 @@ class Backend(ABC):
     def get(self, key: str) -> bytes:
         """Return a whole object.
 
+        Parameters
+        ----------
+        key
+            Where it is stored.
+
         Raises
         ------
         KeyNameError, ObjectNotFoundError, StorageError
@@ -110,12 +118,19 @@ class Backend(ABC):
             return self._get(key)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return exactly `length` bytes beginning at byte `start`.
+        """Return exactly `length` bytes from byte `start` on.
+
+        Parameters
+        ----------
+        key
+            Where the object is stored.
+        start, length
+            The bytes, 0 or more each.
 
         Raises
         ------
         ObjectTooShortError
-            The object ends before that.
+            The object ends before the last of these bytes.
         KeyNameError, ArgumentError, ObjectNotFoundError, StorageError
         """
         check_key(key)
@@ -130,21 +145,35 @@ class Backend(ABC):
     def get_suffix(self, key: str, length: int) -> bytes:
         """Return exactly the last `length` bytes.
 
+        Parameters
+        ----------
+        key
+            Where the object is stored.
+        length
+            The number of bytes, 0 or more.
+
         Raises
         ------
         ObjectTooShortError
-            The object is smaller.
+            The object has fewer bytes.
         KeyNameError, ArgumentError, ObjectNotFoundError, StorageError
         """
         check_key(key)
         if length < 0:
-            raise ArgumentError(f"can't read the last {length} bytes of {key!r}: it must be 0 or more")
+            raise ArgumentError(
+                f"can't read the last {length} bytes of {key!r}: the length must be 0 or more"
+            )
         with self._guard("get_suffix", key):
             data = self._get_suffix(key, length) if length else self._nothing(key)
         return self._exactly(data, length, "get_suffix", key, "at the end")
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes.
+
+        Parameters
+        ----------
+        key
+            Where it is stored.
 
         Raises
         ------
@@ -155,11 +184,16 @@ class Backend(ABC):
             return self._size(key)
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names of the objects and folders immediately under ``prefix/``, sorted.
+        """Return the names of the objects and folders immediately below ``prefix/``, sorted; [] if there are none.
 
-        "" is the root. It MUST show every object whose `put` or `create` has returned anywhere (nothing is
-        cached), no deleted ones and no temporary ones. Folders are there because objects lie below them; one
-        whose last object is gone SHOULD be gone too, though some S3 servers tidy up later. [] if there is none.
+        The listing MUST have every object whose `put` or `create` has returned anywhere, because nothing is cached.
+        It MUST have no deleted and no temporary ones. A folder is listed because objects are below it. Once its last
+        object is deleted it SHOULD not be listed, though some S3 servers remove it later.
+
+        Parameters
+        ----------
+        prefix
+            The folder; "" is the root.
 
         Raises
         ------
@@ -172,7 +206,13 @@ class Backend(ABC):
     def list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Iterate over (key, size in bytes) of every object below ``prefix/``, in any order.
 
-        As consistent as `list_names`; what is written or deleted meanwhile may or may not appear.
+        The listing is as consistent as that of `list_names`. Objects that are written or deleted meanwhile may appear
+        or not.
+
+        Parameters
+        ----------
+        prefix
+            The folder; "" is the root.
 
         Raises
         ------
@@ -181,7 +221,12 @@ class Backend(ABC):
         return self._iterate_keys(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
-        """Remove an object, and the folders that it leaves empty. A missing object is fine.
+        """Delete an object, and the folders that it leaves empty. The object may be missing.
+
+        Parameters
+        ----------
+        key
+            Where it is stored.
 
         Raises
         ------
@@ -192,11 +237,11 @@ class Backend(ABC):
             self._delete(key)
 
     def close(self) -> None:
-        """Let go of connections. Closing twice is fine; using a closed backend is not."""
+        """Release connections. A backend may be closed twice, but must not be used afterwards."""
         return
 
     def zarr_store(self) -> Store:
-        """Return ``cnr_backends.zarr_store(self)``."""
+        """Return a read-only Zarr store over this backend, as ``cnr_backends.zarr_store`` does."""
         return zarr_store(self)
 
     def __enter__(self) -> Self:
@@ -224,11 +269,11 @@ class Backend(ABC):
 
     @abstractmethod
     def _get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return `length` > 0 bytes from `start`, or fewer where the object ends."""
+        """Return `length` > 0 bytes from `start` on, or fewer where the object ends."""
 
     @abstractmethod
     def _get_suffix(self, key: str, length: int) -> bytes:
-        """Return the last `length` > 0 bytes, or all where the object is smaller."""
+        """Return the last `length` > 0 bytes, or all where the object has fewer."""
 
     @abstractmethod
     def _size(self, key: str) -> int:
@@ -236,34 +281,34 @@ class Backend(ABC):
 
     @abstractmethod
     def _list_names(self, prefix: str) -> list[str]:
-        """Return the child names in any order; [] if there is no such folder."""
+        """Return the names in a folder in any order; [] if there is no such folder."""
 
     @abstractmethod
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield (key, size in bytes) below the folder; nothing if there is none."""
+        """Yield (key, size in bytes) of the objects below a folder; nothing if there is no such folder."""
 
     @abstractmethod
     def _delete(self, key: str) -> None:
-        """Remove the object if it exists."""
+        """Delete the object if it exists."""
 
     def _is_missing(self, error: Exception) -> bool:
-        """Whether a failed read means that the object isn't there. A folder is not an object."""
+        """Whether a failed read means that there is no such object. A folder is not an object."""
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
 
     def _advice(self, error: Exception) -> str:
-        """What to do about `error`, as the end of a message."""
+        """Return what to do about `error`, as the end of a message."""
         return "check the storage and its permissions, then try again"
 
     def _nothing(self, key: str) -> bytes:
-        self._size(key)  # a missing object is an error, even if nothing of it is wanted
+        self._size(key)  # a missing object is an error, even if no bytes of it are wanted
         return b""
 
     def _exactly(self, data: bytes, length: int, operation: str, key: str, place: str) -> bytes:
         if len(data) == length:
             return data
         raise ObjectTooShortError(
-            f"{key!r} in {self.url} is shorter than it should be: wanted {length} bytes {place}, there are "
-            f"{len(data)}; the object is damaged or not the one that was written",
+            f"{key!r} in {self.url} is too short: {length} bytes {place} were requested, there are {len(data)}; "
+            "the object is damaged, or not the one that was written",
             operation=operation,
             key=key,
             url=self.url,
@@ -289,25 +334,4 @@ class Backend(ABC):
             return ObjectNotFoundError(
                 f"no object {key!r} in {self.url}", operation=operation, key=key, url=self.url
             )
-        kind = StorageError
-        advice = self._advice(error)
-        if getattr(error, "errno", None) in _NO_SPACE:
-            kind, advice = StorageFullError, "free some space, then try again"
-        reason = f"{type(error).__name__}: {error}"
-        failure = kind(
-            f"{operation} of {key!r} failed in {self.url} ({reason}); {advice}",
-            operation=operation,
-            key=key,
-            url=self.url,
-        )
-        failure.errno = getattr(error, "errno", None)
-        return failure
-
-
-_READS = frozenset({"get", "get_range", "get_suffix", "size"})
-
-
-def _pieces(data: BytesLike | Sequence[BytesLike]) -> Pieces:
-    parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
-    views = [memoryview(part) for part in parts]
-    return [view.cast("B") for view in views if view.nbytes]
+        return storage_error(error, self._advice(error), operation=operation, key=key, url=self.url)

@@ -1,4 +1,4 @@
-"""A backend as a read-only Zarr ``Store``, so that zarr-python opens what was written."""
+"""A read-only Zarr ``Store`` over a backend, with which zarr-python opens what was written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READERS = 8
 
 
 class ObjectReader(Protocol):
-    """What a store asks of a backend. `Backend` states what each method does."""
+    """The methods of a backend that a store calls. `Backend` says what each one does."""
 
     @property
     def url(self) -> str: ...
@@ -40,20 +40,20 @@ class ObjectReader(Protocol):
 class BackendStore(Store):
     """A read-only Zarr store over a backend.
 
-    Reads run in threads of its own: in the event loop's default executor, reads nested in each other would
-    wait for threads that they hold themselves. It can be pickled if the backend can: it is opened again.
+    Reads run in the store's own threads: in the event loop's default executor, nested reads would wait for threads
+    that they occupy themselves. The store can be pickled if the backend can, and opens it again.
 
     Parameters
     ----------
-    backend : Backend
-        Not closed with the store.
-    read_only : bool
-        Must be True; it is there because Zarr passes it on.
+    backend
+        Where the objects are. It is not closed with the store.
+    read_only
+        Must be True. Zarr passes it on.
 
     Raises
     ------
     ArgumentError
-        If `read_only` is False.
+        `read_only` is False.
     """
 
     supports_writes = False
@@ -62,7 +62,7 @@ class BackendStore(Store):
 
     def __init__(self, backend: ObjectReader, *, read_only: bool = True) -> None:
         if not read_only:
-            raise ArgumentError(f"{backend.url} is read-only as a Zarr store; write through the backend")
+            raise ArgumentError(f"the Zarr store of {backend.url} is read-only; write through the backend")
         super().__init__(read_only=True)
         self.backend = backend
         self._readers: tuple[int, ThreadPoolExecutor] | None = None
@@ -138,7 +138,7 @@ class BackendStore(Store):
 
     def _refuse(self, operation: str, key: str) -> Never:
         raise StorageError(
-            f"can't {operation} {key!r}: {self.backend.url} is read-only as a Zarr store; "
+            f"can't {operation} {key!r}: the Zarr store of {self.backend.url} is read-only; "
             "write through the backend",
             operation=operation,
             key=key,
@@ -153,12 +153,18 @@ class BackendStore(Store):
 
 
 def zarr_store(backend: ObjectReader) -> Store:
-    """Return a read-only Zarr ``Store`` over a backend. It does not close the backend."""
+    """Return a read-only Zarr ``Store`` over a backend.
+
+    Parameters
+    ----------
+    backend
+        Where the objects are. It is not closed with the store.
+    """
     return BackendStore(backend)
 
 
 def _read(backend: ObjectReader, key: str, byte_range: ByteRequest | None) -> bytes:
-    """Read as Zarr asks: a range that reaches beyond the end gives what there is."""
+    """Read a byte range as Zarr defines it: one that reaches beyond the end returns the bytes that there are."""
     match byte_range:
         case None:
             return backend.get(key)

@@ -1,11 +1,11 @@
-"""The error tree of this distribution, grouped by what a handler would do.
+"""The errors of cnr_backends, grouped by what a caller does about them.
 
 BackendError
 ├── OpenError (ValueError)                 fix the URL, the options or the installation
 ├── KeyNameError (ValueError)              fix the caller: no backend takes this key
-├── ArgumentError (ValueError)             fix the caller: another argument makes no sense
+├── ArgumentError (ValueError)             fix the caller: another argument is out of range
 ├── ObjectNotFoundError (FileNotFoundError)   decide what absence means
-├── ObjectExistsError (FileExistsError)       somebody else was first
+├── ObjectExistsError (FileExistsError)       another writer was first
 ├── ShardError (ValueError)                the stored bytes are damaged: restore them from elsewhere
 └── StorageError (OSError)                 retry later, or repair the storage
     ├── StorageFullError                   free some space
@@ -14,17 +14,21 @@ BackendError
 
 from __future__ import annotations
 
+import errno
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 class BackendError(Exception):
-    """Root of every error raised by ``cnr_backends``.
+    """Base of the errors that this package raises.
 
     Attributes
     ----------
-    operation : str
+    operation
         The operation that failed ("put", "get", ...), or "".
-    key : str
-        The key concerned, or "".
-    url : str
+    key
+        The key of the object, or "".
+    url
         The backend's URL without secrets, or "".
     """
 
@@ -36,15 +40,15 @@ class BackendError(Exception):
 
 
 class OpenError(BackendError, ValueError):
-    """A URL, path or store that can't be opened."""
+    """A URL, path or store can't be opened."""
 
 
 class KeyNameError(BackendError, ValueError):
-    """A key that breaks the rules for keys."""
+    """A key breaks the rules for keys."""
 
 
 class ArgumentError(BackendError, ValueError):
-    """An argument, other than a key, that makes no sense."""
+    """An argument other than a key is out of range."""
 
 
 class ObjectNotFoundError(BackendError, FileNotFoundError):
@@ -52,15 +56,15 @@ class ObjectNotFoundError(BackendError, FileNotFoundError):
 
 
 class ObjectExistsError(BackendError, FileExistsError):
-    """An exclusive create found an object that somebody else wrote."""
+    """An exclusive create found an object of another writer."""
 
 
 class ShardError(BackendError, ValueError):
-    """A shard object, its index or one of its chunks is not sound."""
+    """A shard, its index or one of its chunks is damaged."""
 
 
 class StorageError(BackendError, OSError):
-    """An operation failed. What was being written may or may not have arrived."""
+    """An operation failed. An object that was being written may be stored or not."""
 
 
 class StorageFullError(StorageError):
@@ -68,4 +72,20 @@ class StorageFullError(StorageError):
 
 
 class ObjectTooShortError(StorageError):
-    """An object ends before the bytes that were asked for."""
+    """An object ends before the requested bytes."""
+
+
+def storage_error(error: Exception, advice: str, *, operation: str, key: str, url: str) -> StorageError:
+    """Return the StorageError for a failure of the underlying system. Its message ends with `advice`."""
+    kind = StorageError
+    code = getattr(error, "errno", None)
+    if code in _NO_SPACE:
+        kind, advice = StorageFullError, "free some space, then try again"
+    failure = kind(
+        f"{operation} of {key!r} failed in {url} ({type(error).__name__}: {error}); {advice}",
+        operation=operation,
+        key=key,
+        url=url,
+    )
+    failure.errno = code
+    return failure

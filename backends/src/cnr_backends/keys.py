@@ -5,30 +5,42 @@ from __future__ import annotations
 from cnr_backends.errors import KeyNameError
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Names that begin so belong to the backends: no key may use them and no listing shows them."""
+"""Names with this prefix belong to the backends: no key may use them, and no listing shows them."""
 
 
 def is_name(segment: str) -> bool:
-    """Whether `segment` may stand between the slashes of a key."""
+    """Whether `segment` may be a part of a key between slashes."""
     return "/" not in segment and _fault_of(segment) is None
 
 
 def is_key(key: str) -> bool:
-    """Whether `key` is one or more proper segments joined by "/"."""
+    """Whether `key` is one or more valid segments joined by "/"."""
     return all(map(is_name, key.split("/")))
 
 
 def check_key(key: str) -> str:
-    """Return `key`, or raise KeyNameError saying which segment is wrong and why."""
+    """Return `key`, if it is valid.
+
+    Raises
+    ------
+    KeyNameError
+        A segment is not valid. The message says why.
+    """
     for segment in key.split("/"):
         fault = _fault_of(segment)
         if fault is not None:
-            raise KeyNameError(f"{key!r} is not a key: {fault}; keys look like 'folder/name'", key=key)
+            raise KeyNameError(f"{key!r} is not a valid key: {fault}; keys look like 'folder/name'", key=key)
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` without a trailing "/". "" is the root; anything else must be a key."""
+    """Return `prefix` without a trailing "/". "" is the root.
+
+    Raises
+    ------
+    KeyNameError
+        The prefix is neither "" nor a key.
+    """
     if prefix == "":
         return prefix
     return check_key(prefix.removesuffix("/"))
@@ -38,9 +50,9 @@ def _fault_of(segment: str) -> str | None:
     if segment in ("", ".", ".."):
         return f"it has the segment {segment!r}"
     if "\0" in segment or "\\" in segment:
-        return "it holds a NUL or a backslash"
+        return "it has a NUL or a backslash"
     if segment.startswith(TEMPORARY_PREFIX):
-        return f"names beginning with {TEMPORARY_PREFIX!r} are reserved"
+        return f"names that begin with {TEMPORARY_PREFIX!r} are reserved"
     if not segment.isascii():
         try:
             segment.encode()

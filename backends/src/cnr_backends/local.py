@@ -1,4 +1,4 @@
-"""A folder on a local (or mounted) filesystem."""
+"""A backend in a folder of a local or mounted filesystem."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cnr_backends.backend import Backend, Pieces
+from cnr_backends.backend import Backend
 from cnr_backends.errors import OpenError, StorageError
 from cnr_backends.keys import TEMPORARY_PREFIX, is_name
+from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _TEMPORARY_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -23,25 +24,24 @@ _WRITE_ATTEMPTS = 10
 
 
 class LocalBackend(Backend):
-    """Objects as files below a folder.
+    """Stores objects as files below a folder.
 
-    Files are written under a temporary name in the folder where they belong, synced, and renamed (`put`) or
-    linked (`create`) into place; then the folder is synced, and so are folders newly made. The root is made
-    by the first write. Symbolic links are not objects: listings leave them out, and what leads outside the
-    root is neither read nor written. (A link put in place between that check and the access is not caught: an
-    attacker who can change the folder meanwhile needs more than this.)
+    A file is written under a temporary name in its folder, synced, and renamed (`put`) or linked (`create`) to its
+    name. Then its folder is synced, and so is every new folder. The first write makes the root. Symbolic links are not
+    objects: listings leave them out, and a link that leads outside the root is neither read nor written. A link that
+    is made between this check and the access is not caught: keep attackers from writing to the folder.
 
     `create` needs hard links, which a few network and FAT filesystems lack.
 
     Parameters
     ----------
-    root : path
-        Made absolute at once; a leading "~" is the home folder.
+    root
+        The folder. It is made absolute at once; a leading "~" is the home folder.
 
     Raises
     ------
     OpenError
-        If something that isn't a folder is there.
+        The root is not a folder, or can't be looked up.
     """
 
     atomic_create = True
@@ -74,7 +74,7 @@ class LocalBackend(Backend):
 
     def _create(self, key: str, data: bytes) -> bool:
         if self._path(key).exists():
-            return False  # spares the write; the link below decides
+            return False  # this spares the write; the link below decides
         return self._write(key, [memoryview(data)], replace=False)
 
     def _get(self, key: str) -> bytes:
@@ -115,24 +115,24 @@ class LocalBackend(Backend):
         except (FileNotFoundError, NotADirectoryError):
             return
         except (IsADirectoryError, PermissionError):
-            if path.is_dir():  # a folder is not an object; some systems say EPERM
+            if path.is_dir():  # a folder is not an object; some systems raise EPERM for one
                 return
             raise
-        with contextlib.suppress(FileNotFoundError):  # a concurrent delete emptied and removed it
+        with contextlib.suppress(FileNotFoundError):  # a concurrent delete removed the folder
             _sync_folder(path.parent)
             self._remove_empty(path.parent)
 
     def _path(self, key: str) -> Path:
-        """Return where `key` is, or raise StorageError if symbolic links take it outside the root."""
-        path = os.path.realpath(os.path.join(self._address, key))  # noqa: PTH118 - Path is slower by half
+        """Return the path of `key`, or raise StorageError if symbolic links lead outside the root."""
+        path = os.path.realpath(os.path.join(self._address, key))  # noqa: PTH118 - Path takes twice as long
         if not key or path.startswith(self._inside):
             return Path(path)
-        root = os.path.realpath(self._address)  # it may have been made, or moved, since
+        root = os.path.realpath(self._address)  # the root may have been made or moved since
         self._inside = root.rstrip(os.sep) + os.sep
         if not path.startswith(self._inside):
             raise StorageError(
-                f"{key!r} in {self.url} leads outside of it by a symbolic link, to {path}; remove the link, "
-                "or open the folder that it leads to",
+                f"a symbolic link takes {key!r} outside of {self.url}, to {path}; remove the link, or open the folder "
+                "that it leads to",
                 key=key,
                 url=self.url,
             )
@@ -153,14 +153,14 @@ class LocalBackend(Backend):
             os.close(file)
 
     def _write(self, key: str, pieces: Pieces, *, replace: bool) -> bool:
-        """Put a synced file in place; False if one is there and must not be replaced."""
+        """Store a synced file. Return False if one is there and must not be replaced."""
         for attempt in range(_WRITE_ATTEMPTS):
             path = self._path(key)
             try:
                 self._make_folder(path.parent)
                 return _write_file(path, pieces, replace=replace)
             except FileNotFoundError:
-                # A concurrent delete found the folder empty and removed it.
+                # A concurrent delete removed the empty folder.
                 with self._lock:
                     self._synced.clear()
                 if attempt == _WRITE_ATTEMPTS - 1:
@@ -177,7 +177,7 @@ class LocalBackend(Backend):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
             made = True
-        # A folder that is there may have been made a moment ago by another process, not yet synced.
+        # Another process may have made the folder a moment ago, and not have synced it yet.
         if made or folder.is_relative_to(os.path.realpath(self.root)):
             _sync_folder(folder.parent)
             with self._lock:
@@ -190,7 +190,7 @@ class LocalBackend(Backend):
             _remove_abandoned(folder)
             try:
                 folder.rmdir()
-            except OSError:  # not empty, in use, or gone: nothing depends on it
+            except OSError:  # not empty, in use or gone: no harm
                 return
             with self._lock:
                 self._synced.discard(folder)
@@ -208,7 +208,7 @@ def _write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
             temporary.replace(path)
         elif not _link(temporary, path):
             return False
-        with contextlib.suppress(FileNotFoundError):  # deleted as soon as it was there, with its folder
+        with contextlib.suppress(FileNotFoundError):  # the file and its folder were deleted at once
             _sync_folder(path.parent)
         return True
     finally:
@@ -222,24 +222,24 @@ def _write_all(file: int, piece: memoryview) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Give a file its name unless that is taken."""
+    """Give a file its name. Return False if the name is taken."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # On NFS the answer to a link that was made can get lost, and the repeated request finds it.
+        # On NFS an answer can get lost: the repeated request then finds the link that the first one made.
         return temporary.stat().st_nlink > 1
     except OSError as error:
         if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
             raise OSError(
                 error.errno,
-                "this filesystem has no hard links, which exclusive create needs; use another one",
+                "exclusive create needs hard links, which this filesystem lacks; use another one",
             ) from error
         raise
     return True
 
 
 def _read(file: int, start: int, length: int) -> bytes:
-    """Return `length` bytes, or fewer if the file ends before."""
+    """Return `length` bytes from `start` on, or fewer where the file ends."""
     parts = []
     while length:
         part = os.pread(file, length, start)
@@ -252,7 +252,7 @@ def _read(file: int, start: int, length: int) -> bytes:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files and folders that are not temporary; nothing if there is no such folder."""
+    """Yield the files and folders in a folder without temporary ones; nothing if there is no such folder."""
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -266,7 +266,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of crashed writers, where nothing else is left."""
+    """Remove the temporary files of crashed writers, if the folder has nothing else."""
     try:
         with os.scandir(folder) as entries:
             abandoned = []
@@ -277,7 +277,7 @@ def _remove_abandoned(folder: Path) -> None:
                 abandoned.append(entry.path)
         for path in abandoned:
             os.unlink(path)  # noqa: PTH108 - scandir gives a str
-    except FileNotFoundError:  # somebody else was quicker
+    except FileNotFoundError:  # another process removed them
         return
 
 

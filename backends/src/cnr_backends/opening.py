@@ -1,4 +1,4 @@
-"""From a URL, a path or a Zarr store to a backend."""
+"""Opens a backend from a URL, a path or a Zarr store."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ _KINDS: dict[str, type[FsspecBackend]] = {"memory": MemoryBackend, "s3": S3Backe
 
 
 def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_options: Any) -> Backend:
-    """Open a place for objects.
+    """Open a backend.
 
     Parameters
     ----------
-    url : str, path, Zarr Store or Backend
-        A path or ``file://`` is a local folder, made at the first write. ``memory://``, ``s3://`` and the
-        other protocols of fsspec are asked for one listing at once. A writable Zarr ``LocalStore`` is taken
-        as its folder, because Zarr never syncs. A Backend is returned as it is.
+    url
+        A path, a URL, a Zarr store or a backend. A path or ``file://`` is a local folder, which the first write
+        makes. ``memory://``, ``s3://`` and the other protocols of fsspec are listed once, at once. A writable Zarr
+        ``LocalStore`` is opened as its folder, because Zarr does not sync. A backend is returned as it is.
     **storage_options
-        For fsspec filesystems alone: credentials, ``endpoint_url`` and so on. A local folder accepts and
-        ignores ``auto_mkdir``. They may also come as one mapping, ``storage_options={...}``, as fsspec's own
-        callers give them.
+        Options of fsspec filesystems: credentials, ``endpoint_url`` and so on. A local folder accepts and ignores
+        ``auto_mkdir``. They may also be one mapping, ``storage_options={...}``, as fsspec's own callers pass it.
 
     Raises
     ------
     OpenError
-        With what is wrong and what to do.
+        The backend can't be opened. The message says what is wrong and what to do.
     """
     storage_options = _joined(storage_options)
     if isinstance(url, Backend | Store):
@@ -62,16 +61,16 @@ def _from_store(store: Store) -> Backend:
 
 
 def _joined(options: dict[str, Any]) -> dict[str, Any]:
-    """Options given one by one, and those given as a mapping called `storage_options`."""
+    """Join options given one by one with those given as the mapping `storage_options`."""
     mapping = options.get("storage_options")
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise OpenError(f"storage_options is {mapping!r}: give a mapping of names to values")
+        raise OpenError(f"storage_options must map names to values, got {mapping!r}")
     return {name: value for name, value in options.items() if name != "storage_options"} | dict(mapping or {})
 
 
 def _refuse_options(url: object, options: dict[str, Any]) -> None:
     if options:
         raise OpenError(
-            f"can't open {url}: it takes no storage options, but there are {sorted(options)}; leave them out, or look "
-            "for a misspelled argument"
+            f"can't open {url}: it takes no storage options, got {sorted(options)}; leave them out, or look for a "
+            "misspelled argument"
         )

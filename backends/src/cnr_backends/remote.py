@@ -1,4 +1,4 @@
-"""Any fsspec filesystem, and its memory."""
+"""Backends on fsspec filesystems, and in this process's memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_backends.backend import Backend, Pieces
+from cnr_backends.backend import Backend
 from cnr_backends.errors import OpenError
+from cnr_backends.pieces import Pieces
 from cnr_backends.urls import without_secrets
 
-# Drivers raise their own kinds of exceptions (botocore's and aiohttp's derive from Exception only), so
-# nothing narrower would catch a lost connection.
+# Drivers raise exceptions of their own. Those of botocore and aiohttp derive from Exception directly, so nothing
+# narrower would catch a lost connection.
 ANY_DRIVER_ERROR = (Exception,)
 
 OPERATION_SECONDS = 300.0
@@ -29,30 +30,30 @@ _INHERITED: list[object] = []
 
 
 class FsspecBackend(Backend):
-    """Objects on a filesystem of fsspec.
+    """Stores objects on a filesystem of fsspec.
 
-    `put` and `create` are as atomic and as durable as the filesystem's own ``pipe_file``: object stores do
-    well, ``sftp`` and its like don't. `create` uses ``mode="create"`` where there is such a mode, and reads
-    the object back; between processes that is not a guarantee, so `atomic_create` is False.
+    `put` and `create` are as atomic and as durable as the filesystem's ``pipe_file``: that of object stores is both,
+    that of ``sftp`` and its like is neither. `create` uses ``mode="create"`` where the filesystem has it, and reads the
+    object back. Between processes this guarantees nothing, so `atomic_create` is False.
 
-    Listings are never cached and instances never shared: a forked process makes its own connection.
+    Listings are never cached and filesystem instances never shared: a forked process makes its own connection.
 
-    An operation that hangs is given up, so that no save waits for ever: drivers limit the wait for an answer, but
-    not all of them limit that for a server which stops taking what is sent to it.
+    An operation that hangs is cancelled, so that no save waits for ever. Drivers limit the wait for an answer, but not
+    all of them limit the wait for a server that stops receiving.
 
     Parameters
     ----------
-    url : str
+    url
         An fsspec URL without "::" chains.
-    options : mapping
-        Storage options, passed to the filesystem. ``operation_seconds`` is ours: how long one operation may take,
-        repetitions included, beside a second for each MiB that it sends; 300 unless said otherwise. It has an
-        effect on asynchronous filesystems, which all object stores are.
+    options
+        Storage options, passed to the filesystem. ``operation_seconds`` is not passed on: it limits the seconds of one
+        operation, repetitions included, and one more second is added for each MiB that it sends; default 300. It
+        works on asynchronous filesystems, which all object stores are.
 
     Raises
     ------
     OpenError
-        If the protocol is unknown or its package is missing, an option is wrong, or listing the root fails.
+        The protocol is unknown, its package is missing, an option is wrong, or the root can't be listed.
     """
 
     atomic_create = False
@@ -70,7 +71,7 @@ class FsspecBackend(Backend):
             self._operation_seconds = checked_seconds(self._operation_seconds)
             self._root = self._connect()[1].rstrip("/")
             self._probe()
-        except ImportError as error:  # it says what to install
+        except ImportError as error:  # its message says what to install
             raise OpenError(f"can't open {self.url}: {error}", url=self.url) from error
         except (TypeError, ValueError) as error:
             advice = f"check the URL and the storage options {sorted(options)}"
@@ -91,7 +92,7 @@ class FsspecBackend(Backend):
 
     @property
     def _fs(self) -> Any:
-        """The filesystem of this process: neither event loops nor sockets survive a fork."""
+        """The filesystem of this process. Event loops and sockets don't survive a fork."""
         connection = self._connection
         if connection is not None and connection[0] == os.getpid():
             return connection[1]
@@ -109,11 +110,11 @@ class FsspecBackend(Backend):
             return fs, root
 
     def _driver_options(self) -> dict[str, Any]:
-        """The storage options, with what this kind of filesystem gets unless said otherwise."""
+        """Return the storage options, with this kind of filesystem's defaults."""
         return self._options
 
     def _call(self, method: str, *arguments: Any, sent_bytes: int = 0, **options: Any) -> Any:
-        """Call a method of the filesystem, for as long as an operation may take."""
+        """Call a method of the filesystem. Raise TimeoutError if it takes longer than an operation may."""
         fs = self._fs
         if not fs.async_impl or fs.asynchronous:
             return getattr(fs, method)(*arguments, **options)
@@ -122,11 +123,11 @@ class FsspecBackend(Backend):
             return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=seconds, **options)
         except FSTimeoutError as error:
             raise TimeoutError(
-                f"it took more than {seconds:.0f} seconds; give more by the option operation_seconds if the way is slow"
+                f"it took more than {seconds:.0f} seconds; raise the option operation_seconds if the network is slow"
             ) from error
 
     def _probe(self) -> None:
-        """Find out now, by one cheap listing, that the server, the bucket or the credentials are wrong."""
+        """List the root once, which shows at once whether the server, the bucket or the credentials are wrong."""
         self._list_names("")
 
     def _put(self, key: str, pieces: Pieces) -> None:
@@ -199,24 +200,24 @@ class FsspecBackend(Backend):
         return f"{self._root}/{key}" if key else self._root
 
     def _bare(self, path: str) -> str:
-        """Return a path of the filesystem in the one form that names are compared in."""
+        """Return a path of the filesystem in the form in which paths are compared."""
         return "/" + path.strip("/") if path.strip("/") else ""
 
     def _make_parent(self, path: str) -> None:
         self._call("makedirs", path.rpartition("/")[0], exist_ok=True)
 
     def _holds(self, key: str, data: bytes) -> bool:
-        """Whether the object is what this caller wrote."""
+        """Whether the object has the bytes that this caller wrote."""
         return self._get(key) == data
 
 
 class MemoryBackend(FsspecBackend):
-    """Objects in this process's memory, shared by all who open the same ``memory://`` URL."""
+    """Stores objects in this process's memory. Backends of the same ``memory://`` URL share them."""
 
     atomic_create = True
 
     _writing: ClassVar[threading.Lock] = threading.Lock()
-    """fsspec checks and writes in two steps; its memory is one per process, and so is this lock."""
+    """fsspec checks and writes in two steps. There is one lock because there is one memory per process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen_memory, (os.getpid(), self._address, self._options)
@@ -238,7 +239,7 @@ class MemoryBackend(FsspecBackend):
 
 
 def checked_seconds(seconds: Any) -> float:
-    """`seconds`, which must be a positive number.
+    """Return `seconds`, if it is a positive number.
 
     Raises
     ------
@@ -246,22 +247,21 @@ def checked_seconds(seconds: Any) -> float:
         It is not.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ValueError(f"operation_seconds={seconds!r}: give a positive number")
+        raise ValueError(f"operation_seconds must be a positive number, got {seconds!r}")
     return float(seconds)
 
 
 def has_create_mode(fs: Any) -> bool:
-    """Whether the filesystem itself, not a driver that ignores unknown options, knows ``mode="create"``."""
+    """Whether the filesystem has ``mode="create"``. Its signature tells, because drivers ignore unknown options."""
     method = getattr(fs, "_pipe_file", None) or fs.pipe_file
     return "mode" in inspect.signature(method).parameters
 
 
 def _after_fork_in_child() -> None:
-    """Keep the parent's connections for ever, unused.
+    """Keep the parent's connections for ever, unused, and replace all locks.
 
-    Were they collected, they would be closed, and that takes the parent's sockets out of the event queue which it
-    shares with us: the parent would wait for answers that it is never told of. Locks may be held by threads that
-    the child does not have.
+    A collected connection would be closed. That would remove the parent's sockets from the event queue that parent and
+    child share, and the parent would wait for ever. Locks may be held by threads that the child does not have.
     """
     MemoryBackend._writing = threading.Lock()
     for backend in list(_ALIVE):
@@ -276,6 +276,6 @@ if hasattr(os, "register_at_fork"):
 def _reopen_memory(process: int, url: str, options: dict[str, Any]) -> MemoryBackend:
     if process != os.getpid():
         raise OpenError(
-            f"can't open {url} here: its objects are in the memory of process {process}; use a folder"
+            f"can't open {url} here: its objects are in the memory of process {process}; use a folder instead"
         )
     return MemoryBackend(url, options)

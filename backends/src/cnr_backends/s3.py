@@ -1,4 +1,4 @@
-"""S3, whose answers come late, twice or not at all."""
+"""A backend on S3, where answers can come late, twice or not at all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cnr_backends.remote import ANY_DRIVER_ERROR, FsspecBackend, has_create_mode
 
 
 class S3Backend(FsspecBackend):
-    """Objects on S3, or a server that speaks its protocol and honours ``If-None-Match: *``.
+    """Stores objects on S3, or on a server that speaks its protocol and honours ``If-None-Match: *``.
 
-    A request that is not answered, or by an error of the server (500, 502, 503, 504) or a call to slow down, is
-    repeated with growing pauses, by the driver. A conditional one too: if it had landed, the repetition is refused,
-    and the object tells whose it is. 409 is repeated here.
+    The driver repeats a request with growing pauses if it gets no answer, a server error (500, 502, 503, 504) or a
+    request to slow down. It repeats conditional requests too: if the first one arrived, the repeated one is refused,
+    and the object's bytes tell whose it is. This class repeats requests that get 409.
 
-    Unless ``config_kwargs`` says otherwise, a connection must be made within 10 seconds and a request answered
-    within 60, each is tried 4 times, and there are 32 connections.
+    By default a connection must be made within 10 seconds, a request must be answered within 60 seconds, each is tried
+    4 times, and there are 32 connections. ``config_kwargs`` changes that.
     """
 
     atomic_create = True
@@ -31,7 +31,7 @@ class S3Backend(FsspecBackend):
 
     def _driver_options(self) -> dict[str, Any]:
         config = {**self._CONFIG, **(self._options.get("config_kwargs") or {})}
-        # One request reads an object: a size asked for beforehand could be that of another version of it.
+        # One request reads an object: a size that was read before could be that of another version of it.
         return {"max_concurrency": 1, **self._options, "config_kwargs": config}
 
     def _probe(self) -> None:
@@ -48,7 +48,7 @@ class S3Backend(FsspecBackend):
                 return True
             except ANY_DRIVER_ERROR as error:
                 if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
-                    # Also the answer to our own request, repeated because the first answer got lost.
+                    # Our own request is refused too, if it was repeated because the first answer got lost.
                     return self._holds(key, data)
                 if _code(error) not in _CONFLICT or wait_seconds is None:
                     raise
@@ -66,11 +66,11 @@ class S3Backend(FsspecBackend):
             return bytes(self._call("cat_file", self._at(key), start=start, end=end))
         except OSError as error:
             if _code(error) in ("InvalidRange", "416"):
-                return b""  # it begins beyond the end
+                return b""  # the range begins beyond the end
             raise
 
     def _make_parent(self, path: str) -> None:
-        """There are no folders, and making one would make the bucket."""
+        """Do nothing: S3 has no folders, and to make one would make the bucket."""
 
     def _is_missing(self, error: Exception) -> bool:
         return super()._is_missing(error) and _code(error) != "NoSuchBucket"

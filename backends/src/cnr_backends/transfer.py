@@ -1,4 +1,4 @@
-"""Many transfers at once, in bounded memory."""
+"""Runs many transfers at once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-_CLOSED = "this Transfer is closed, so the rest was not done; use it inside its `with` block"
+_CLOSED = "this Transfer was closed before all items were done; use it inside its `with` block"
 
 
 class Transfer:
     """A pool of threads that runs a function over a stream of items.
 
-    Several threads may call `map` at the same time: they share the workers, and each has its own bound.
+    Several threads may call `map` at the same time. They share the workers, and each has its own bounds.
 
     Parameters
     ----------
-    workers : int
-        Number of threads.
-    in_flight : int
-        How many items one `map` may have pulled and not yet yielded. It bounds memory: each is a chunk or a
-        shard being made or moved.
-    in_flight_bytes : int, optional
-        How many bytes these items may take, one item of any size excepted, where `map` is told their sizes.
+    workers
+        The number of threads.
+    in_flight
+        The most items that one `map` may have pulled and not yet yielded. This bounds memory: each item is a chunk
+        or a shard.
+    in_flight_bytes
+        The most bytes of these items, if `map` is told their sizes. One item of any size is always allowed. None
+        sets no bound.
 
     Raises
     ------
     ArgumentError
-        If any of these is less than 1.
+        Any of these is less than 1.
     """
 
     def __init__(self, workers: int, in_flight: int, in_flight_bytes: int | None = None) -> None:
@@ -62,20 +63,26 @@ class Transfer:
     ) -> Generator[Result, None, None]:
         """Yield ``fn(item)`` for each item, in order.
 
-        Items are pulled by the consumer's thread, as results are taken. When a call fails, whichever it is,
-        calls that have not begun are cancelled, running ones are waited for, and the exception that came
-        first is raised. The same happens, without it, when the consumer stops early or pulling an item fails.
+        The consumer's thread pulls items as it takes results. When any call fails, calls that have not begun are
+        cancelled, running ones are waited for, and the first exception is raised. When the consumer stops early, or
+        pulling an item fails, calls are cancelled and waited for likewise.
 
-        Maps can be linked: what one yields may be the iterable of another Transfer's. Close both then, or the
-        first runs on until it is collected: a traceback keeps it.
+        Maps can be linked: the results of one may be the items of another Transfer's map. Close both generators then:
+        otherwise the first one runs until it is collected, and a traceback keeps it from being collected.
 
         Parameters
         ----------
-        fn : callable
+        fn
             Called in one of the threads.
-        iterable : iterable
-        nbytes : callable
-            An item's size in bytes, for `in_flight_bytes`.
+        iterable
+            The items.
+        nbytes
+            Returns an item's size in bytes, for `in_flight_bytes`.
+
+        Raises
+        ------
+        BackendError
+            The Transfer was closed before all items were done.
         """
         failures: list[BaseException] = []
         pending: deque[Future[Result]] = deque()
@@ -104,24 +111,24 @@ class Transfer:
                     yield oldest()
                 sizes.append(size)
                 pending.append(self._submit(call, item))
-                del item  # its memory is the worker's to free
+                del item  # the worker frees its memory as soon as it is done
                 if len(pending) == self.in_flight:
                     yield oldest()
             while pending:
                 yield oldest()
         finally:
-            # A future cancelled by `close` is never reported to `wait`: wait only for those that can't be.
+            # `wait` never hears of a future that `close` cancelled: wait only for those that can't be cancelled.
             wait([future for future in pending if not future.cancel()])
 
     def _submit(self, call: Callable[[Item], Result], item: Item) -> Future[Result]:
         try:
             return self._pool.submit(self._run, call, item)
-        except RuntimeError as error:  # the pool's word for it
+        except RuntimeError as error:  # what a pool that was shut down raises
             raise BackendError(_CLOSED) from error
 
     def _run(self, call: Callable[[Item], Result], item: Item) -> Result:
-        # An interrupt within `submit` can leave a thread that the pool does not know, and a call without a future: so
-        # each says that it runs by a lock that it holds. It does so before it asks, or `close` could miss it.
+        # An interrupt in `submit` can leave a thread that the pool does not know, and a call without a future. So each
+        # call holds a lock while it runs. It adds the lock before it looks at `_closed`, or `close` could miss it.
         running = threading.Lock()
         with running:
             self._running.add(running)
@@ -133,7 +140,7 @@ class Transfer:
                 self._running.discard(running)
 
     def close(self) -> None:
-        """Cancel what has not begun and wait for what runs, also where an interrupt came between."""
+        """Cancel the calls that have not begun, and wait for those that run, even after an interrupt."""
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         for running in tuple(self._running):
@@ -150,7 +157,7 @@ class Transfer:
 
 
 def _next_result(pending: deque[Future[Result]], failures: list[BaseException]) -> Result:
-    """Return the oldest call's result. It stays pending until then, so that a failure waits for it too."""
+    """Return the oldest call's result. The call stays pending meanwhile, so that a failure waits for it too."""
     with suppress(CancelledError):
         pending[0].exception()
     if failures:

@@ -1,4 +1,4 @@
-"""URLs, as far as the choice of a backend and messages need them."""
+"""The parts of URLs that choose a backend and that messages show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def protocol_of(url: str) -> str:
     Raises
     ------
     OpenError
-        For "", for a chain of URLs, and for what looks like a URL with a slash missing.
+        The URL is "", is a chain of URLs, or lacks a slash.
     """
     if not url:
         raise OpenError("can't open '': give a path or a URL")

@@ -1,4 +1,4 @@
-"""Any Zarr ``Store`` as a backend."""
+"""A backend on any Zarr ``Store``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, ObjectStore
 
-from cnr_backends.backend import Backend, Pieces
+from cnr_backends.backend import Backend
+from cnr_backends.pieces import Pieces
 from cnr_backends.remote import OPERATION_SECONDS, SENT_BYTES_PER_SECOND
 
 Result = TypeVar("Result")
@@ -21,20 +22,20 @@ _CONCURRENT_SIZES = 16
 
 
 class ZarrBackend(Backend):
-    """Objects in a Zarr store.
+    """Stores objects in a Zarr store.
 
-    `put` is as atomic and as durable as the store's ``set``. `create` looks first, uses ``set_if_not_exists``
-    and reads the object back; Zarr's contract does not make that atomic, so `atomic_create` is False, except of an
-    ``ObjectStore``: obstore creates atomically, or says that it can't. What takes
-    more than 300 seconds, and one for each MiB that is sent, is given up; a store may give up before that.
+    `put` is as atomic and as durable as the store's ``set``. `create` checks whether the object exists, calls
+    ``set_if_not_exists``, and reads the object back. Zarr's contract does not make that atomic, so `atomic_create` is
+    False. It is True for an ``ObjectStore``, because obstore creates atomically or raises. An operation is cancelled
+    after 300 seconds, and one more second for each MiB that it sends. A store may give up earlier.
 
     Parameters
     ----------
-    store : zarr.abc.store.Store
-        A read-only store can be read. It is not closed with the backend.
+    store
+        The store, which may be read-only. It is not closed with the backend.
     """
 
-    # Stores raise what they please (obstore's errors derive from Exception), so nothing narrower would do.
+    # Stores raise errors of any kind. Those of obstore derive from Exception directly, so nothing narrower would do.
     _failures = (Exception,)
 
     def __init__(self, store: Store) -> None:
@@ -62,7 +63,7 @@ class ZarrBackend(Backend):
         try:
             return self._read(key, RangeByteRequest(start, start + length))
         except self._failures as error:
-            # Some stores refuse a range that begins beyond the end, each with an error of its own.
+            # Some stores raise for a range that begins beyond the end, each an error of its own.
             if not self._is_missing(error) and start >= self._size(key):
                 return b""
             raise
@@ -71,13 +72,13 @@ class ZarrBackend(Backend):
         return self._read(key, SuffixByteRequest(length))
 
     def _size(self, key: str) -> int:
-        # Of a folder FsspecStore says that it has no bytes; only reading tells it from an empty object.
+        # FsspecStore says that a folder has 0 bytes. Only reading tells it from an empty object.
         return _run(self.store.getsize(key)) or len(self._get(key))
 
     def _list_names(self, prefix: str) -> list[str]:
         names = [name.removesuffix("/") for name in _run(_collected(self.store.list_dir, prefix))]
         if names == [prefix] and next(self._list_keys(prefix), None) is None:
-            return []  # FsspecStore lists an object as if it lay below itself
+            return []  # FsspecStore lists an object as if it were below itself
         return names
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
@@ -89,7 +90,7 @@ class ZarrBackend(Backend):
         if not isinstance(self.store, FsspecStore) or self.store.read_only:
             _run(self.store.delete(key))
             return
-        with suppress(FileNotFoundError):  # its own `delete` would take a key with a "*" for a pattern
+        with suppress(FileNotFoundError):  # the store's `delete` takes a key with a "*" as a pattern
             _run(self.store.fs._rm_file(f"{self.store.path.rstrip('/')}/{key}"))
 
     def _read(self, key: str, byte_range: ByteRequest | None) -> bytes:
@@ -109,12 +110,12 @@ class ZarrBackend(Backend):
 
 
 def _run(work: Coroutine[object, object, Result], sent_bytes: int = 0) -> Result:
-    """Run a store's coroutine on Zarr's own event loop, where its connections live, for as long as it may take."""
+    """Run a store's coroutine on Zarr's event loop, which its connections belong to, within the time limit."""
     return sync(work, timeout=OPERATION_SECONDS + sent_bytes / SENT_BYTES_PER_SECOND)
 
 
 async def _collected(listing: Callable[[str], AsyncIterator[str]], prefix: str) -> list[str]:
-    """Call `listing` where a loop runs: some stores ask for one at once."""
+    """Call `listing` inside a running event loop, which some stores need."""
     return [item async for item in listing(prefix)]
 
 

@@ -1,4 +1,4 @@
-"""What the contract in `cnr_backends.backend` demands, as tests."""
+"""The contract of `cnr_backends.backend`, as tests."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ READS: dict[str, Read] = {
 
 
 class BackendConformance(StoreConformance):
-    """Subclass it and give it a `backend` fixture: an empty backend, new for each test."""
+    """Tests of a backend. Subclass it and add a fixture `backend` that makes an empty one for each test."""
 
     racers: ClassVar[int] = 8
-    """Threads that compete in a race; fewer where each request is slow."""
+    """Threads that compete in a race. Set it lower where each request is slow."""
 
     folders_vanish: ClassVar[bool] = True
-    """Whether listings leave out a folder as soon as its last object is deleted."""
+    """Whether a folder disappears from listings as soon as its last object is deleted."""
 
     @pytest.mark.parametrize(
         ("data", "expected"),
@@ -183,7 +183,7 @@ class BackendConformance(StoreConformance):
 
     def test_create_has_one_winner_among_threads(self, backend: Backend) -> None:
         if not backend.atomic_create:
-            pytest.skip("the backend does not promise it")
+            pytest.skip("this backend does not promise atomic creation")
         gate = threading.Barrier(self.racers)
 
         def race(number: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""A backend that is as far away as a test or a benchmark wants it to be."""
+"""A backend with the latency that a test or a benchmark gives it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from cnr_backends.backend import Backend, Pieces
+from cnr_backends.backend import Backend
+from cnr_backends.pieces import Pieces
 
 Result = TypeVar("Result")
 
 
 class DelayedBackend(Backend):
-    """Pass everything on to another backend, each operation after a while, as the way to a server takes it.
+    """Passes every operation on to another backend, after a pause like that of a remote server.
 
     Operations that run at the same time wait at the same time.
 
     Parameters
     ----------
-    inner : Backend
-        Where objects really are.
-    put_seconds : float
-        How long each put, create and delete waits.
-    get_seconds : float
-        How long each read and each listing waits.
+    inner
+        The backend that stores the objects.
+    put_seconds
+        Seconds that each put, create and delete waits.
+    get_seconds
+        Seconds that each read and each listing waits.
     """
 
     def __init__(self, inner: Backend, put_seconds: float = 0.0, get_seconds: float = 0.0) -> None:

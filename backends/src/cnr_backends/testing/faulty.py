@@ -1,4 +1,4 @@
-"""A backend that fails where a test wants it to."""
+"""A backend that fails where a test tells it to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal, TypeAlias, TypeVar
 
-from cnr_backends.backend import Backend, Pieces
+from cnr_backends.backend import Backend
 from cnr_backends.errors import BackendError, StorageError, StorageFullError
+from cnr_backends.pieces import Pieces
 
 Result = TypeVar("Result")
 
@@ -18,25 +19,26 @@ Decide: TypeAlias = Callable[[str, str, int], Fault]
 
 
 class FaultyBackend(Backend):
-    """Pass everything on to another backend, except what `fault` picks out.
+    """Passes every operation on to another backend, except those that `fault` picks.
 
     Parameters
     ----------
-    inner : Backend
-        Where objects really are.
-    fault : callable(operation, key, index) -> {None, "before", "after", "full", "hang"}
-        Asked for each counted operation; `index` counts them from 0. "before" raises StorageError and does
-        nothing, "after" does the operation and then raises StorageError (a lost answer), "full" raises
-        StorageFullError and does nothing, "hang" calls `hang` and, if that returns, fails as "before" does.
-    reads : bool
-        Whether reads and listings are counted, and asked about, as puts, creates and deletes are.
-    hang : callable
-        What an operation that never ends does instead: wait for an event, or end the process.
+    inner
+        The backend that stores the objects.
+    fault
+        Called as ``fault(operation, key, index)`` for each counted operation; `index` counts them from 0. It returns
+        None, or how the operation fails. "before" raises StorageError and does nothing. "after" does the operation and
+        then raises StorageError, as if the answer got lost. "full" raises StorageFullError and does nothing. "hang"
+        calls `hang` and, if that returns, fails as "before" does.
+    reads
+        Whether reads and listings are counted too. Puts, creates and deletes always are.
+    hang
+        Called by an operation that hangs. It may wait for an event, or end the process.
 
     Attributes
     ----------
-    log : list of (operation, key)
-        Every counted operation in order, failed ones too.
+    log
+        (operation, key) of every counted operation in order, also of those that failed.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class FaultyBackend(Backend):
         if fault is None:
             return call()
         if fault == "after":
-            # What is lost may be a refusal, too.
+            # The lost answer may be an error.
             with suppress(BackendError):
                 call()
         if fault == "hang":

@@ -1,4 +1,4 @@
-"""What Zarr demands of the store over a backend, as tests."""
+"""Zarr's contract of the store over a backend, as tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cnr_backends.errors import StorageError
 
 
 class StoreConformance:
-    """The part of `BackendConformance` that reads through `Backend.zarr_store`."""
+    """The tests of `BackendConformance` that read through `Backend.zarr_store`."""
 
     def test_zarr_reads_through_the_store(self, backend: Backend) -> None:
         source = MemoryStore()
