@@ -46,7 +46,12 @@ class ShardIndex:
 
 
 def index_nbytes(chunks: int) -> int:
-    """Return the size in bytes of the index of a shard with `chunks` inner chunks, with its checksum.
+    """Return the size in bytes of the index of a shard, with its checksum.
+
+    Parameters
+    ----------
+    chunks
+        The number of inner chunks of the shard.
 
     Raises
     ------

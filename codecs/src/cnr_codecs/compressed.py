@@ -26,9 +26,8 @@ class Followed:
     codec
         The row codec.
     then
-        One to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},). Those that turn
-        bytes to bytes and that Zarr v3 has a name for: zstd, gzip, blosc, zlib, lz4, bz2, lzma, crc32,
-        adler32 and fletcher32.
+        One to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},). The codecs may be zstd, gzip,
+        blosc, zlib, lz4, bz2, lzma, crc32, adler32 and fletcher32: they turn bytes to bytes, and Zarr v3 names them.
 
     Raises
     ------
@@ -80,7 +79,13 @@ class Followed:
 
 
 def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:
-    """Return the entries of a Zarr v3 array's `codecs`: the row codec's, then those of the codecs that follow it."""
+    """Return the entries of a Zarr v3 array's `codecs`: the row codec's, then those of the codecs that follow it.
+
+    Parameters
+    ----------
+    codec
+        A row codec, followed by others or not.
+    """
     then = tuple(codec.then) if isinstance(codec, Followed) else ()
     return [codec.zarr_codec(), *Packer(then).zarr_codecs()]
 
@@ -116,7 +121,12 @@ class Packer:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Packer:
-        """Return the packer for a configuration of any row codec, known or not. Its "then" lists what follows.
+        """Return the packer for what follows a row codec.
+
+        Parameters
+        ----------
+        config
+            The row codec's configuration, whether this release knows it or not. Its "then" lists what follows.
 
         Raises
         ------
@@ -174,7 +184,12 @@ class Unpacker:
 
     @classmethod
     def of(cls, codecs: Iterable[Mapping[str, Any]]) -> Unpacker:
-        """Return the unpacker for the entries of a Zarr v3 array's `codecs` behind the row codec's.
+        """Return the unpacker for what follows a row codec.
+
+        Parameters
+        ----------
+        codecs
+            The entries of a Zarr v3 array's `codecs` behind the row codec's.
 
         Raises
         ------

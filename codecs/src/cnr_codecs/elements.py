@@ -101,6 +101,11 @@ def quantizable_element(name: str) -> Element:
 def element_of(dtype: npt.DTypeLike) -> str:
     """Return the name of the element type that holds arrays of `dtype`, in any byte order.
 
+    Parameters
+    ----------
+    dtype
+        A dtype, or what numpy takes as one.
+
     Raises
     ------
     RowsError
@@ -115,6 +120,11 @@ def element_of(dtype: npt.DTypeLike) -> str:
 def array_dtype(element: str) -> np.dtype[Any]:
     """Return the numpy dtype of decoded arrays of an element type. bfloat16 is decoded to float32.
 
+    Parameters
+    ----------
+    element
+        The element type's name, such as "float32".
+
     Raises
     ------
     RowsError
@@ -125,6 +135,11 @@ def array_dtype(element: str) -> np.dtype[Any]:
 
 def fill_value(element: str) -> np.generic:
     """Return the value that absent rows decode to: NaN for floats, 0 for integers, False for bool.
+
+    Parameters
+    ----------
+    element
+        The element type's name, such as "float32".
 
     Raises
     ------

@@ -27,7 +27,14 @@ class RowCodec(Protocol):
         ...
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Return the expected encoded bytes of a row of `dim` values, without its share of the row set.
+        """Return the expected encoded bytes of a row, without its share of the row set.
+
+        Parameters
+        ----------
+        dim
+            Values of the row.
+        element
+            The element type's name, such as "float32".
 
         Raises
         ------
