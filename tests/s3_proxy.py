@@ -80,7 +80,7 @@ def _handler(port: int, spoil: Spoil, over: threading.Event) -> type[BaseHTTPReq
             response = connection.getresponse()
             data = response.read()
             connection.close()
-            skipped = ("content-length", "transfer-encoding", "connection")
+            skipped: tuple[str, ...] = ("content-length", "transfer-encoding", "connection")
             if self.command == "HEAD":  # the length of what it would be
                 skipped = skipped[1:]
             return response.status, [h for h in response.getheaders() if h[0].lower() not in skipped], data

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numcodecs  # type: ignore[import-untyped]  # numcodecs ships no types
+import numcodecs
 import numpy as np
 import torch
 from sklearn.cluster import KMeans  # type: ignore[import-untyped]  # scikit-learn ships no types

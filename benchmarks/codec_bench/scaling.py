@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numcodecs  # type: ignore[import-untyped]  # numcodecs ships no types
+import numcodecs
 import numpy as np
 import zarr
 from zarr.storage import MemoryStore

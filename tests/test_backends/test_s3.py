@@ -17,6 +17,7 @@ import pytest
 import zarr
 
 from cnr_backends import ObjectExistsError, OpenError, StorageError, open_backend
+from cnr_backends.s3 import S3Backend
 
 if TYPE_CHECKING:
     from tests.s3_proxy import Spoil, SpoiledOptions
@@ -149,6 +150,7 @@ def test_operation_seconds_are_checked(s3_server: S3Server, seconds: Any) -> Non
 def test_own_time_outs_are_kept(s3_server: S3Server) -> None:
     options = {**s3_server.storage_options, "config_kwargs": {"read_timeout": 7}}
     with open_backend(_new_url(s3_server), **options) as backend:
+        assert isinstance(backend, S3Backend)
         config = backend._fs.s3._client_config
         assert (config.read_timeout, config.connect_timeout) == (7, 10)
 

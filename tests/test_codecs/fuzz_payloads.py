@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import cnr_codecs
 from cnr_codecs import CodecError, Scheme
@@ -104,7 +105,7 @@ def row_set(kind: int, offsets: Any, rows: int) -> bytes:
     return np.asarray(offsets).astype("<u2" if kind == 2 else "<u4").tobytes()
 
 
-def floats(rng: Rng, count: int, parameter_type: int) -> Any:
+def floats(rng: Rng, count: int, parameter_type: int) -> npt.NDArray[np.floating[Any]]:
     """Finite numbers of at most 11 significant bits, which is what float16 has."""
     values = rng.normal(0, 3, count).astype("<f2")
     return values if parameter_type == 1 else values.astype("<f4")
@@ -113,7 +114,7 @@ def floats(rng: Rng, count: int, parameter_type: int) -> Any:
 def parameters(rng: Rng, segment: Segment) -> bytes:
     kind, count = segment.parameter_type, min(segment.count, 512)
     if segment.scheme in (2, 3):
-        scales = np.abs(floats(rng, count, kind)).tobytes()
+        scales: bytes = np.abs(floats(rng, count, kind)).tobytes()
         return scales + (floats(rng, count, kind).tobytes() if segment.scheme == 2 else b"")
     if segment.scheme not in CODEBOOKS:
         return b""
@@ -205,7 +206,8 @@ def header_changed(rng: Rng, payload: Payload) -> bytes:
     )
     if field == "element":
         value = int(rng.integers(0, 15))
-    changed = replace(payload, **{field: max(0, value)})
+    fields: dict[str, Any] = {field: max(0, value)}
+    changed = replace(payload, **fields)
     if rng.random() < 0.5 and field != "declared":
         changed = replace(changed, segments=tuple(fitted(rng, each, changed) for each in changed.segments))
     return changed.encode()
@@ -218,7 +220,8 @@ def segment_changed(rng: Rng, payload: Payload) -> bytes:
     field = str(rng.choice(["count", "bits", "scheme", "parameter_type", "kind"]))
     limit = {"count": payload.rows + 3, "bits": 10, "scheme": 7, "parameter_type": 4, "kind": 5}[field]
     value = int(rng.integers(0, limit)) if rng.random() < 0.9 else int(rng.choice(INTERESTING))
-    changed = replace(segment, **{field: value})
+    fields: dict[str, Any] = {field: value}
+    changed = replace(segment, **fields)
     if rng.random() < 0.8:
         changed = fitted(rng, changed, payload)
     segments = (*payload.segments[:at], changed, *payload.segments[at + 1 :])
@@ -240,7 +243,8 @@ def content_changed(rng: Rng, payload: Payload) -> bytes:
         data[place : place + len(special)] = special[: len(data) - place]
     else:
         data[place] = int(rng.integers(0, 256))
-    segments = (*payload.segments[:at], replace(segment, **{name: bytes(data)}), *payload.segments[at + 1 :])
+    fields: dict[str, Any] = {name: bytes(data)}
+    segments = (*payload.segments[:at], replace(segment, **fields), *payload.segments[at + 1 :])
     return replace(payload, segments=segments).encode()
 
 

@@ -1,13 +1,19 @@
 """Rows that break quantizers, and what the tests of uniform quantization do with them."""
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import Scheme
+from cnr_codecs import Payload, RowCodec, Scheme, Segment
+from cnr_codecs.protocol import Rows
 
-FLOAT_MAX = np.finfo(np.float32).max
-ROW_MAKERS = {
+FLOAT_MAX = float(np.finfo(np.float32).max)
+RowMaker: TypeAlias = Callable[[np.random.Generator, int], Any]
+ROW_MAKERS: dict[str, RowMaker] = {
     "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
     "constant": lambda rng, dim: np.full(dim, rng.choice([0.1, 1.0, -3e38, 1e-42, 0.0, -0.0])),
     "zeros of both signs": lambda rng, dim: rng.choice([0.0, -0.0], dim),
@@ -29,7 +35,7 @@ BITS = st.integers(1, 8)
 
 
 @st.composite
-def adversarial_rows(draw, min_rows=1):
+def adversarial_rows(draw: st.DrawFn, min_rows: int = 1) -> Rows:
     """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
     dim = draw(st.integers(1, 70))
     kinds = draw(st.lists(st.sampled_from(sorted(ROW_MAKERS)), min_size=min_rows, max_size=70))
@@ -39,22 +45,22 @@ def adversarial_rows(draw, min_rows=1):
     return np.stack(rows) if rows else np.empty((0, dim), np.float32)
 
 
-def encode(codec, values, element="float32"):
+def encode(codec: RowCodec, values: Rows, element: str = "float32") -> Payload:
     return cnr_codecs.parse(codec.encode_rows(values, None, max(len(values), 1), element=element))
 
 
-def decode(payload):
+def decode(payload: Payload) -> Rows:
     out = np.full((payload.rows, payload.dim), 7, cnr_codecs.array_dtype(payload.element))
     need = np.ones(payload.rows, np.uint8)
     cnr_codecs.decode_into(payload, out, need)
     return out
 
 
-def rows_of(segment):
+def rows_of(segment: Segment) -> npt.NDArray[np.intp]:
     return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
 
 
-def quantized(payload):
+def quantized(payload: Payload) -> list[tuple[npt.NDArray[np.intp], Rows, Rows, Segment]]:
     """(rows, scale, offset, segment) of each segment with codes."""
     return [
         (rows_of(segment), *segment.affine(), segment)

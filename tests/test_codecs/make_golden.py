@@ -6,15 +6,17 @@ Only a new format number may change a file that exists, so this writes new names
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import cnr_codecs
+from cnr_codecs.protocol import Rows
 
 FOLDER = Path(__file__).parent / "golden"
 
 
-def _rows(count, dim, element="float32"):
+def _rows(count: int, dim: int, element: str = "float32") -> Rows:
     """Plain rows, constant ones, some with large offsets, zeros, NaN and infinities."""
     rng = np.random.default_rng(20261101)
     values = rng.normal(0, 0.1, (count, dim)).astype(np.float32)
@@ -28,7 +30,7 @@ def _rows(count, dim, element="float32"):
     return values.astype(cnr_codecs.array_dtype(element))
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
     "adaptive4": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
     # "adaptive4" is what the paper's walk gave, when it was the default search.
     "adaptive4-searched": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
@@ -69,7 +71,7 @@ CASES = {
 }
 
 
-def write(name):
+def write(name: str) -> None:
     """The case's description, input, payload and decoded rows."""
     config, element, values = CASES[name]
     rows = 3 * len(values)

@@ -1,6 +1,7 @@
 """Configurations: what makes a codec, and what does not."""
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ CODECS = [
 
 
 @pytest.mark.parametrize(("codec", "config"), CODECS)
-def test_configurations_round_trip(codec, config):
+def test_configurations_round_trip(codec: RowCodec, config: dict[str, Any]) -> None:
     assert codec.get_config() == config
     assert row_codec(config) == codec
     assert row_codec(codec) is codec
@@ -53,7 +54,7 @@ def test_configurations_round_trip(codec, config):
     assert codec.zarr_codec() == {"name": config["id"].replace("_", "."), "configuration": options}
 
 
-def test_names_alone_make_default_codecs():
+def test_names_alone_make_default_codecs() -> None:
     assert row_codec("cnr_uniform") == UniformRows()
     assert row_codec("cnr_kmeans") == KMeansRows() == KMeansRows(4, "row")
     assert row_codec("cnr_rows") == LosslessRows()
@@ -63,17 +64,19 @@ def test_names_alone_make_default_codecs():
 @pytest.mark.parametrize(
     ("bits", "bins", "ratio"), [(1, 25, 0.99), (3, 25, 0.99), (4, 45, 0.5), (8, 45, 0.5)]
 )
-def test_bins_or_ratio_mean_the_walk_and_the_paper_gives_the_other(bits, bins, ratio):
+def test_bins_or_ratio_mean_the_walk_and_the_paper_gives_the_other(
+    bits: int, bins: int, ratio: float
+) -> None:
     walk = UniformRows("adaptive", bits, bins, ratio)
     assert UniformRows("adaptive", bits, bins) == UniformRows("adaptive", bits, ratio=ratio) == walk
     assert walk != UniformRows("adaptive", bits)
     assert row_codec(walk.get_config()) == walk
 
 
-def test_eight_bits_are_not_searched_unless_asked():
+def test_eight_bits_are_not_searched_unless_asked() -> None:
     values = np.random.default_rng(0).normal(size=(50, 20)).astype(np.float32)
 
-    def encoded(codec):
+    def encoded(codec: RowCodec) -> bytes:
         return codec.encode_rows(values, None, 50, element="float32")
 
     assert encoded(UniformRows("adaptive", 8)) == encoded(UniformRows("asymmetric", 8))
@@ -81,7 +84,7 @@ def test_eight_bits_are_not_searched_unless_asked():
     assert encoded(UniformRows("adaptive", 4, ratio=1)) != encoded(UniformRows("asymmetric", 4))
 
 
-def test_codecs_do_not_change():
+def test_codecs_do_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         UniformRows().bits = 8  # type: ignore[misc]
 
@@ -115,12 +118,12 @@ def test_codecs_do_not_change():
         (7, "int"),
     ],
 )
-def test_wrong_configurations_are_refused(config, message):
+def test_wrong_configurations_are_refused(config: Any, message: str) -> None:
     with pytest.raises(CodecConfigError, match=message):
         row_codec(config)
 
 
-def test_errors_are_values_errors_too():
+def test_errors_are_values_errors_too() -> None:
     assert issubclass(CodecConfigError, CodecError)
     with pytest.raises(ValueError, match="complex64"):
         element_of("c8")
@@ -128,7 +131,7 @@ def test_errors_are_values_errors_too():
         array_dtype("float8")
 
 
-def test_dtypes_of_elements():
+def test_dtypes_of_elements() -> None:
     assert element_of(">f4") == "float32"
     assert array_dtype("bfloat16") == np.float32
     assert np.isnan(fill_value("float16"))

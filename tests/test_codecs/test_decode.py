@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from cnr_codecs import (
     LosslessRows,
     ParameterType,
+    Payload,
+    RowCodec,
     RowsError,
     RowSet,
     Scheme,
@@ -20,12 +22,13 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named, round_to_bfloat16
 from cnr_codecs.payload.payload import build
+from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform import reference
 
 ROWS = 40
 
 
-def run_payload(bits, dim=5):
+def run_payload(bits: int, dim: int = 5) -> tuple[Payload, Rows]:
     """A payload whose rows follow one another, and all of its rows decoded at once."""
     values = np.random.default_rng(5).normal(size=(30, dim)).astype(np.float32)
     payload = parse(
@@ -37,7 +40,7 @@ def run_payload(bits, dim=5):
     return payload, whole
 
 
-def mixed_payload(element, dim=5):
+def mixed_payload(element: str, dim: int = 5) -> tuple[Payload, Rows]:
     """A payload with quantized, raw and missing rows, and all of its rows decoded at once."""
     rng = np.random.default_rng(4)
     values = rng.normal(size=(30, dim)).astype(np.float32)
@@ -65,7 +68,9 @@ PAYLOADS |= {f"run of {bits} bits": run_payload(bits) for bits in (1, 2, 4, 8)}
     margin=st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=300)
-def test_windows_take_the_rows_that_are_asked_for(name, first_row, marks, margin):
+def test_windows_take_the_rows_that_are_asked_for(
+    name: str, first_row: int, marks: list[int], margin: int
+) -> None:
     payload, whole = PAYLOADS[name]
     need = np.array(marks, np.uint8)
     wide = np.full((len(need), 5 + 2 * margin), 9, whole.dtype)
@@ -94,8 +99,16 @@ def test_windows_take_the_rows_that_are_asked_for(name, first_row, marks, margin
 )
 @settings(deadline=None, max_examples=150)
 def test_rows_of_many_blocks_equal_the_reference(
-    element, codec, dim, held_share, asked_share, large_share, first_row, count, seed
-):
+    element: str,
+    codec: RowCodec,
+    dim: int,
+    held_share: float,
+    asked_share: float,
+    large_share: float,
+    first_row: int,
+    count: int,
+    seed: int,
+) -> None:
     rows = 1200
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(rows, dim)).astype(np.float32)
@@ -126,7 +139,7 @@ def test_rows_of_many_blocks_equal_the_reference(
 
 
 @pytest.mark.parametrize("element", ["float32", "float16", "int16", "bool"])
-def test_evicted_rows_are_found_and_read_as_fill(element):
+def test_evicted_rows_are_found_and_read_as_fill(element: str) -> None:
     kind = element_named(element)
     nothing = np.empty((0, 0), np.float32)
     rows = RowSet.of(np.array([1, 4]), 6)
@@ -142,7 +155,7 @@ def test_evicted_rows_are_found_and_read_as_fill(element):
     assert decode_into(payload, out, need, 2) == 1
 
 
-def test_float16_is_rounded_like_numpy_rounds():
+def test_float16_is_rounded_like_numpy_rounds() -> None:
     # Every kind of float16: steps of all sizes around zero, subnormal and near the largest.
     rng = np.random.default_rng(9)
     offsets = np.concatenate([[0, -65504], 10.0 ** rng.uniform(-9, 4, 300) * rng.choice([-1, 1], 300)])
@@ -157,7 +170,7 @@ def test_float16_is_rounded_like_numpy_rounds():
     np.testing.assert_array_equal(out.view(np.uint16), wide.astype(np.float16).view(np.uint16))
 
 
-def test_float16_overflows_to_infinity():
+def test_float16_overflows_to_infinity() -> None:
     parameters = np.array([[512], [65504]], "<f4")
     segment = Segment(
         Scheme.ASYMMETRIC,
@@ -172,7 +185,7 @@ def test_float16_overflows_to_infinity():
     assert out.tolist() == [[65504, np.inf]]
 
 
-def test_many_rows_are_decoded_block_by_block():
+def test_many_rows_are_decoded_block_by_block() -> None:
     rows = 150_000
     # Each magnitude is a float16, and tells neighbouring blocks apart.
     values = np.repeat((np.arange(rows) % 2039).astype(np.float32)[:, None], 2, axis=1)
@@ -208,6 +221,6 @@ READ_ONLY.flags.writeable = False
         (np.zeros((3, 5), np.float32), np.ones(6, np.uint8)[::2]),
     ],
 )
-def test_outputs_that_do_not_fit_are_refused(out, need):
+def test_outputs_that_do_not_fit_are_refused(out: Rows, need: Rows) -> None:
     with pytest.raises(RowsError):
         decode_into(PAYLOAD, out, need)

@@ -5,6 +5,7 @@ import gzip
 import json
 import struct
 import warnings
+from typing import Any
 
 import numcodecs
 import numpy as np
@@ -19,14 +20,16 @@ from cnr_codecs import (
     LosslessRows,
     PayloadError,
     PayloadLimitError,
+    RowCodec,
     RowsError,
     UniformRows,
     Unpacker,
     row_codec,
     zarr_codecs,
 )
+from cnr_codecs.protocol import Offsets, Rows
 
-CHAINS = {
+CHAINS: dict[str, list[dict[str, Any]]] = {
     "zstd": [{"id": "zstd", "level": 3}],
     "gzip": [{"id": "gzip"}],
     "blosc": [{"id": "blosc", "cname": "zstd", "clevel": 4, "shuffle": -1}],
@@ -42,13 +45,13 @@ CHAINS = {
 }
 
 
-def some_rows(count=600, dim=16):
+def some_rows(count: int = 600, dim: int = 16) -> Rows:
     rows = np.random.default_rng(5).normal(0, 0.1, (count, dim)).astype(np.float32)
     rows[::3] = rows[0]
     return rows
 
 
-def encoded(codec, rows):
+def encoded(codec: RowCodec, rows: Rows) -> bytes:
     return codec.encode_rows(rows, None, len(rows), element="float32", seal=7)
 
 
@@ -56,7 +59,7 @@ def encoded(codec, rows):
 @pytest.mark.parametrize(
     "inner", [{"id": "cnr_uniform", "bits": 4}, {"id": "cnr_rows"}], ids=lambda c: c["id"]
 )
-def test_what_follows_is_undone(chain, inner):
+def test_what_follows_is_undone(chain: list[dict[str, Any]], inner: dict[str, Any]) -> None:
     codec = row_codec({**inner, "then": chain})
     rows = some_rows()
     data = encoded(codec, rows)
@@ -67,7 +70,7 @@ def test_what_follows_is_undone(chain, inner):
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
-def test_zarr_reads_and_writes_the_same_bytes(chain):
+def test_zarr_reads_and_writes_the_same_bytes(chain: list[dict[str, Any]]) -> None:
     codec = row_codec({"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4, "then": chain})
     rows = some_rows()
     serializer, *compressors = zarr_codecs(codec)
@@ -92,7 +95,7 @@ def test_zarr_reads_and_writes_the_same_bytes(chain):
     np.testing.assert_array_equal(zarr.open_array(store)[:], decoded)
 
 
-def test_configurations_round_trip():
+def test_configurations_round_trip() -> None:
     config = {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd", "level": 3}]}
     codec = row_codec(config)
     assert codec == Followed(UniformRows(bits=4), [{"id": "zstd", "level": 3}])
@@ -124,18 +127,18 @@ def test_configurations_round_trip():
         ([{"id": "lzma", "format": 3, "filters": [{"id": 33}]}], "xz or alone"),
     ],
 )
-def test_what_can_not_follow_is_refused(then, message):
+def test_what_can_not_follow_is_refused(then: Any, message: str) -> None:
     with pytest.raises(CodecConfigError, match=message):
         row_codec({"id": "cnr_rows", "then": then})
 
 
-def test_followed_codecs_are_not_followed_again():
+def test_followed_codecs_are_not_followed_again() -> None:
     with pytest.raises(CodecConfigError, match="join"):
         Followed(row_codec({"id": "cnr_rows", "then": [{"id": "zstd"}]}), [{"id": "zstd"}])
 
 
 @pytest.mark.parametrize("entry", [{"name": "numcodecs.pickle"}, {"name": "crc32c"}, {"name": 3}, {}])
-def test_readers_refuse_other_codecs_by_name(entry):
+def test_readers_refuse_other_codecs_by_name(entry: dict[str, Any]) -> None:
     with pytest.raises(CodecConfigError, match=repr(entry.get("name"))):
         Unpacker.of([entry])
     with pytest.raises(CodecConfigError, match="at most 4"):
@@ -148,7 +151,7 @@ class TestBombs:
     ZEROS = bytes(1 << 26)
 
     @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
-    def test_more_than_the_limit(self, chain):
+    def test_more_than_the_limit(self, chain: list[dict[str, Any]]) -> None:
         _, *behind = zarr_codecs(Followed(LosslessRows(), chain))
         data = self.ZEROS[:10_000]
         for config in chain:
@@ -167,11 +170,11 @@ class TestBombs:
             ("numcodecs.bz2", bz2.compress(ZEROS)),
         ],
     )
-    def test_declared_or_actual_size(self, name, data):
+    def test_declared_or_actual_size(self, name: str, data: bytes) -> None:
         with pytest.raises(PayloadLimitError, match="limit"):
             Unpacker((name,)).unpack(data, 1 << 20)
 
-    def test_a_stage_between(self):
+    def test_a_stage_between(self) -> None:
         inner = numcodecs.Zstd().encode(gzip.compress(self.ZEROS))
         with pytest.raises(PayloadLimitError):
             Unpacker(("gzip", "zstd")).unpack(inner, 1 << 20)
@@ -199,13 +202,13 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("name", "data", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_bytes_are_refused(name, data, message):
+def test_damaged_bytes_are_refused(name: str, data: bytes, message: str) -> None:
     with pytest.raises(PayloadError, match=message):
         Unpacker((name,)).unpack(data, 1 << 20)
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
-def test_mutated_bytes_are_undone_or_refused(chain):
+def test_mutated_bytes_are_undone_or_refused(chain: list[dict[str, Any]]) -> None:
     rng = np.random.default_rng(11)
     codec = Followed(UniformRows(bits=4), chain)
     data = encoded(codec, some_rows(40))
@@ -230,25 +233,27 @@ def test_mutated_bytes_are_undone_or_refused(chain):
 class _Wasteful:
     """A row codec whose payloads are far larger than their rows."""
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {"id": "wasteful"}
 
-    def zarr_codec(self):
+    def zarr_codec(self) -> dict[str, Any]:
         return LosslessRows().zarr_codec()
 
-    def bytes_per_row(self, dim, element):
+    def bytes_per_row(self, dim: int, element: str) -> float:
         return 1.0
 
-    def encode_rows(self, values, offsets, rows, *, element, seal=0):
+    def encode_rows(
+        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
+    ) -> bytes:
         return bytes(2 << 20)
 
 
-def test_payloads_that_no_reader_would_undo_are_not_written():
+def test_payloads_that_no_reader_would_undo_are_not_written() -> None:
     with pytest.raises(RowsError, match="fewer rows a chunk"):
         encoded(Followed(_Wasteful(), [{"id": "zstd"}]), some_rows(10))
 
 
-def test_zarr_says_which_codecs_are_its_own():
+def test_zarr_says_which_codecs_are_its_own() -> None:
     """The names given to native codecs need no warning of an unspecified format."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

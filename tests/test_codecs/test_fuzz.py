@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).with_name("fuzz_payloads.py")
 
 
 @pytest.mark.slow
-def test_spoiled_payloads_decode_or_are_refused():
+def test_spoiled_payloads_decode_or_are_refused() -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(PAYLOADS), "20261121"], capture_output=True, text=True, check=False
     )

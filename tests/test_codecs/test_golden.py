@@ -28,7 +28,7 @@ NAMES = [
 WRITTEN_DIFFERENTLY = {"adaptive4"}
 
 
-def test_every_golden_file_is_known():
+def test_every_golden_file_is_known() -> None:
     suffixes = ".json", ".input.npy", ".decoded.npy", ".payload"
     assert {path.name for path in FOLDER.iterdir()} == {
         name + suffix for name in NAMES for suffix in suffixes
@@ -36,7 +36,7 @@ def test_every_golden_file_is_known():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_payloads(name):
+def test_golden_payloads(name: str) -> None:
     case = json.loads((FOLDER / f"{name}.json").read_text())
     values = np.load(FOLDER / f"{name}.input.npy")
     expected = np.load(FOLDER / f"{name}.decoded.npy")

@@ -1,20 +1,23 @@
 """k-means: kernels against their numpy twins, what is optimal, groups, and what depends on what."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme
+from cnr_codecs import KMeansRows, ParameterType, Payload, RowCodec, RowsError, Scheme, Segment
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
 from cnr_codecs.kmeans import reference as kmeans_reference
 from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
+from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform import reference
+from tests.test_codecs.hard_rows import RowMaker
 
-FLOAT_MAX = np.finfo(np.float32).max
-ROW_MAKERS = {
+FLOAT_MAX = float(np.finfo(np.float32).max)
+ROW_MAKERS: dict[str, RowMaker] = {
     "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
     "few values": lambda rng, dim: rng.choice([0.25, -1.5, 3, 0.1], dim),
     "constant": lambda rng, dim: np.full(dim, rng.choice([0.1, -3e38, 1e-42, 0.0, -0.0])),
@@ -27,7 +30,7 @@ ROW_MAKERS = {
     "heavy tails": lambda rng, dim: rng.standard_cauchy(dim),
     "any scale": lambda rng, dim: rng.normal(size=dim) * 10.0 ** rng.integers(-30, 30, dim),
 }
-NOT_FINITE = {
+NOT_FINITE: dict[str, RowMaker] = {
     "with nan": lambda rng, dim: rng.choice([1.0, np.nan], dim),
     "with inf": lambda rng, dim: rng.choice([1.0, np.inf, -np.inf], dim),
 }
@@ -35,7 +38,7 @@ GROUPS = st.sampled_from(["row", "block", "cluster"])
 
 
 @st.composite
-def adversarial_rows(draw, makers, most_dim=70):
+def adversarial_rows(draw: st.DrawFn, makers: dict[str, RowMaker], most_dim: int = 70) -> Rows:
     """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
     dim = draw(st.integers(1, most_dim))
     kinds = draw(st.lists(st.sampled_from(sorted(makers)), min_size=1, max_size=40))
@@ -44,31 +47,31 @@ def adversarial_rows(draw, makers, most_dim=70):
         return np.stack([np.asarray(makers[kind](rng, dim)).astype(np.float32) for kind in kinds])
 
 
-def encode(codec, values, element="float32"):
+def encode(codec: RowCodec, values: Rows, element: str = "float32") -> Payload:
     return cnr_codecs.parse(codec.encode_rows(values, None, max(len(values), 1), element=element))
 
 
-def decode(payload):
+def decode(payload: Payload) -> Rows:
     out = np.full((payload.rows, payload.dim), 7, cnr_codecs.array_dtype(payload.element))
     cnr_codecs.decode_into(payload, out, np.ones(payload.rows, np.uint8))
     return out
 
 
-def rows_of(segment):
+def rows_of(segment: Segment) -> npt.NDArray[np.intp]:
     return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
 
 
-def codebooks_of(segment):
+def codebooks_of(segment: Segment) -> Rows:
     """The codebook of each row of a segment, float32 (count, 2**bits)."""
     wide = segment.parameters.astype(np.float32)
     return wide if segment.books is None else wide[segment.books]
 
 
-def mean_error(values, decoded):
-    return np.linalg.norm(values.astype(np.float64) - decoded, axis=1).mean()
+def mean_error(values: Rows, decoded: Rows) -> float:
+    return float(np.linalg.norm(values.astype(np.float64) - decoded, axis=1).mean())
 
 
-def kernel_cuts(ordered, clusters, exact, width=None):
+def kernel_cuts(ordered: Rows, clusters: int, exact: bool, width: int | None = None) -> npt.NDArray[np.int64]:
     """What the kernels find in sets that lie in rows wider than they are."""
     wide = np.full((len(ordered), width or ordered.shape[1]), np.inf, np.float32)
     wide[:, : ordered.shape[1]] = ordered
@@ -83,7 +86,7 @@ def kernel_cuts(ordered, clusters, exact, width=None):
 
 @given(values=adversarial_rows(ROW_MAKERS), bits=st.integers(1, 5), margin=st.integers(0, 5))
 @settings(deadline=None, max_examples=200)
-def test_clusters_equal_the_reference(values, bits, margin):
+def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> None:
     ordered = np.sort(values + np.float32(0), axis=1)
     cuts = kernel_cuts(ordered, 1 << bits, False, ordered.shape[1] + margin)
     np.testing.assert_array_equal(cuts, kmeans_reference.lloyd_cuts(ordered, 1 << bits, 30))
@@ -101,7 +104,7 @@ def test_clusters_equal_the_reference(values, bits, margin):
 
 @given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE), bits=st.integers(1, 8), group=GROUPS)
 @settings(deadline=None, max_examples=200)
-def test_codes_name_the_nearest_stored_centroid(values, bits, group):
+def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: str) -> None:
     payload = encode(KMeansRows(bits, group), values)
     decoded = decode(payload)
     np.testing.assert_array_equal(cnr_codecs.present_rows(payload), np.arange(len(values)))
@@ -121,7 +124,7 @@ def test_codes_name_the_nearest_stored_centroid(values, bits, group):
 
 @given(values=adversarial_rows(ROW_MAKERS), bits=st.integers(1, 4))
 @settings(deadline=None)
-def test_thresholds_split_values_where_distances_do(values, bits):
+def test_thresholds_split_values_where_distances_do(values: Rows, bits: int) -> None:
     centroids = np.sort(np.resize(values, (len(values), 1 << bits)), axis=1)
     limits = thresholds(centroids)
     for probe in limits, np.nextafter(np.minimum(limits, np.float32(1e38)), np.float32(np.inf)):
@@ -129,7 +132,7 @@ def test_thresholds_split_values_where_distances_do(values, bits):
         np.testing.assert_array_equal(codes, kmeans_reference.nearest(probe, centroids))
 
 
-def brute_force_error(ordered, clusters):
+def brute_force_error(ordered: Rows, clusters: int) -> float:
     """The least squared error of one set, by trying every cluster for every end."""
     z = ordered.astype(np.float64)
     best = {0: 0.0}
@@ -147,12 +150,12 @@ def brute_force_error(ordered, clusters):
     bits=st.integers(1, 3),
 )
 @settings(deadline=None)
-def test_exact_is_the_optimum_and_the_default_is_no_better(values, bits):
+def test_exact_is_the_optimum_and_the_default_is_no_better(values: list[int], bits: int) -> None:
     ordered = np.sort(np.array([values], np.float32), axis=1)
     least = brute_force_error(ordered[0], 1 << bits)
 
-    def error(cuts):
-        return kmeans_reference.cluster_means(ordered, cuts)[1][0]
+    def error(cuts: Rows) -> float:
+        return float(kmeans_reference.cluster_means(ordered, cuts)[1][0])
 
     assert error(kernel_cuts(ordered, 1 << bits, True)) == pytest.approx(least, abs=1e-9)
     assert error(kernel_cuts(ordered, 1 << bits, False)) >= least - 1e-9
@@ -160,7 +163,7 @@ def test_exact_is_the_optimum_and_the_default_is_no_better(values, bits):
 
 @pytest.mark.parametrize(("bits", "dim"), [(2, 16), (2, 64), (4, 64), (3, 128), (4, 300)])
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "two heaps"])
-def test_the_default_comes_near_the_optimum(bits, dim, kind):
+def test_the_default_comes_near_the_optimum(bits: int, dim: int, kind: str) -> None:
     rng = np.random.default_rng(0)
     values = np.stack([ROW_MAKERS[kind](rng, dim) for _ in range(300)]).astype(np.float32)
     fast = mean_error(values, decode(encode(KMeansRows(bits), values)))
@@ -168,7 +171,7 @@ def test_the_default_comes_near_the_optimum(bits, dim, kind):
     assert best <= fast <= 1.1 * best
 
 
-def test_rows_of_few_values_are_exact():
+def test_rows_of_few_values_are_exact() -> None:
     rng = np.random.default_rng(1)
     values = rng.choice([0.1, -7e4, 1e-3, 2.0, 1e30, -0.25, 6.0, 9.5], (200, 48)).astype(np.float32)
     for codec in KMeansRows(4), KMeansRows(3, exact=True), KMeansRows(4, exact=True):
@@ -178,7 +181,9 @@ def test_rows_of_few_values_are_exact():
 
 @given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE), bits=st.integers(1, 6), data=st.data())
 @settings(deadline=None)
-def test_with_a_codebook_each_a_row_decodes_alike_whatever_it_is_encoded_with(values, bits, data):
+def test_with_a_codebook_each_a_row_decodes_alike_whatever_it_is_encoded_with(
+    values: Rows, bits: int, data: st.DataObject
+) -> None:
     codec = KMeansRows(bits)
     together = decode(encode(codec, values))
     chosen = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, unique=True))
@@ -186,7 +191,7 @@ def test_with_a_codebook_each_a_row_decodes_alike_whatever_it_is_encoded_with(va
     np.testing.assert_array_equal(apart.view(np.uint32), together[chosen].view(np.uint32))
 
 
-def test_blocks_are_of_rows_after_one_another():
+def test_blocks_are_of_rows_after_one_another() -> None:
     rng = np.random.default_rng(2)
     values = (rng.normal(size=(100, 32)) + 5 * (np.arange(100) // 30)[:, None]).astype(np.float32)
     values[[3, 40]] = np.nan
@@ -198,7 +203,7 @@ def test_blocks_are_of_rows_after_one_another():
     np.testing.assert_array_equal(segment.parameters[2], alone.parameters[0])
 
 
-def test_clusters_hold_rows_that_are_alike():
+def test_clusters_hold_rows_that_are_alike() -> None:
     rng = np.random.default_rng(3)
     scale = rng.choice([1e-3, 1, 1e3], 300)[:, None]
     values = (rng.normal(size=(300, 40)) * scale).astype(np.float32)
@@ -207,12 +212,13 @@ def test_clusters_hold_rows_that_are_alike():
     assert apart < blocks / 3
     (segment,) = encode(KMeansRows(4, "cluster", clusters=4), values).segments
     assert segment.parameters.shape == (4, 16)
+    assert segment.books is not None
     assert np.bincount(segment.books).tolist() == [75] * 4
 
 
 @given(st.integers(1, 300), st.integers(0, 8), st.integers(1, 5))
 @settings(deadline=None)
-def test_clusters_are_equal_in_size_and_apart(count, levels, distinct):
+def test_clusters_are_equal_in_size_and_apart(count: int, levels: int, distinct: int) -> None:
     clusters = min(1 << levels, 1 << (count.bit_length() - 1))
     features = np.random.default_rng(count).integers(0, distinct, (count, 2)).astype(np.float32)
     sizes = np.bincount(by_clusters(features, clusters), minlength=clusters)
@@ -220,7 +226,7 @@ def test_clusters_are_equal_in_size_and_apart(count, levels, distinct):
     assert sizes.max() - sizes.min() <= 1
 
 
-def test_float16_centroids_serve_plain_embeddings_and_float32_those_they_would_hurt():
+def test_float16_centroids_serve_plain_embeddings_and_float32_those_they_would_hurt() -> None:
     rng = np.random.default_rng(5)
     plain = rng.normal(0, 0.1, (64, 64))
     values = np.concatenate([plain, 1000 + plain, plain * 1e6]).astype(np.float32)
@@ -235,7 +241,7 @@ def test_float16_centroids_serve_plain_embeddings_and_float32_those_they_would_h
         }
 
 
-def test_rows_that_codebooks_would_not_make_smaller_stay_exact():
+def test_rows_that_codebooks_would_not_make_smaller_stay_exact() -> None:
     rng = np.random.default_rng(6)
     for codec, shape in (
         (KMeansRows(4), (30, 9)),
@@ -250,14 +256,14 @@ def test_rows_that_codebooks_would_not_make_smaller_stay_exact():
 
 
 @pytest.mark.parametrize("group", ["row", "block", "cluster"])
-def test_rows_that_are_not_finite_stay_exact_even_if_all_are(group):
+def test_rows_that_are_not_finite_stay_exact_even_if_all_are(group: str) -> None:
     values = np.full((20, 64), np.inf, np.float32)
     for finite in 0, 3:
         values[:finite] = np.arange(64) % 7
         np.testing.assert_array_equal(decode(encode(KMeansRows(3, group), values)), values)
 
 
-def test_zeros_decode_to_positive_zero():
+def test_zeros_decode_to_positive_zero() -> None:
     values = np.array([[0.0, -0.0] * 30, [-0.0] * 60], np.float32)
     for bits in range(1, 5):
         decoded = decode(encode(KMeansRows(bits), values))
@@ -267,7 +273,7 @@ def test_zeros_decode_to_positive_zero():
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("group", ["row", "block", "cluster"])
-def test_sixteen_bit_floats_are_rounded_when_decoded(element, group):
+def test_sixteen_bit_floats_are_rounded_when_decoded(element: str, group: str) -> None:
     rng = np.random.default_rng(7)
     wide = np.concatenate([rng.normal(size=(200, 90)) * 10.0 ** rng.integers(-6, 4, (200, 1))])
     wide[:9] = rng.choice([65504.0, -60000], (9, 90))
@@ -288,7 +294,7 @@ def test_sixteen_bit_floats_are_rounded_when_decoded(element, group):
         np.testing.assert_array_equal(decoded[rows], rounded)
 
 
-def test_windows_of_chunks_are_decoded_in_place():
+def test_windows_of_chunks_are_decoded_in_place() -> None:
     rng = np.random.default_rng(8)
     values = rng.normal(size=(300, 40)).astype(np.float32)
     offsets = np.sort(rng.choice(1000, 300, replace=False))
@@ -309,7 +315,7 @@ def test_windows_of_chunks_are_decoded_in_place():
         assert (wide[~held] == 9).all()
 
 
-def test_expected_size_is_the_size_of_plain_rows():
+def test_expected_size_is_the_size_of_plain_rows() -> None:
     values = np.random.default_rng(8).normal(0, 0.1, (1024, 65)).astype(np.float32)
     size = len(KMeansRows(3).encode_rows(values, None, 1024, element="float32"))
     assert size == 24 + 8 + 1024 * KMeansRows(3).bytes_per_row(65, "float32")
@@ -319,7 +325,7 @@ def test_expected_size_is_the_size_of_plain_rows():
     assert KMeansRows(8).bytes_per_row(16, "float32") == 64
 
 
-def test_exact_codebooks_of_too_many_values_are_refused():
+def test_exact_codebooks_of_too_many_values_are_refused() -> None:
     values = np.zeros((300, 256), np.float32)
     with pytest.raises(RowsError, match="76800 values share"):
         encode(KMeansRows(2, "block", block_rows=300, exact=True), values)

@@ -1,6 +1,8 @@
 """Rows moved between payloads decode to the same bits as where they came from."""
 
 import tracemalloc
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from cnr_codecs import (
     LosslessRows,
     Packer,
     ParameterType,
+    Payload,
+    RowCodec,
     RowsError,
     RowSet,
     Scheme,
@@ -31,6 +35,7 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import BY_NAME, ELEMENTS, element_named
 from cnr_codecs.payload.rowset import BLOCK_ROWS
+from cnr_codecs.protocol import Rows
 from tests.test_codecs.hard_rows import ROW_MAKERS
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -40,7 +45,7 @@ UNIFORM = st.builds(
 KMEANS = st.builds(KMeansRows, st.sampled_from([1, 2, 4]), st.sampled_from(["row", "block", "cluster"]))
 
 
-def values_of(element, rows, dim, rng):
+def values_of(element: str, rows: int, dim: int, rng: np.random.Generator) -> Rows:
     """Rows (rows, dim) of an element type; floats are of the kinds that break quantizers."""
     kind = BY_NAME[element]
     if element not in FLOATS:
@@ -54,7 +59,7 @@ def values_of(element, rows, dim, rng):
         return values.astype(kind.array)
 
 
-def without(payload, evicted):
+def without(payload: Payload, evicted: Rows) -> list[Segment]:
     """The same payload with further rows, absent."""
     nothing = np.empty((0, len(evicted)), np.float32)
     codes = np.empty((len(evicted), 0), np.uint8)
@@ -63,7 +68,7 @@ def without(payload, evicted):
 
 
 @st.composite
-def payloads(draw, element, rows, dim):
+def payloads(draw: st.DrawFn, element: str, rows: int, dim: int) -> Payload:
     """A payload of `rows` rows, some of which it holds, some of them as absent."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     codec = draw(st.one_of(UNIFORM, KMEANS) if element in FLOATS else st.just(LosslessRows()))
@@ -77,7 +82,7 @@ def payloads(draw, element, rows, dim):
     return parse(data)
 
 
-def decoded(payload, need, first_row=0):
+def decoded(payload: Payload, need: Rows, first_row: int = 0) -> tuple[bytes, Rows]:
     """(values of the rows asked for, zeros elsewhere; what is still needed)."""
     out = np.zeros((len(need), payload.dim), cnr_codecs.array_dtype(payload.element))
     left = need.copy()
@@ -85,13 +90,13 @@ def decoded(payload, need, first_row=0):
     return out.tobytes(), left
 
 
-def rebuilt(segments, rows, dim, element, seal=5):
+def rebuilt(segments: Sequence[Segment], rows: int, dim: int, element: str, seal: int = 5) -> Payload:
     return parse(build_payload(rows, dim, BY_NAME[element], segments, seal))
 
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
-def test_taken_rows_decode_to_the_same_bits(data, element):
+def test_taken_rows_decode_to_the_same_bits(data: st.DataObject, element: str) -> None:
     rows, dim = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 40))
     payload = data.draw(payloads(element, rows, dim))
     window, first_row = data.draw(st.integers(1, 400)), data.draw(st.integers(-320, 320))
@@ -107,7 +112,7 @@ def test_taken_rows_decode_to_the_same_bits(data, element):
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
-def test_merged_segments_decode_to_the_same_bits(data, element):
+def test_merged_segments_decode_to_the_same_bits(data: st.DataObject, element: str) -> None:
     """Several payloads, newest first, composed into one with a segment for each way of storing rows."""
     rows, dim = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 20))
     links = data.draw(st.lists(payloads(element, rows, dim), min_size=1, max_size=4))
@@ -127,7 +132,7 @@ def test_merged_segments_decode_to_the_same_bits(data, element):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
-def test_split_segments_decode_to_the_same_bits(data, element):
+def test_split_segments_decode_to_the_same_bits(data: st.DataObject, element: str) -> None:
     rows, dim = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 20))
     payload = data.draw(payloads(element, rows, dim))
     each = data.draw(st.one_of(st.sampled_from([1, 64, 128, 256, 512]), st.integers(1, 310)))
@@ -142,7 +147,7 @@ def test_split_segments_decode_to_the_same_bits(data, element):
     assert found == (expected if payload.segments else b"")
 
 
-def test_only_the_codebooks_in_use_are_kept():
+def test_only_the_codebooks_in_use_are_kept() -> None:
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, (256, 32)).astype(np.float32)
     codec = KMeansRows(2, "block", block_rows=16)
@@ -157,7 +162,7 @@ def test_only_the_codebooks_in_use_are_kept():
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("codec", [LosslessRows(), UniformRows("symmetric", 4), KMeansRows(1, "block")])
-def test_rows_of_several_blocks_are_taken(codec, step):
+def test_rows_of_several_blocks_are_taken(codec: RowCodec, step: int) -> None:
     rows = 3 * BLOCK_ROWS + 5
     values = np.random.default_rng(2).normal(0, 1, (rows, 16)).astype(np.float32)
     payload = parse(codec.encode_rows(values, None, rows, element="float32"))
@@ -175,7 +180,7 @@ def test_rows_of_several_blocks_are_taken(codec, step):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_taking_evicted_rows_takes_little_memory(step):
+def test_taking_evicted_rows_takes_little_memory(step: int) -> None:
     """A payload of 32 bytes may speak of 64 Mi rows."""
     rows = 1 << 23
     nothing, codes = np.empty((0, rows), np.float32), np.empty((rows, 0), np.uint8)
@@ -197,7 +202,7 @@ def test_taking_evicted_rows_takes_little_memory(step):
     assert peak < 4 * rows
 
 
-def test_many_shared_codebooks_are_renumbered():
+def test_many_shared_codebooks_are_renumbered() -> None:
     """More than 256 of them take another type of number."""
     rng = np.random.default_rng(1)
     codec = KMeansRows(1, "block", block_rows=2)
@@ -213,7 +218,7 @@ def test_many_shared_codebooks_are_renumbered():
     assert decoded(moved, np.ones(1024, np.uint8))[0] == expected.tobytes()
 
 
-def test_taken_rows_do_not_keep_the_payload():
+def test_taken_rows_do_not_keep_the_payload() -> None:
     data = bytearray(LosslessRows().encode_rows(np.ones((4, 2), np.float32), None, 4, element="float32"))
     segments = take_rows(parse(data), np.ones(4, np.uint8))
     data.clear()  # refused with BufferError while anything looks into it
@@ -224,14 +229,14 @@ def test_taken_rows_do_not_keep_the_payload():
 
 
 @pytest.mark.parametrize("need", [np.ones(4), np.ones((2, 2), np.uint8), np.frombuffer(bytes(4), np.uint8)])
-def test_marks_of_another_kind_are_refused(need):
+def test_marks_of_another_kind_are_refused(need: Rows) -> None:
     payload = parse(LosslessRows().encode_rows(np.ones((4, 2), np.float32), None, 4, element="float32"))
     with pytest.raises(RowsError, match="need must be writable uint8"):
         take_rows(payload, need)
 
 
-def test_segments_that_do_not_fit_are_refused():
-    def segment(rows, dim):
+def test_segments_that_do_not_fit_are_refused() -> None:
+    def segment(rows: int, dim: int) -> Segment:
         values = np.ones((2, dim), np.float32)
         return parse(LosslessRows().encode_rows(values, None, rows, element="float32")).segments[0]
 
@@ -244,7 +249,7 @@ def test_segments_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("then", [[], [{"id": "zstd"}], [{"id": "zlib", "level": 3}, {"id": "crc32"}]])
-def test_moved_payloads_are_packed_as_the_codec_packs_them(then):
+def test_moved_payloads_are_packed_as_the_codec_packs_them(then: Any) -> None:
     values = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
     plain, config = UniformRows(), {"id": "of somebody else", "then": then}
     data = plain.encode_rows(values, None, 16, element="float32")
@@ -259,6 +264,6 @@ def test_moved_payloads_are_packed_as_the_codec_packs_them(then):
 
 
 @pytest.mark.parametrize("then", [5, [5], [{"id": "pickle"}], [{"id": "zstd"}] * 5])
-def test_what_may_not_follow_is_refused(then):
+def test_what_may_not_follow_is_refused(then: Any) -> None:
     with pytest.raises(CodecConfigError):
         Packer.of({"id": "cnr_uniform", "then": then})

@@ -4,10 +4,12 @@ import array
 import json
 import mmap
 import tempfile
+from typing import Any
 
 import numcodecs
 import numpy as np
 import pytest
+from numcodecs.abc import Codec
 from numcodecs.zstd import Zstd
 
 from cnr_codecs import PayloadError, PayloadLimitError, RowsError, UniformRows
@@ -29,14 +31,14 @@ VALUES = np.random.default_rng(2).normal(0, 0.1, (50, 12)).astype(np.float32)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_configuration_round_trips_through_json(codec):
+def test_configuration_round_trips_through_json(codec: Codec) -> None:
     config = json.loads(json.dumps(codec.get_config()))
     assert numcodecs.get_codec(config) == codec
     assert config["id"] == codec.codec_id
     assert eval(repr(codec), NAMES.copy()) == codec  # noqa: S307
 
 
-def test_entry_points_find_the_codecs():
+def test_entry_points_find_the_codecs() -> None:
     from importlib.metadata import entry_points
 
     found = {point.name: point.load() for point in entry_points(group="numcodecs.codecs")}
@@ -46,7 +48,7 @@ def test_entry_points_find_the_codecs():
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_arrays_of_every_layout_encode_alike(codec):
+def test_arrays_of_every_layout_encode_alike(codec: Codec) -> None:
     encoded = codec.encode(VALUES)
     assert isinstance(encoded, bytes)
     assert codec.encode(np.asfortranarray(VALUES)) == encoded
@@ -55,7 +57,7 @@ def test_arrays_of_every_layout_encode_alike(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_decoding_takes_every_kind_of_buffer(codec):
+def test_decoding_takes_every_kind_of_buffer(codec: Codec) -> None:
     encoded = codec.encode(VALUES)
     expected = codec.decode(encoded)
     assert expected.shape == VALUES.shape
@@ -63,14 +65,14 @@ def test_decoding_takes_every_kind_of_buffer(codec):
     with tempfile.TemporaryFile() as file:
         file.write(encoded)
         file.flush()
-        buffers = [bytearray(encoded), memoryview(encoded), array.array("b", encoded)]
+        buffers: list[Any] = [bytearray(encoded), memoryview(encoded), array.array("b", encoded)]
         buffers += [np.frombuffer(encoded, "u1"), mmap.mmap(file.fileno(), 0)]
         for buffer in buffers:
             np.testing.assert_array_equal(codec.decode(buffer), expected)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_decoding_fills_every_kind_of_output(codec):
+def test_decoding_fills_every_kind_of_output(codec: Codec) -> None:
     encoded = codec.encode(VALUES)
     expected = codec.decode(encoded)
     for out in (
@@ -92,7 +94,7 @@ def test_decoding_fills_every_kind_of_output(codec):
         assert bytes(raw) == expected.tobytes()
 
 
-def test_one_dimension_is_a_column():
+def test_one_dimension_is_a_column() -> None:
     for codec, values in (
         (RowsCodec(), np.arange(9, dtype=np.int16)),
         (UniformCodec(), VALUES[0]),
@@ -102,24 +104,24 @@ def test_one_dimension_is_a_column():
         np.testing.assert_array_equal(decoded[:, 0], values)
 
 
-def test_payloads_are_those_of_the_row_codec():
+def test_payloads_are_those_of_the_row_codec() -> None:
     expected = UniformRows("adaptive", 4).encode_rows(VALUES, None, 50, element="float32")
     assert UniformCodec().encode(VALUES) == expected
 
 
-def test_another_codec_may_follow():
+def test_another_codec_may_follow() -> None:
     packed = Zstd().encode(UniformCodec().encode(VALUES))
     assert UniformCodec().decode(Zstd().decode(packed)).shape == VALUES.shape
 
 
-def test_rows_of_nan_are_stored():
+def test_rows_of_nan_are_stored() -> None:
     values = np.full((3, 40), np.nan, np.float32)
     decoded = UniformCodec().decode(UniformCodec().encode(values))
     assert decoded.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("codec", [UniformCodec("symmetric", 1), RowsCodec()])
-def test_large_arrays_round_trip_but_small_payloads_do_not_grow_large(codec):
+def test_large_arrays_round_trip_but_small_payloads_do_not_grow_large(codec: Codec) -> None:
     values = np.ones((1 << 15, 600), np.float32)
     encoded = codec.encode(values)
     np.testing.assert_array_equal(codec.decode(encoded), values)
@@ -133,12 +135,12 @@ def test_large_arrays_round_trip_but_small_payloads_do_not_grow_large(codec):
     "values", [np.zeros((2, 2, 2), "f4"), np.zeros((0, 3), "f4"), np.zeros((3, 0), "f4"), np.float32(3)]
 )
 @pytest.mark.parametrize("codec", [UniformCodec(), RowsCodec()], ids=repr)
-def test_arrays_of_other_shapes_are_refused(codec, values):
+def test_arrays_of_other_shapes_are_refused(codec: Codec, values: Any) -> None:
     with pytest.raises(RowsError, match="shape"):
         codec.encode(values)
 
 
-def test_dtypes_that_are_not_stored_are_refused():
+def test_dtypes_that_are_not_stored_are_refused() -> None:
     for values in np.zeros((2, 2), np.int32), np.zeros((2, 2)):
         with pytest.raises(RowsError, match="cnr_rows"):
             UniformCodec().encode(values)
@@ -147,7 +149,7 @@ def test_dtypes_that_are_not_stored_are_refused():
             RowsCodec().encode(values)
 
 
-def test_wrong_bytes_and_outputs_are_refused():
+def test_wrong_bytes_and_outputs_are_refused() -> None:
     encoded = UniformCodec().encode(VALUES)
     with pytest.raises(PayloadError):
         UniformCodec().decode(encoded[:-1])
@@ -157,7 +159,7 @@ def test_wrong_bytes_and_outputs_are_refused():
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_misaligned_bytes_are_filled(codec):
+def test_misaligned_bytes_are_filled(codec: Codec) -> None:
     encoded = codec.encode(VALUES)
     out = bytearray(VALUES.nbytes + 1)
     codec.decode(encoded, out=memoryview(out)[1:])
@@ -176,7 +178,7 @@ def test_misaligned_bytes_are_filled(codec):
         "text",
     ],
 )
-def test_what_is_not_contiguous_bytes_is_refused(data):
+def test_what_is_not_contiguous_bytes_is_refused(data: Any) -> None:
     for codec in UniformCodec(), RowsCodec():
         with pytest.raises(PayloadError, match="contiguous bytes"):
             codec.decode(data)
@@ -184,7 +186,7 @@ def test_what_is_not_contiguous_bytes_is_refused(data):
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("element", ["f4", "f2"])
-def test_nothing_is_raised_where_numpy_is_told_to_raise(codec, element):
+def test_nothing_is_raised_where_numpy_is_told_to_raise(codec: Codec, element: str) -> None:
     values = np.random.default_rng(0).normal(0, 1e-6, (40, 40)).astype(element)
     values.view(f"u{values.itemsize}")[3, 5] = 0x7F800001 if element == "f4" else 0x7C01
     values[4:8] = np.array([[1e-30], [np.inf], [1e4], [0]]).astype(element)

@@ -1,7 +1,9 @@
 """Payloads: their bytes as specified, round trips over row sets, and every way in which they can be wrong."""
 
 import struct
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from cnr_codecs import (
     ParameterType,
     PayloadError,
     PayloadLimitError,
+    RowCodec,
     RowsError,
     RowSet,
     RowSetKind,
@@ -27,32 +30,42 @@ from cnr_codecs import (
     reseal,
 )
 from cnr_codecs.elements import element_named
+from cnr_codecs.protocol import Rows
 
 ELEMENTS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7}
 ELEMENTS |= {"int64": 8, "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13}
 
 
-def header(segments=1, rows=10, dim=2, *, magic=b"CNRP", version=1, element=1, seal=0):
+def header(
+    segments: int = 1,
+    rows: int = 10,
+    dim: int = 2,
+    *,
+    magic: bytes = b"CNRP",
+    version: int = 1,
+    element: int = 1,
+    seal: int = 0,
+) -> bytes:
     return struct.pack("<4sBBHIIQ", magic, version, element, segments, rows, dim, seal)
 
 
-def segment(scheme, bits, parameter_type, kind, count, *body):
+def segment(scheme: int, bits: int, parameter_type: int, kind: int, count: int, *body: bytes) -> bytes:
     return struct.pack("<BBBBI", scheme, bits, parameter_type, kind, count) + b"".join(body)
 
 
-def f4(*values):
+def f4(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def f2(*values):
+def f2(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}e", *values)
 
 
-def u2(*values):
+def u2(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}H", *values)
 
 
-def u4(*values):
+def u4(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}I", *values)
 
 
@@ -60,14 +73,14 @@ def u4(*values):
 RAW_ROW = segment(1, 32, 0, 2, 1, u2(4), f4(1.5, -2))
 
 
-def decode(data, fill=7.0):
+def decode(data: Any, fill: float = 7.0) -> tuple[Rows, int, Rows]:
     payload = parse(data)
     out = np.full((payload.rows, payload.dim), fill, cnr_codecs.array_dtype(payload.element))
     need = np.ones(payload.rows, np.uint8)
     return out, cnr_codecs.decode_into(payload, out, need), need
 
 
-def test_bytes_of_a_lossless_payload():
+def test_bytes_of_a_lossless_payload() -> None:
     values = np.array([[1.5, -2], [3, 4]], np.float32)
     data = LosslessRows().encode_rows(
         values, np.array([4, 9]), 10, element="float32", seal=0xFEDCBA9876543210
@@ -78,7 +91,7 @@ def test_bytes_of_a_lossless_payload():
     assert data == expected
 
 
-def test_bytes_of_a_quantized_payload():
+def test_bytes_of_a_quantized_payload() -> None:
     # 0 to 15 and the codes are the values; the second row needs float32 parameters, the third none.
     values = np.array([np.arange(16), 70000 + np.arange(16), [np.inf] * 16], np.float32)
     codes = bytes.fromhex("1032547698badcfe")
@@ -92,7 +105,7 @@ def test_bytes_of_a_quantized_payload():
     )
 
 
-def test_bytes_of_a_symmetric_payload():
+def test_bytes_of_a_symmetric_payload() -> None:
     values = np.array([[-7, -5, -3, -1, 1, 3, 5, 7, 7]], np.float32)
     data = UniformRows("symmetric", 3).encode_rows(values, None, 1, element="float32")
     # Codes 0 to 7 and 7 again, three bits each, the lowest bit first.
@@ -101,7 +114,7 @@ def test_bytes_of_a_symmetric_payload():
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
-def test_bytes_of_a_payload_with_a_codebook_each():
+def test_bytes_of_a_payload_with_a_codebook_each() -> None:
     values = np.array([[1, 2, 2, 1, 1, 2, 1, 2, 2], [70001, 3, 3, 3, 3, 3, 3, 3, 3], [4] * 9], np.float32)
     data = KMeansRows(1).encode_rows(values, None, 3, element="float32")
     assert data == header(2, 3, 9) + b"".join(
@@ -113,7 +126,7 @@ def test_bytes_of_a_payload_with_a_codebook_each():
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
-def test_bytes_of_a_payload_with_shared_codebooks():
+def test_bytes_of_a_payload_with_shared_codebooks() -> None:
     values = np.array([[1, 2, 2, 1], [2, 1, 1, 2], [3, 5, 5, 3], [5, 5, 3, 3]], np.float32)
     codec = KMeansRows(1, "block", block_rows=2)
     data = codec.encode_rows(values, np.array([1, 3, 4, 6]), 8, element="float32")
@@ -122,7 +135,7 @@ def test_bytes_of_a_payload_with_shared_codebooks():
     np.testing.assert_array_equal(decode(data)[0][[1, 3, 4, 6]], values)
 
 
-def test_more_shared_codebooks_than_a_byte_numbers():
+def test_more_shared_codebooks_than_a_byte_numbers() -> None:
     values = np.repeat(np.arange(600, dtype=np.float32), 2)[:, None] + np.zeros(40, np.float32)
     data = KMeansRows(1, "block", block_rows=2).encode_rows(values, None, 1200, element="float32")
     assert len(data) == 24 + 8 + 4 + 600 * 2 * 2 + 1200 * (2 + 5)
@@ -130,7 +143,7 @@ def test_more_shared_codebooks_than_a_byte_numbers():
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_lossless_rows_of_every_element_type(element):
+def test_lossless_rows_of_every_element_type(element: str) -> None:
     dtype = cnr_codecs.array_dtype(element)
     rng = np.random.default_rng(3)
     if element == "bool":
@@ -152,12 +165,12 @@ def test_lossless_rows_of_every_element_type(element):
 
 @given(data=st.data(), rows=st.one_of(st.integers(1, 80), st.integers(65530, 65545), st.just(200_000)))
 @settings(deadline=None, max_examples=150)
-def test_row_sets_round_trip_in_the_fewest_bytes(data, rows):
-    offsets = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=60, unique=True))
+def test_row_sets_round_trip_in_the_fewest_bytes(data: st.DataObject, rows: int) -> None:
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=60, unique=True))
     if data.draw(st.booleans()):
         start = data.draw(st.integers(0, max(0, min(rows - 1, 3))))
-        offsets = range(start, data.draw(st.integers(start + 1, rows)))
-    offsets = np.array(sorted(offsets))
+        chosen = [*range(start, data.draw(st.integers(start + 1, rows)))]
+    offsets = np.array(sorted(chosen))
     values = np.arange(len(offsets), dtype=np.float32)[:, None]
     encoded = LosslessRows().encode_rows(values, offsets, rows, element="float32")
     payload = parse(encoded)
@@ -175,7 +188,7 @@ def test_row_sets_round_trip_in_the_fewest_bytes(data, rows):
     assert len(encoded) == 24 + 8 + min(sizes.values()) + values.nbytes
 
 
-def test_a_payload_may_hold_no_rows():
+def test_a_payload_may_hold_no_rows() -> None:
     for codec in UniformRows(), LosslessRows():
         data = codec.encode_rows(np.empty((0, 3), np.float32), None, 5, element="float32")
         assert data == header(0, 5, 3)
@@ -183,8 +196,8 @@ def test_a_payload_may_hold_no_rows():
         assert decode(data)[1] == 0
 
 
-def test_a_payload_has_at_most_1024_segments():
-    def segments(count):
+def test_a_payload_has_at_most_1024_segments() -> None:
+    def segments(count: int) -> list[Segment]:
         nothing, codes = np.empty((0, 1), np.float32), np.empty((1, 0), np.uint8)
         rows = [RowSet.of(np.array([row]), 2000) for row in range(count)]
         return [Segment(Scheme.ABSENT, 0, ParameterType.NONE, row, nothing, codes) for row in rows]
@@ -197,7 +210,7 @@ def test_a_payload_has_at_most_1024_segments():
             build_payload(2000, 1, float32, segments(count) if count < 2000 else segments(1) * count)
 
 
-def test_reseal_changes_the_seal_alone():
+def test_reseal_changes_the_seal_alone() -> None:
     values = np.random.default_rng(1).normal(size=(9, 8)).astype(np.float32)
     plain = UniformRows().encode_rows(values, None, 9, element="float32")
     sealed = UniformRows().encode_rows(values, None, 9, element="float32", seal=(1 << 64) - 1)
@@ -212,7 +225,7 @@ def test_reseal_changes_the_seal_alone():
 
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-def test_every_kind_of_buffer_is_parsed(wrap):
+def test_every_kind_of_buffer_is_parsed(wrap: Callable[[bytes], Any]) -> None:
     out, written, _ = decode(wrap(header() + RAW_ROW))
     assert written == 1
     assert out[4].tolist() == [1.5, -2]
@@ -300,18 +313,18 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("data", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_payloads_are_refused(data, message):
+def test_malformed_payloads_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(PayloadError, match=message):
         parse(data)
 
 
 @pytest.mark.parametrize("data", ["text", 3, np.zeros((4, 4))[:, ::2]])
-def test_what_is_not_bytes_is_refused(data):
+def test_what_is_not_bytes_is_refused(data: Any) -> None:
     with pytest.raises(PayloadError, match="contiguous bytes"):
         parse(data)
 
 
-def test_the_decoded_size_is_limited():
+def test_the_decoded_size_is_limited() -> None:
     small = header(0, 1 << 16, 257)
     with pytest.raises(PayloadLimitError, match=r"67371008 bytes.*67108864"):
         parse(small)
@@ -322,7 +335,7 @@ def test_the_decoded_size_is_limited():
 
 
 @cache
-def mixed_payload(scheme, bits, dim):
+def mixed_payload(scheme: str, bits: int, dim: int) -> bytes:
     rng = np.random.default_rng(bits)
     values = rng.normal(size=(40, dim)).astype(np.float32)
     values[::7] += 1e6
@@ -339,7 +352,9 @@ def mixed_payload(scheme, bits, dim):
     data=st.data(),
 )
 @settings(deadline=None, max_examples=2000)
-def test_mutated_payloads_decode_or_are_refused(scheme, bits, dim, data):
+def test_mutated_payloads_decode_or_are_refused(
+    scheme: str, bits: int, dim: int, data: st.DataObject
+) -> None:
     mutated = bytearray(mixed_payload(scheme, bits, dim))
     # Most mutations hit the structure, which lies at the front of each segment.
     for _ in range(data.draw(st.integers(1, 4))):
@@ -378,14 +393,19 @@ def test_mutated_payloads_decode_or_are_refused(scheme, bits, dim, data):
     ],
 )
 @pytest.mark.parametrize("codec", [UniformRows(), KMeansRows(), LosslessRows()])
-def test_rows_that_do_not_fit_are_refused(codec, arguments, message):
-    good = {"values": np.ones((2, 2), np.float32), "offsets": None, "rows": 10, "element": "float32"}
+def test_rows_that_do_not_fit_are_refused(codec: RowCodec, arguments: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "values": np.ones((2, 2), np.float32),
+        "offsets": None,
+        "rows": 10,
+        "element": "float32",
+    }
     codec.encode_rows(**good)
     with pytest.raises(RowsError, match=message):
         codec.encode_rows(**(good | arguments))
 
 
-def test_only_floats_of_up_to_32_bits_are_quantized():
+def test_only_floats_of_up_to_32_bits_are_quantized() -> None:
     for element in set(ELEMENTS) - {"float32", "float16", "bfloat16"}:
         with pytest.raises(RowsError, match="cnr_rows"):
             UniformRows().bytes_per_row(4, element)
@@ -394,7 +414,7 @@ def test_only_floats_of_up_to_32_bits_are_quantized():
 
 
 @pytest.mark.parametrize("data", [np.zeros(4, "M8[s]"), np.zeros(40, ">u2")[::2]])
-def test_arrays_that_are_not_bytes_are_refused(data):
+def test_arrays_that_are_not_bytes_are_refused(data: Rows) -> None:
     with pytest.raises(PayloadError, match="contiguous bytes"):
         parse(data)
 
@@ -403,6 +423,6 @@ def test_arrays_that_are_not_bytes_are_refused(data):
     "body",
     [segment(2, 4, 1, 0, 1, b"\1\x7c\0\0", bytes(1)), segment(4, 1, 1, 0, 1, b"\1\x7c\1\x7c", bytes(1))],
 )
-def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body):
+def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body: bytes) -> None:
     with np.errstate(all="raise"), pytest.raises(PayloadError, match="not finite"):
         parse(header() + body)

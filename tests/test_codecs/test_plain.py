@@ -1,6 +1,9 @@
 """What is done at once, for the payload that nearly every chunk is, against what takes every payload."""
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,18 +13,19 @@ from cnr_codecs.elements import element_named
 from cnr_codecs.payload.draft import Draft
 from cnr_codecs.payload.payload import build
 from cnr_codecs.payload.plain import decode_plain
+from cnr_codecs.protocol import Rows
 from tests.test_codecs.hard_rows import BITS, SCHEMES, adversarial_rows, decode
 
 ROOM = 1 << 20
 
 
-def plain_of(data, most_bytes=ROOM, out=None):
-    return decode_plain(np.frombuffer(data, np.uint8), most_bytes, out)
+def plain_of(data: bytes, max_bytes: int = ROOM, out: Rows | None = None) -> npt.NDArray[np.float32] | None:
+    return decode_plain(np.frombuffer(data, np.uint8), max_bytes, out)
 
 
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
-def test_plain_payloads_decode_to_the_same_bits(values, scheme, bits):
+def test_plain_payloads_decode_to_the_same_bits(values: Rows, scheme: str, bits: int) -> None:
     data = UniformRows(scheme, bits).encode_rows(values, None, len(values), element="float32")
     payload = parse(data)
     plain = plain_of(data)
@@ -35,7 +39,9 @@ def test_plain_payloads_decode_to_the_same_bits(values, scheme, bits):
     rows=st.integers(1, 1300), dim=st.sampled_from([2, 5, 16, 33, 700]), bits=BITS, seed=st.integers(0, 99)
 )
 @settings(deadline=None, max_examples=60)
-def test_plain_payloads_of_many_blocks_decode_to_the_same_bits(rows, dim, bits, seed):
+def test_plain_payloads_of_many_blocks_decode_to_the_same_bits(
+    rows: int, dim: int, bits: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     parameters = rng.integers(0, 0x7C00, (2, rows), np.uint16)
     parameters[1] |= rng.integers(0, 2, rows, np.uint16) << np.uint16(15)
@@ -43,12 +49,14 @@ def test_plain_payloads_of_many_blocks_decode_to_the_same_bits(rows, dim, bits, 
     row_set = RowSet.first(rows, rows)
     segment = Segment(Scheme.ASYMMETRIC, bits, ParameterType.FLOAT16, row_set, parameters.view("<f2"), codes)
     data = build(rows, dim, element_named("float32"), [segment])
-    np.testing.assert_array_equal(
-        plain_of(data, 1 << 30).view(np.uint32), decode(parse(data)).view(np.uint32)
-    )
+    plain = plain_of(data, 1 << 30)
+    assert plain is not None
+    np.testing.assert_array_equal(plain.view(np.uint32), decode(parse(data)).view(np.uint32))
 
 
-def payload_of(parameters, parameter_type, bits=4, scheme=Scheme.ASYMMETRIC):
+def payload_of(
+    parameters: Any, parameter_type: ParameterType, bits: int = 4, scheme: Scheme = Scheme.ASYMMETRIC
+) -> bytes:
     stored = np.array(parameters, "<f2" if parameter_type is ParameterType.FLOAT16 else "<f4")
     row_set = RowSet.first(stored.shape[1], stored.shape[1])
     codes = np.zeros((stored.shape[1], bits), np.uint8)
@@ -63,7 +71,7 @@ HALF_BITS = st.integers(0, 0xFFFF) | st.sampled_from(
 
 @given(parameters=st.lists(st.tuples(HALF_BITS, HALF_BITS), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=300)
-def test_float16_parameters_are_refused_by_the_same_rule(parameters):
+def test_float16_parameters_are_refused_by_the_same_rule(parameters: Any) -> None:
     stored = np.array(parameters, np.uint16).T.copy().view(np.float16)
     sound = bool(np.isfinite(stored).all() and not np.signbit(stored[0]).any())
     data = payload_of(stored, ParameterType.FLOAT16)
@@ -87,7 +95,9 @@ WIDE_BITS = st.integers(0, 0xFFFFFFFF) | st.sampled_from(
     rounded=st.booleans(),
 )
 @settings(deadline=None, max_examples=300)
-def test_float32_parameters_are_refused_by_the_same_rule(parameters, bits, symmetric, rounded):
+def test_float32_parameters_are_refused_by_the_same_rule(
+    parameters: Any, bits: int, symmetric: bool, rounded: bool
+) -> None:
     words = np.array(parameters, np.uint32).T.copy()
     if rounded:
         words[0] &= np.uint32(0xFFFFFF00)
@@ -113,19 +123,20 @@ PLAIN = UniformRows("asymmetric", 4).encode_rows(np.ones((6, 16), np.float32), N
 
 
 @pytest.mark.parametrize("cut", [0, 5, 31, 32, 40, len(PLAIN) - 1])
-def test_cut_payloads_are_not_plain(cut):
+def test_cut_payloads_are_not_plain(cut: int) -> None:
     assert plain_of(PLAIN[:cut]) is None
 
 
-def test_plain_payloads_that_are_too_large_or_long_are_left_to_others():
+def test_plain_payloads_that_are_too_large_or_long_are_left_to_others() -> None:
     assert plain_of(PLAIN, 6 * 16 * 4 - 1) is None
     assert plain_of(PLAIN, 6 * 16 * 4) is not None
     assert plain_of(PLAIN + b"\0") is None
 
 
-def test_where_a_plain_payload_goes():
+def test_where_a_plain_payload_goes() -> None:
     out = np.zeros(6 * 16, np.float32)
     decoded = plain_of(PLAIN, out=out)
+    assert decoded is not None
     assert decoded.shape == (6, 16)
     assert decoded.base is out
     assert (out == 1).all()
@@ -135,7 +146,7 @@ def test_where_a_plain_payload_goes():
         assert plain_of(PLAIN, out=wrong) is None
 
 
-def test_a_draft_is_whole_even_if_its_codes_are_still_held():
+def test_a_draft_is_whole_even_if_its_codes_are_still_held() -> None:
     for held in (False, True):
         draft = Draft(3, 2, 4)
         codes = draft.codes

@@ -1,13 +1,18 @@
 """The README's examples run as they stand."""
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.paths import ROOT
 
 README = ROOT / "codecs" / "README.md"
 
 
-def test_the_examples_run(tmp_path, monkeypatch, capsys):
+def test_the_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict[str, object] = {}

@@ -1,23 +1,25 @@
 """Reports say of each codec what numpy says of the rows that it decodes."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import cnr_codecs
-from cnr_codecs import LosslessRows, RowsError, UniformRows, error_report, row_codec
+from cnr_codecs import LosslessRows, RowCodec, RowsError, UniformRows, error_report, row_codec
 from cnr_codecs.dense import decode_dense
+from cnr_codecs.protocol import Rows
 
 
-def some_rows(count=400, dim=24, dtype=np.float32):
+def some_rows(count: int = 400, dim: int = 24, dtype: npt.DTypeLike = np.float32) -> Rows:
     return np.random.default_rng(2).laplace(0, 0.2, (count, dim)).astype(dtype)
 
 
-def decoded_by(codec, rows):
+def decoded_by(codec: RowCodec, rows: Rows) -> Rows:
     element = cnr_codecs.element_of(rows.dtype)
     return decode_dense(cnr_codecs.parse(codec.encode_rows(rows, None, len(rows), element=element)))
 
 
-def test_every_scheme_and_width_is_reported():
+def test_every_scheme_and_width_is_reported() -> None:
     reports = error_report(some_rows())
     found = {
         (report.config["scheme"], report.config["bits"]): report
@@ -37,7 +39,7 @@ def test_every_scheme_and_width_is_reported():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("codec", [UniformRows("adaptive", 3), UniformRows("symmetric", 5)], ids=repr)
-def test_errors_are_those_of_the_decoded_rows(codec, dtype):
+def test_errors_are_those_of_the_decoded_rows(codec: RowCodec, dtype: npt.DTypeLike) -> None:
     rows = some_rows(dtype=dtype)
     (report,) = error_report(rows, codecs=[codec])
     differences = np.linalg.norm(rows.astype(float) - decoded_by(codec, rows), axis=1)
@@ -57,19 +59,19 @@ def test_errors_are_those_of_the_decoded_rows(codec, dtype):
     ],
     ids=repr,
 )
-def test_bytes_are_those_of_parameters_and_codes(codec, row_bytes):
+def test_bytes_are_those_of_parameters_and_codes(codec: RowCodec, row_bytes: float) -> None:
     (report,) = error_report(some_rows(), codecs=[codec])
     assert report.row_bytes == row_bytes
 
 
-def test_row_sets_are_left_out_of_the_bytes():
+def test_row_sets_are_left_out_of_the_bytes() -> None:
     rows = some_rows()
     rows[::2] += 100_000  # float32 parameters: two segments, each with a bitmap
     (report,) = error_report(rows, codecs=[UniformRows("asymmetric", 8)])
     assert report.row_bytes == (4 + 8) / 2 + 24
 
 
-def test_a_codec_that_others_follow_counts_all_their_bytes():
+def test_a_codec_that_others_follow_counts_all_their_bytes() -> None:
     rows = some_rows()
     rows[1:] = rows[0]
     codec = row_codec({"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd"}]})
@@ -78,7 +80,7 @@ def test_a_codec_that_others_follow_counts_all_their_bytes():
     assert followed.row_bytes * len(rows) == len(codec.encode_rows(rows, None, len(rows), element="float32"))
 
 
-def test_rows_that_are_stored_exactly_have_no_error():
+def test_rows_that_are_stored_exactly_have_no_error() -> None:
     rows = some_rows(6)
     rows[0] = np.nan
     rows[1, :2] = np.inf, -np.inf
@@ -89,7 +91,7 @@ def test_rows_that_are_stored_exactly_have_no_error():
     assert report.mean_relative_error == 0
 
 
-def test_rows_that_can_not_be_measured_are_refused():
+def test_rows_that_can_not_be_measured_are_refused() -> None:
     for shape in (0, 4), (4,), (2, 0):
         with pytest.raises(RowsError, match="shape"):
             error_report(np.zeros(shape, np.float32))

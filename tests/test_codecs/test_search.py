@@ -1,19 +1,25 @@
 """The search for a row's scale and offset: kernel against reference, its errors against the paper's walk."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_codecs import ParameterType, UniformRows
+from cnr_codecs import ParameterType, RowCodec, UniformRows
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform import reference
 from cnr_codecs.uniform.uniform import default_walk
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized
 
-DISTRIBUTIONS = {
+ShapedMaker: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], Rows]
+DISTRIBUTIONS: dict[str, ShapedMaker] = {
     "normal": lambda rng, shape: rng.normal(0, 0.1, shape),
     "laplace": lambda rng, shape: rng.laplace(0, 0.1, shape),
     "uniform": lambda rng, shape: rng.uniform(-0.1, 0.1, shape),
@@ -23,7 +29,7 @@ DISTRIBUTIONS = {
 }
 
 
-def in_element(values, element):
+def in_element(values: Rows, element: str) -> Rows:
     """Rows of an element type, as arrays hold them."""
     with np.errstate(over="ignore"):
         if element == "bfloat16":
@@ -39,7 +45,9 @@ def in_element(values, element):
     element=st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 @settings(deadline=None, max_examples=400)
-def test_parameters_equal_the_reference(values, scheme, bits, walk, element):
+def test_parameters_equal_the_reference(
+    values: Rows, scheme: str, bits: int, walk: tuple[int, float] | None, element: str
+) -> None:
     walk = walk if scheme == "adaptive" else None
     values = in_element(values, element)
     payload = encode(UniformRows(scheme, bits, *(walk or ())), values, element)
@@ -61,7 +69,7 @@ def test_parameters_equal_the_reference(values, scheme, bits, walk, element):
     seed=st.integers(0, 1 << 32),
 )
 @settings(deadline=None, max_examples=200)
-def test_lines_equal_the_reference(count, dim, bits, kind, seed):
+def test_lines_equal_the_reference(count: int, dim: int, bits: int, kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         values = np.stack([np.asarray(ROW_MAKERS[kind](rng, dim)).astype(np.float32) for _ in range(count)])
@@ -71,15 +79,15 @@ def test_lines_equal_the_reference(count, dim, bits, kind, seed):
     lanes[:, :count] = low, factor
     work = np.empty(kernels.work_size(dim), np.float32)
     values.flags.writeable = False
-    kernels.search(values, *lanes, (1 << bits) - 1, NORMAL_STEPS[bits], work)
+    kernels.search(values, lanes[0], lanes[1], (1 << bits) - 1, NORMAL_STEPS[bits], work)
     expected = reference.search(values, low, factor, (1 << bits) - 1, NORMAL_STEPS[bits])
     for at, line in zip((kernels.EXPLAINED, kernels.CENTRE, kernels.BEST_STEP), expected, strict=True):
         np.testing.assert_array_equal(work[at : at + count].view(np.uint32), line.view(np.uint32))
 
 
-def mean_l2(values, codec, element="float32"):
+def mean_l2(values: Rows, codec: RowCodec, element: str = "float32") -> float:
     decoded = decode(encode(codec, values, element)).astype(np.float64)
-    return np.linalg.norm(values.astype(np.float64) - decoded, axis=1).mean()
+    return float(np.linalg.norm(values.astype(np.float64) - decoded, axis=1).mean())
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -87,7 +95,9 @@ def mean_l2(values, codec, element="float32"):
 @pytest.mark.parametrize(
     ("dim", "rows"), [(3, 1000), (8, 1000), (16, 500), (64, 200), (200, 100), (1024, 100)]
 )
-def test_errors_are_no_larger_than_those_of_the_walk(distribution, bits, dim, rows):
+def test_errors_are_no_larger_than_those_of_the_walk(
+    distribution: str, bits: int, dim: int, rows: int
+) -> None:
     rng = np.random.default_rng(dim)
     values = DISTRIBUTIONS[distribution](rng, (rows, dim)).astype(np.float32)
     searched = mean_l2(values, UniformRows("adaptive", bits))
@@ -97,13 +107,13 @@ def test_errors_are_no_larger_than_those_of_the_walk(distribution, bits, dim, ro
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_errors_of_sixteen_bit_floats_are_no_larger_than_those_of_the_walk(element, bits):
+def test_errors_of_sixteen_bit_floats_are_no_larger_than_those_of_the_walk(element: str, bits: int) -> None:
     values = in_element(np.random.default_rng(3).normal(0, 0.1, (500, 32)), element)
     walked = UniformRows("adaptive", bits, *default_walk(bits))
     assert mean_l2(values, UniformRows("adaptive", bits), element) <= mean_l2(values, walked, element)
 
 
-HARD = {
+HARD: dict[str, ShapedMaker] = {
     "one outlier": lambda rng, shape: np.where(
         np.arange(shape[1]) == shape[1] - 1, 100, rng.normal(0, 1, shape)
     ),
@@ -113,14 +123,16 @@ HARD = {
 }
 
 
-def l2(values, codec):
-    return np.linalg.norm(values - decode(encode(codec, values)).astype(np.float64), axis=1)
+def l2(values: Rows, codec: RowCodec) -> npt.NDArray[np.float64]:
+    decoded = decode(encode(codec, values)).astype(np.float64)
+    errors: npt.NDArray[np.float64] = np.linalg.norm(values - decoded, axis=1)
+    return errors
 
 
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("bits", range(1, 8))
 @pytest.mark.parametrize("dim", [16, 512, MAX_DIM, 8192])
-def test_no_row_fares_worse_than_by_its_whole_range(kind, bits, dim):
+def test_no_row_fares_worse_than_by_its_whole_range(kind: str, bits: int, dim: int) -> None:
     values = HARD[kind](np.random.default_rng(4), (max(20, 2000 // dim), dim)).astype(np.float32)
     searched, whole = l2(values, UniformRows("adaptive", bits)), l2(values, UniformRows("asymmetric", bits))
     # The search sums errors in float32.
@@ -129,7 +141,7 @@ def test_no_row_fares_worse_than_by_its_whole_range(kind, bits, dim):
 
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("bits", [2, 7])
-def test_parameters_of_long_rows_equal_the_reference(kind, bits):
+def test_parameters_of_long_rows_equal_the_reference(kind: str, bits: int) -> None:
     values = HARD[kind](np.random.default_rng(5), (3, 700)).astype(np.float32)
     expected = reference.parameters(values, "adaptive", bits, element_named("float32"))
     for rows, scale, offset, _ in quantized(encode(UniformRows("adaptive", bits), values)):
@@ -138,7 +150,7 @@ def test_parameters_of_long_rows_equal_the_reference(kind, bits):
 
 
 @pytest.mark.parametrize("walk", [None, (25, 0.5)])
-def test_wide_rows_are_not_searched(walk):
+def test_wide_rows_are_not_searched(walk: tuple[int, float] | None) -> None:
     values = np.random.default_rng(6).normal(0, 1, (2, MAX_DIM + 1)).astype(np.float32)
     whole, searched = UniformRows("asymmetric", 2), UniformRows("adaptive", 2, *(walk or ()))
     encoded = [codec.encode_rows(values, None, 2, element="float32") for codec in (whole, searched)]

@@ -1,6 +1,7 @@
 """Uniform quantization: kernels against their numpy twins, bounds of the error, parameters, independence of rows."""
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import cnr_codecs
 from cnr_codecs import ParameterType, Scheme, UniformRows
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
+from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform import reference
 from cnr_codecs.uniform.uniform import row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
@@ -27,7 +29,7 @@ from tests.test_codecs.hard_rows import (
 
 @given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=300)
-def test_codes_and_values_equal_the_reference(values, scheme, bits):
+def test_codes_and_values_equal_the_reference(values: Rows, scheme: str, bits: int) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     decoded = decode(payload)
     for rows, scale, offset, segment in quantized(payload):
@@ -40,7 +42,7 @@ def test_codes_and_values_equal_the_reference(values, scheme, bits):
 
 @given(values=adversarial_rows(), bits=BITS, bins=st.integers(2, 60), data=st.data())
 @settings(deadline=None, max_examples=200)
-def test_greedy_walk_equals_the_reference(values, bits, bins, data):
+def test_greedy_walk_equals_the_reference(values: Rows, bits: int, bins: int, data: st.DataObject) -> None:
     steps = data.draw(st.integers(1, bins - 1))
     low, high = row_extremes(values)
     factor = search_factor(low, high, bins)
@@ -54,7 +56,7 @@ def test_greedy_walk_equals_the_reference(values, bits, bins, data):
 
 @given(values=adversarial_rows())
 @settings(deadline=None)
-def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values):
+def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values: Rows) -> None:
     finite = np.isfinite(values).all(axis=1)
     low, high = row_extremes(values)
     np.testing.assert_array_equal(np.isfinite(low) & np.isfinite(high), finite)
@@ -67,7 +69,7 @@ def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values):
 
 @given(values=adversarial_rows(), scheme=st.sampled_from(["symmetric", "asymmetric"]), bits=BITS)
 @settings(deadline=None, max_examples=300)
-def test_errors_stay_within_half_a_step_and_three_roundings(values, scheme, bits):
+def test_errors_stay_within_half_a_step_and_three_roundings(values: Rows, scheme: str, bits: int) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     decoded = decode(payload)
     for rows, scale, offset, _ in quantized(payload):
@@ -81,7 +83,9 @@ def test_errors_stay_within_half_a_step_and_three_roundings(values, scheme, bits
 
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
-def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(values, scheme, bits):
+def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(
+    values: Rows, scheme: str, bits: int
+) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     np.testing.assert_array_equal(cnr_codecs.present_rows(payload), np.arange(len(values)))
     raw = np.zeros(len(values), bool)
@@ -94,7 +98,7 @@ def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(values, scheme
 
 @given(values=adversarial_rows(), bits=BITS)
 @settings(deadline=None)
-def test_constant_rows_are_exact(values, bits):
+def test_constant_rows_are_exact(values: Rows, bits: int) -> None:
     values = np.repeat(values[:, :1], values.shape[1], axis=1)
     decoded = decode(encode(UniformRows("asymmetric", bits), values))
     np.testing.assert_array_equal(decoded, values)
@@ -102,7 +106,9 @@ def test_constant_rows_are_exact(values, bits):
 
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
 @settings(deadline=None)
-def test_a_row_decodes_alike_whatever_it_is_encoded_with(values, scheme, bits, data):
+def test_a_row_decodes_alike_whatever_it_is_encoded_with(
+    values: Rows, scheme: str, bits: int, data: st.DataObject
+) -> None:
     codec = UniformRows(scheme, bits)
     together = decode(encode(codec, values))
     chosen = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, unique=True))
@@ -112,7 +118,7 @@ def test_a_row_decodes_alike_whatever_it_is_encoded_with(values, scheme, bits, d
 
 @given(values=adversarial_rows(), bits=BITS)
 @settings(deadline=None, max_examples=200)
-def test_asymmetric_parameters_cover_the_range_and_widen_it_little(values, bits):
+def test_asymmetric_parameters_cover_the_range_and_widen_it_little(values: Rows, bits: int) -> None:
     levels = (1 << bits) - 1
     payload = encode(UniformRows("asymmetric", bits), values)
     for rows, scales, offsets, segment in quantized(payload):
@@ -127,7 +133,7 @@ def test_asymmetric_parameters_cover_the_range_and_widen_it_little(values, bits)
             assert step * levels <= (high - low) * widest
 
 
-def test_float16_parameters_serve_plain_embeddings_and_float32_those_they_would_hurt():
+def test_float16_parameters_serve_plain_embeddings_and_float32_those_they_would_hurt() -> None:
     rng = np.random.default_rng(5)
     plain = rng.normal(0, 0.1, (50, 64))
     values = np.concatenate([plain, 1000 + plain, plain * 1e6]).astype(np.float32)
@@ -140,14 +146,14 @@ def test_float16_parameters_serve_plain_embeddings_and_float32_those_they_would_
         assert kinds[ParameterType.FLOAT32] == set(range(50, 150))
 
 
-def test_rows_too_narrow_to_gain_stay_exact():
+def test_rows_too_narrow_to_gain_stay_exact() -> None:
     values = np.random.default_rng(6).normal(size=(30, 1)).astype(np.float32)
     payload = encode(UniformRows("asymmetric", 8), values)
     assert [segment.scheme for segment in payload.segments] == [Scheme.RAW]
     np.testing.assert_array_equal(decode(payload), values)
 
 
-def test_zeros_decode_to_positive_zero():
+def test_zeros_decode_to_positive_zero() -> None:
     values = np.array([[0.0, -0.0] * 8, [-0.0] * 16], np.float32)
     for scheme in "symmetric", "asymmetric", "adaptive":
         for bits in range(1, 9):
@@ -157,11 +163,13 @@ def test_zeros_decode_to_positive_zero():
 
 
 @pytest.mark.parametrize(("bits", "walk", "expected"), [(2, (25, 0.99), 0.2559), (4, (45, 0.5), 0.0654)])
-def test_the_walk_reaches_the_error_of_the_published_search(bits, walk, expected):
+def test_the_walk_reaches_the_error_of_the_published_search(
+    bits: int, walk: tuple[int, float], expected: float
+) -> None:
     values = np.random.default_rng(0).normal(0, 0.1, (4000, 64)).astype(np.float32)
 
-    def error(*options):
-        return np.linalg.norm(values - decode(encode(UniformRows(*options), values)), axis=1).mean()
+    def error(*options: Any) -> float:
+        return float(np.linalg.norm(values - decode(encode(UniformRows(*options), values)), axis=1).mean())
 
     assert error("adaptive", bits, *walk) == pytest.approx(expected, rel=0.01)
     assert error("adaptive", bits) < error("adaptive", bits, *walk)
@@ -170,7 +178,9 @@ def test_the_walk_reaches_the_error_of_the_published_search(bits, walk, expected
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "adaptive"])
-def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(element, scheme):
+def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(
+    element: str, scheme: str
+) -> None:
     rng = np.random.default_rng(7)
     scales = 10.0 ** rng.integers(-6, 4, (200, 1))
     wide = np.concatenate([rng.normal(size=(200, 33)) * scales, rng.choice([65504.0, 60000], (9, 33))])
@@ -190,7 +200,7 @@ def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(el
         np.testing.assert_array_equal(decoded[rows], rounded)
 
 
-def test_expected_size_is_the_size_of_plain_rows():
+def test_expected_size_is_the_size_of_plain_rows() -> None:
     values = np.random.default_rng(8).normal(0, 0.1, (1000, 33)).astype(np.float32)
     for codec in UniformRows("adaptive", 3), UniformRows("symmetric", 8), cnr_codecs.LosslessRows():
         size = len(codec.encode_rows(values, None, 1000, element="float32"))
@@ -202,7 +212,9 @@ def test_expected_size_is_the_size_of_plain_rows():
 @pytest.mark.parametrize(
     ("element", "largest"), [("float32", FLOAT_MAX), ("float16", 65504.0), ("bfloat16", 255 * 2.0**120)]
 )
-def test_steps_rounded_up_do_not_carry_the_largest_values_to_infinity(scheme, bits, element, largest):
+def test_steps_rounded_up_do_not_carry_the_largest_values_to_infinity(
+    scheme: str, bits: int, element: str, largest: float
+) -> None:
     lows = np.array([0, 0.1, 0.3, 0.5, -0.3, -1])[:, None] * largest
     values = np.concatenate([np.repeat(lows, 20, axis=1), np.full((6, 20), largest)], axis=1)
     values = values.astype(cnr_codecs.array_dtype(element))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numcodecs  # type: ignore[import-untyped]  # numcodecs ships no types
+import numcodecs
 
 from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from numcodecs.abc import Codec  # type: ignore[import-untyped]  # numcodecs ships no types
-from numcodecs.compat import ensure_ndarray  # type: ignore[import-untyped]
+from numcodecs.abc import Codec
+from numcodecs.compat import ensure_ndarray
 
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
