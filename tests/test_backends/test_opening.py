@@ -24,6 +24,7 @@ from cnr_backends import (
     OpenError,
     StorageError,
     open_backend,
+    zarr_store,
 )
 from cnr_backends.testing import FaultyBackend
 
@@ -119,7 +120,9 @@ def test_errors_can_be_pickled(tmp_path: Path) -> None:
 
 def _store(tmp_path: Path) -> BackendStore:
     zarr.create_array(LocalStore(tmp_path), data=np.arange(64), chunks=(1,))
-    store = open_backend(tmp_path).zarr_store()
+    backend = open_backend(tmp_path)
+    store = backend.zarr_store()
+    assert zarr_store(backend) == store
     assert isinstance(store, BackendStore)
     return store
 
