@@ -22,13 +22,6 @@ pytestmark = pytest.mark.slow
 RUNS = 20
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    found = Jobs(tmp_path_factory.mktemp("side"))
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
     shared = Path("/dev/shm")

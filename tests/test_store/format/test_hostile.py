@@ -29,7 +29,6 @@ from tests.test_store.support.tampering import (
     SLOT,
     WEIGHT,
     Forgery,
-    make_store,
     read_all,
 )
 
@@ -37,20 +36,6 @@ Json = Any
 Forge = Callable[[], Forgery]
 ABSENT = object()
 HUGE = 10**400
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "store"
-    make_store(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def exact(base: Path) -> dict[str, Json]:
-    found = read_all(base)
-    assert not any(isinstance(value, Exception) for value in found.values())
-    return found
 
 
 @pytest.fixture

@@ -19,21 +19,9 @@ import cnr_store
 from cnr_backends import BackendError
 from cnr_store import CheckpointError
 from cnr_store.format import layout
-from tests.test_store.support.tampering import DENSE, SLOT, WEIGHT, Forgery, make_store, read_all
+from tests.test_store.support.tampering import DENSE, SLOT, WEIGHT, Forgery, read_all
 
 Json = Any
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "store"
-    make_store(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def exact(base: Path) -> dict[str, Json]:
-    return read_all(base)
 
 
 class Linked:

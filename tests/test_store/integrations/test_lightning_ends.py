@@ -26,14 +26,6 @@ from tests.test_store.support.lightning_fit import BATCHES, EPOCHS, WARNINGS, Mo
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class ToldToEnd(Callback):
     """Sends this process a SIGTERM at a hook, once so many steps were taken."""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -29,6 +26,7 @@ from cnr_store.format import layout
 from tests.s3_server import S3Server
 from tests.test_store.support import folding_process
 from tests.test_store.support.faults import forget
+from tests.test_store.support.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -208,39 +206,19 @@ def test_a_record_that_arrives_late_finds_its_objects(stored: tuple[Objects, Arr
     finish(inner, expected)
 
 
-class Folders:
+class Folders(ForkServer):
     """The process that forks those that fold."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, folding_process.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
+        super().__init__(folding_process)
 
     def start(self, url: str, at: int = -1, sent: int = signal.SIGKILL) -> int:
-        child = self._ask({"url": url, "at": at, "signal": sent})
+        child = self.ask({"url": url, "at": at, "signal": sent})
         assert isinstance(child, int)
         return child
 
     def wait(self, child: int) -> str:
-        return str(self._ask({"wait": child}))
-
-    def _ask(self, command: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0
+        return str(self.ask({"wait": child}))
 
 
 @pytest.fixture(scope="module")

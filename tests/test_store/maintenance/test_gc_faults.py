@@ -222,13 +222,6 @@ def test_storage_is_down_from_every_operation_on(prepared: Prepared, root: str, 
         forget(url)
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    found = Jobs(tmp_path_factory.mktemp("side"))
-    yield found
-    found.close()
-
-
 @pytest.mark.slow
 def test_process_killed_at_every_operation(prepared: Prepared, jobs: Jobs) -> None:
     shared = Path("/dev/shm")

@@ -24,18 +24,10 @@ from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.report import VerifyReport
 from cnr_store.maintenance.verification.verify import verify
 from tests.test_store.support.faults import Spoil
-from tests.test_store.support.tampering import DENSE, WEIGHT, Forgery, Model, make_store
+from tests.test_store.support.tampering import DENSE, WEIGHT, Forgery, Model
 from tests.test_store.support.trainer_model import Job, Setting
 
 ATTEMPT = "000001-0123abcd.00000009"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A baseline and a delta over it."""
-    folder = tmp_path_factory.mktemp("base") / "store"
-    make_store(folder)
-    return folder
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ import cnr_store
 from cnr_backends import Backend, open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
-from cnr_store.format import grid, layout
+from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.folding import folded_array
 from tests.test_store.stateful.test_model_based import EDITS, IDS, SELDOM, settings_of
 from tests.test_store.support.faults import forget
 from tests.test_store.support.oracle import POLICIES, Content, Expected
@@ -162,23 +161,6 @@ class FoldedJobs(RuleBasedStateMachine):
             self.job.check_all()
             self.job.close()
         forget(self.url)
-
-
-@pytest.fixture(params=["one chunk", "many chunks"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut small tables as large ones are: into shards of chunks, and into regions to read or to fold."""
-    if request.param == "one chunk":
-        return
-    limits = {
-        "TARGET_CHUNK_BYTES": 256,
-        "MAX_CHUNK_BYTES": 1024,
-        "TARGET_SHARD_BYTES": 1024,
-        "MAX_SHARD_BYTES": 4096,
-    }
-    for name, nbytes in limits.items():
-        monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
-    monkeypatch.setattr(folded_array, "REGION_BYTES", 2048)
 
 
 @pytest.mark.slow

@@ -16,9 +16,7 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Update, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
-from cnr_store.format import grid
 from cnr_store.maintenance.folding.compact import compact
-from cnr_store.reading import changed_rows
 from tests.test_store.stateful.test_model_based import IDS, SELDOM, SPOILS, settings_of
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.follower import Follower, ModelFollower, delete_version
@@ -134,23 +132,6 @@ def leant_on(catalog: Catalog, version: str) -> set[str]:
     record = catalog.record(version)
     paths = [path for path, entry in record.arrays.items() if entry.kind != "dense"]
     return {link.version for path in paths for link in array_reader.ArrayReader(catalog, record, path).links}
-
-
-@pytest.fixture(params=["one chunk", "many chunks"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut small tables as large ones are: into shards of chunks, regions to read and blocks to take."""
-    if request.param == "one chunk":
-        return
-    limits = {
-        "TARGET_CHUNK_BYTES": 256,
-        "MAX_CHUNK_BYTES": 1024,
-        "TARGET_SHARD_BYTES": 1024,
-        "MAX_SHARD_BYTES": 4096,
-    }
-    for name, nbytes in limits.items():
-        monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
-    monkeypatch.setattr(changed_rows, "BLOCK_BYTES", 500)
 
 
 @pytest.mark.slow

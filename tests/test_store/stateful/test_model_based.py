@@ -13,8 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
-from cnr_store.chains import array_reader
-from cnr_store.format import grid
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.oracle import POLICIES
 from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
@@ -132,22 +130,6 @@ class Jobs(RuleBasedStateMachine):
             job.check_all()
             job.close()
         forget(self.url)
-
-
-@pytest.fixture(params=["one chunk", "many chunks"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut small tables as large ones are: into shards of chunks, and into regions to read."""
-    if request.param == "one chunk":
-        return
-    limits = {
-        "TARGET_CHUNK_BYTES": 256,
-        "MAX_CHUNK_BYTES": 1024,
-        "TARGET_SHARD_BYTES": 1024,
-        "MAX_SHARD_BYTES": 4096,
-    }
-    for name, nbytes in limits.items():
-        monkeypatch.setattr(grid, name, nbytes)
-    monkeypatch.setattr(array_reader, "REGION_BYTES", 2048)
 
 
 @pytest.mark.slow

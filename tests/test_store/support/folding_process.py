@@ -12,16 +12,15 @@ command, answered by one line of JSON on standard output:
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import compact
+from tests.test_store.support.fork_server import answer, commands
 
 OUTCOMES = [
     "folded",
@@ -47,28 +46,21 @@ def run(url: str, at: int, sent: int) -> str:
 
 
 def main() -> None:
-    _answer("ready")
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         if "wait" in command:
             _, status = os.waitpid(command["wait"], os.WUNTRACED)
             if os.WIFSTOPPED(status):
-                _answer("stopped")
+                answer("stopped")
             elif os.WIFSIGNALED(status):
-                _answer("killed" if os.WTERMSIG(status) == signal.SIGKILL else status)
+                answer("killed" if os.WTERMSIG(status) == signal.SIGKILL else status)
             else:
-                _answer(OUTCOMES[os.WEXITSTATUS(status)])
+                answer(OUTCOMES[os.WEXITSTATUS(status)])
             continue
         child = os.fork()
         if child == 0:
             outcome = run(command["url"], command["at"], command["signal"])
             os._exit(OUTCOMES.index(outcome) if outcome in OUTCOMES else len(OUTCOMES) - 1)
-        _answer(child)
-
-
-def _answer(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
+        answer(child)
 
 
 if __name__ == "__main__":

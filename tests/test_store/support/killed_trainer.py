@@ -14,9 +14,7 @@ writes what the save is given to ``side/JOB-SAVE.npz``, durably, and says so by 
 from __future__ import annotations
 
 import io
-import json
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -30,6 +28,7 @@ import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in
 from cnr_codecs import UniformRows, decode_into, parse
 from cnr_store import Checkpointer, versions
 from cnr_store.training.tracking import bitmap
+from tests.test_store.support.fork_server import answer, commands
 
 TABLES = {"user": (4096, 24), "item": (3000, 16), "ad": (2048, 32)}
 LOOKUPS = 48
@@ -136,18 +135,16 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
     warm_up()
-    _answer("ready")
     child = 0
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         if command == "reap":
             _, status = os.waitpid(child, 0)
-            _answer({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "status": status})
+            answer({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "status": status})
             continue
         child = os.fork()
         if child == 0:
             _run(command)
-        _answer(child)
+        answer(child)
 
 
 def _run(job: Job) -> None:
@@ -157,11 +154,6 @@ def _run(job: Job) -> None:
         (Path(job["side"]) / "failure").write_text(traceback.format_exc())
     finally:
         os._exit(1)
-
-
-def _answer(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
 from tests.test_store.support import retention_process
+from tests.test_store.support.fork_server import ForkServer
 
 
-class Jobs:
+class Jobs(ForkServer):
     """The process that forks writers and collectors over stores in one folder."""
 
     def __init__(self, side: Path) -> None:
         self.side = side
-        self._process = subprocess.Popen(
-            [sys.executable, retention_process.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert self._answer() == "ready"
+        super().__init__(retention_process)
 
     def start(self, job: str, url: str, **options: Any) -> int:
         """Fork a job; with `at` it sends itself `signal` at that storage operation. Its process id."""
         defaults = {"seed": 1, "saves": 3, "policy": "consecutive", "back": 0, "keep_last": None}
         defaults |= {"grace_seconds": 0.0, "at": None, "signal": "SIGSTOP"}
-        return int(self._ask({"job": job, "url": url, "side": str(self.side), **defaults, **options}))
+        return int(self.ask({"job": job, "url": url, "side": str(self.side), **defaults, **options}))
 
     def wait(self, process: int) -> Any:
         """Wait until a job stops (True) or ends by itself (False) or is killed ("killed")."""
-        ended = self._ask({"wait": process})
+        ended = self.ask({"wait": process})
         if ended["stopped"]:
             return True
         if ended["signal"]:
@@ -50,19 +39,5 @@ class Jobs:
 
     def wake(self, process: int) -> Any:
         """Let a stopped job go on, and wait for it."""
-        self._ask({"wake": process})
+        self.ask({"wake": process})
         return self.wait(process)
-
-    def _ask(self, command: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0

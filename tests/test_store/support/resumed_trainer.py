@@ -14,9 +14,7 @@ A job resumes from the newest version if there is one. Before each step it takes
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -31,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnr_store import Checkpointer, TrackedReader, versions
 from tests.test_store.support import killed_trainer
+from tests.test_store.support.fork_server import answer, commands
 
 ROWS, DIM = {"user": 1500, "item": 1000}, 16
 SAMPLES, BATCH, EPOCHS = 2048, 64, 4
@@ -165,18 +164,16 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
     killed_trainer.warm_up()
     Training("adam")
-    _answer("ready")
     child = 0
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         if command == "reap":
             _, status = os.waitpid(child, 0)
-            _answer(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+            answer(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
             continue
         child = os.fork()
         if child == 0:
             _run(command)
-        _answer(child)
+        answer(child)
 
 
 def _run(job: Job) -> None:
@@ -186,11 +183,6 @@ def _run(job: Job) -> None:
         (Path(job["side"]) / "failure").write_text(traceback.format_exc())
     finally:
         os._exit(0)
-
-
-def _answer(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ A job that ends by itself has the status 0; otherwise the reason is in ``side/fa
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -35,6 +33,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_codecs import LosslessRows, decode_into, parse
 from cnr_store import SaveError, SupersededError
 from tests.test_store.support import killed_trainer
+from tests.test_store.support.fork_server import answer, commands
 from tests.test_store.support.retention_helpers import Trainer
 from tests.test_store.support.small_model import SHAPES, table_weight
 
@@ -112,32 +111,25 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
     warm_up()
-    _answer("ready")
     children = set()
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         if "wait" in command:
             state = _wait(command["wait"])
             if not state["stopped"]:
                 children.discard(command["wait"])
-            _answer(state)
+            answer(state)
         elif "wake" in command:
             os.kill(command["wake"], signal.SIGCONT)
-            _answer("woken")
+            answer("woken")
         else:
             child = os.fork()
             if child == 0:
                 _run(command)
             children.add(child)
-            _answer(child)
+            answer(child)
     for child in children:  # after a failed test
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def _answer(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

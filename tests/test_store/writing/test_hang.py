@@ -34,13 +34,6 @@ FIRST: Ids = {"users": [1, 2, 3], "items": [0, 264]}
 SECOND: Ids = {"users": [2, 299], "tags": [5]}
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    found = Jobs(tmp_path_factory.mktemp("side"))
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     shared = Path("/dev/shm")

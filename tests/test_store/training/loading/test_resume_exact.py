@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +14,8 @@ import numpy as np
 import pytest
 
 import cnr_store
-from tests.paths import ROOT
 from tests.test_store.support import resumed_trainer
+from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.resumed_trainer import STEPS, Job
 
 pytestmark = pytest.mark.slow
@@ -46,29 +43,12 @@ MOST_STEPS = STEPS // (KILLS + 2)
 DEADLINE_SECONDS = 60
 
 
-class Trainers:
+class Trainers(ForkServer):
     """The process that forks training jobs, and the jobs' pipes."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, resumed_trainer.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
+        super().__init__(resumed_trainer)
         self._jobs = 0
-        assert self._answer() == "ready"
-
-    def ask(self, command: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
     def finish(self, folder: Path, kind: str, policy: str | None = None, bits: int = 32) -> Arrays:
         """Run a job to its end. How training ended."""
@@ -109,10 +89,6 @@ class Trainers:
             "kind": kind,
             "job": self._jobs,
         }
-
-    def close(self) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0
 
 
 class Pipes:

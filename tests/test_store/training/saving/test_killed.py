@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
 from tests.test_store.support import killed_trainer
+from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.killed_trainer import TABLES, Job, make_training, state_arrays
 
 pytestmark = pytest.mark.slow
@@ -44,32 +42,11 @@ DEADLINE_SECONDS = 60
 POLL_SECONDS = 0.0003
 
 
-class Trainers:
+class Trainers(ForkServer):
     """The process that forks training jobs."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, killed_trainer.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self._answer() == "ready"
-
-    def ask(self, command: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0
+        super().__init__(killed_trainer)
 
 
 @pytest.fixture(scope="module")
