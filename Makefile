@@ -1,17 +1,21 @@
 # `make demo` and `make test` set everything up on a fresh machine with Python 3.11 or newer.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+PYTHON      ?= python3
+CONSTRAINTS ?= constraints.txt
+GROUP       ?= dev
+# Another index for torch alone, such as https://download.pytorch.org/whl/cpu: on Linux the usual one has only builds with CUDA.
+TORCH_INDEX ?=
+VENV        := .venv
+BIN         := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+STAMP       := $(VENV)/.installed
 
 .PHONY: demo test bench lint types imports docs clean
 
-$(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml constraints.txt requirements-dev.txt
+$(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first and alone, so that nothing after it asks for another build
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e codecs -e 'backends[s3]' -e '.[all]' -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) -e codecs -e 'backends[s3]' -e '.[all]' --group $(GROUP)
 	touch $(STAMP)
 
 demo: $(STAMP)
