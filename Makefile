@@ -8,7 +8,9 @@ VENV        := .venv
 BIN         := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP       := $(VENV)/.installed
 
-.PHONY: demo test bench lint types imports docs clean
+PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo quick test nightly bench lint types imports docs clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -21,8 +23,16 @@ $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRA
 demo: $(STAMP)
 	$(BIN)/cnr demo $(URL)
 
+# A -m of your own in ARGS takes the place of these.
+quick: $(STAMP)
+	$(PYTEST) -m "not slow and not server and not data and not nightly" $(ARGS)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not nightly" $(ARGS)
+
+# Everything, with other examples each time: where CI is set, hypothesis draws the same ones otherwise.
+nightly: $(STAMP)
+	$(PYTEST) -m "nightly or not nightly" --hypothesis-profile=default $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
