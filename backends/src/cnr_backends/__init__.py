@@ -18,6 +18,8 @@ from cnr_backends.opening import open_backend
 from cnr_backends.shards import ShardIndex, build_shard, check_chunk, index_nbytes, parse_index
 from cnr_backends.transfer import Transfer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "open_backend",
     "Backend",

@@ -18,6 +18,8 @@ from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
 from cnr_codecs.uniform.reference import pack
 from cnr_codecs.uniform.uniform import UniformRows
 
+__version__ = "0.1.0"
+
 __all__ = [
     "RowCodec",
     "UniformRows",
