@@ -9,8 +9,9 @@ BIN         := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP       := $(VENV)/.installed
 
 PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
+SCHEMA      := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 
-.PHONY: demo quick test nightly bench lint types imports docs clean
+.PHONY: demo quick test nightly bench lint schemas types imports docs version clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -44,9 +45,16 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
 	$(BIN)/python benchmarks/state_bits.py $(ARGS)
 
-lint: $(STAMP)
+lint: $(STAMP) schemas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The schemas come with the tool: no network.
+schemas: $(STAMP)
+	$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(SCHEMA).github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).citation-file-format CITATION.cff
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -56,6 +64,10 @@ imports: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
+
+# make version prints the version of the three distributions, make version V=0.2.0 sets it.
+version:
+	$(PYTHON) tools/version.py $(V)
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
