@@ -15,8 +15,8 @@ import pytest
 import cnr_backends
 import cnr_codecs
 import cnr_store
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = {"cnr-store": ROOT, "cnr-codecs": ROOT / "codecs", "cnr-backends": ROOT / "backends"}
 PACKAGES = {"cnr-store": cnr_store, "cnr-codecs": cnr_codecs, "cnr-backends": cnr_backends}
 
