@@ -51,6 +51,7 @@ class VersionInfo:
 
     @classmethod
     def from_record(cls, record: Record) -> VersionInfo:
+        """What a commit `record` says of its version."""
         metadata = decode_state(record.metadata, read=_no_array)
         return cls(
             record.id,

@@ -196,6 +196,8 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
         The version that the follower holds: an id, a `VersionInfo`, or the step of a stored version. If an update
         to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, the first
         update brings everything.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------

@@ -64,7 +64,14 @@ class Trace:
 
     @classmethod
     def of_rows(cls, rows: int, intervals: Iterable[ArrayLike]) -> Self:
-        """From the ids of the rows changed in each interval between saves; ids may repeat.
+        """From the ids of the rows changed in each interval between saves.
+
+        Parameters
+        ----------
+        rows
+            Rows of the table.
+        intervals
+            For each interval between saves the ids of the rows that changed in it; ids may repeat.
 
         Raises
         ------
@@ -84,9 +91,18 @@ class Trace:
 
     @classmethod
     def of_growth(cls, rows: int, shares: Sequence[float], saves: int | None = None) -> Self:
-        """From how changed rows add up: ``shares[i]`` of the rows change within i + 1 intervals, whichever they are.
+        """From how changed rows add up.
 
-        Beyond the last share it stays as it is. There are as many intervals as shares unless `saves` says otherwise.
+        Beyond the last share it stays as it is.
+
+        Parameters
+        ----------
+        rows
+            Rows of the table.
+        shares
+            ``shares[i]`` of the rows change within i + 1 intervals, whichever they are.
+        saves
+            How many intervals there are; None for as many as shares.
 
         Raises
         ------
@@ -110,8 +126,16 @@ class Trace:
 
         Parameters
         ----------
+        rows
+            Rows of the table.
+        saves
+            How many intervals there are.
         accesses
             Lookups in an interval.
+        exponent
+            Of the law: the greater, the more of the lookups go to few rows.
+        seed
+            Of what is drawn.
 
         Raises
         ------
@@ -184,6 +208,8 @@ def simulate(
 
     Parameters
     ----------
+    trace
+        The rows that change between saves.
     policy
         As for `Checkpointer`.
     keep_last

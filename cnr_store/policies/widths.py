@@ -61,7 +61,7 @@ class ExpectedRestores:
 
     @classmethod
     def of(cls, value: ExpectedRestores | Mapping[str, Any] | None) -> ExpectedRestores | None:
-        """From one, from its fields by name, or from None.
+        """Made of `value`: one of these, its fields by name, or None, which stays None.
 
         Raises
         ------

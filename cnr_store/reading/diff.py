@@ -54,6 +54,15 @@ def diff(url: Url, older: Version, newer: Version = "latest", **storage_options:
 
     Of tables only the rows are read that the versions do not share.
 
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    older, newer
+        An id, a `VersionInfo`, a step, or ``latest``, each.
+    storage_options
+        For the filesystem, as in fsspec.
+
     Raises
     ------
     EmptyStoreError, VersionNotFoundError, CorruptionError

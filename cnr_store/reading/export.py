@@ -53,6 +53,8 @@ def export(
     ----------
     url, storage_options
         The store, as everywhere.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
     target
         A path or fsspec URL; for Zarr also a Zarr store.
     format

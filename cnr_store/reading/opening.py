@@ -47,6 +47,15 @@ def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
 def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overlay:
     """A version as a read-only Zarr store of plain arrays, for xarray, dask and every other Zarr reader.
 
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
+
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
@@ -57,6 +66,15 @@ def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overl
 
 def open_version(url: Url, version: Version = "latest", **storage_options: Any) -> zarr.Group:
     """A version as a read-only Zarr group: ``group["tables/NAME/weight"][rows]`` reads just those rows' chunks.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------
@@ -72,6 +90,15 @@ def state_dict(
 
     Tables come in the type they are read in (bfloat16 as float32); dense tensors of a type that numpy lacks come
     as the unsigned integers that hold their bits. Aliases of a tied tensor share one array.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------

@@ -101,6 +101,9 @@ class Checkpointer:
     max_chain
         After a commit, in the background, fold the version as `cnr_store.compact` does if reading it touches more than
         so many versions. None folds nothing. A failure is only logged.
+    trusted_optimizers
+        Classes of your own whose steps leave every row without a gradient, and its state, bit for bit as it is. Only
+        the rows with a gradient are then saved; a row that moves nevertheless is lost from deltas.
 
     Raises
     ------
@@ -332,6 +335,13 @@ class Checkpointer:
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup.
 
+        Parameters
+        ----------
+        table
+            The table's name: its parameter's, without a trailing ``.weight``.
+        ids
+            The rows: integers of any shape, as a tensor, an array or a sequence.
+
         Raises
         ------
         ModelMismatchError
@@ -395,7 +405,19 @@ class Checkpointer:
 
 
 def save(url: Url, model: nn.Module, optimizer: Any = None, step: int = 0, **options: Any) -> VersionInfo:
-    """Save a model once and wait for it. `options` are those of `Checkpointer` and of its `save`."""
+    """Save a model once and wait for it.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    model, optimizer
+        As for `Checkpointer`.
+    step
+        The caller's count of training steps.
+    options
+        Those of `Checkpointer` and of its `save`.
+    """
     of_save = {name: options.pop(name) for name in ("reader", "metadata", "full") if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
         return checkpointer.save(step, **of_save).result()
@@ -409,9 +431,20 @@ def load(
     fallback: bool = False,
     **options: Any,
 ) -> Restored:
-    """Load a model once. `options` are those of `Checkpointer` and of its `load`.
+    """Load a model once.
 
     Without an optimizer it loads weights alone, and does not log what else the version holds: nothing is saved here.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    model, optimizer
+        As for `Checkpointer`.
+    version, fallback
+        As for `Checkpointer.load`.
+    options
+        Those of `Checkpointer` and of its `load`.
     """
     of_load = {name: options.pop(name) for name in ("tables", "tensors", "rows", "strict") if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:

@@ -20,6 +20,15 @@ from cnr_store.reading.opening import Url
 def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     """Keep a version, and everything that it leans on, until `unpin`. Returns its id.
 
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
+
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
@@ -41,6 +50,15 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
 def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     """Let retention have a version again. Returns its id; one that is not pinned is fine.
 
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
+
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
@@ -54,6 +72,13 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
 
 def pins(url: Url, **storage_options: Any) -> list[str]:
     """Ids of the pinned versions, oldest first.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------

@@ -42,6 +42,8 @@ def verify(
         Any fsspec URL, a path, or a Zarr store.
     version
         An id, a `VersionInfo`, a step, or ``latest``; None for all versions and what lies beside them.
+    deep
+        Whether every byte is read.
     workers
         Threads that read. Memory is what they have in flight, plus the records and a few manifests.
     progress

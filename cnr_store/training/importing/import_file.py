@@ -74,6 +74,8 @@ def import_file(
         `cnr_store.export` wrote it.
     url, storage_options
         The store, as everywhere. The version becomes its latest, and a run that still saves there is superseded.
+    step
+        The version's count of training steps.
     bits, codec
         As in `Checkpointer`.
     tables
@@ -81,6 +83,8 @@ def import_file(
         than the matrices called ``weight`` that have at least 10,000 rows.
     key
         Where in a checkpoint of several parts the state dict is, such as ``"model"``.
+    workers
+        Threads that encode.
 
     Raises
     ------

@@ -44,7 +44,15 @@ class PendingSave:
 
     @classmethod
     def skip(cls, step: int, under_way: int) -> PendingSave:
-        """What a save is that is left out, because that of step `under_way` is still being written."""
+        """A skipped save.
+
+        Parameters
+        ----------
+        step
+            Of the save that is left out.
+        under_way
+            Step of the save that is still being written.
+        """
         pending = cls(step)
         pending.skipped = pending.asked = True
         pending.future.set_exception(

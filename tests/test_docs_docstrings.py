@@ -1,0 +1,115 @@
+"""Every public name tells of each parameter that it takes, and of none that it doesn't."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import cnr_backends
+import cnr_codecs
+import cnr_store
+
+FEW = 1
+"""So many parameters may be told of in a sentence; more take a section of their own."""
+
+
+def classes(package: ModuleType) -> list[type]:
+    """Public ones that somebody makes or gets: no errors, which are raised, and no enumerations."""
+    public = [getattr(package, name) for name in package.__all__]
+    return [
+        each for each in public if inspect.isclass(each) and not issubclass(each, BaseException | enum.Enum)
+    ]
+
+
+def methods(of: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in vars(of):
+        found = getattr(of, name)
+        if not name.startswith("_") and (inspect.isfunction(found) or inspect.ismethod(found)):
+            yield f"{of.__name__}.{name}", found
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function and method by its name."""
+    for package in PACKAGES:
+        for name in package.__all__:
+            if inspect.isfunction(found := getattr(package, name)):
+                yield f"{package.__name__}.{name}", found
+        for each in classes(package):
+            yield from ((f"{package.__name__}.{name}", found) for name, found in methods(each))
+
+
+PACKAGES = (cnr_store, cnr_codecs, cnr_backends)
+FUNCTIONS = dict(functions())
+CLASSES = {f"{package.__name__}.{each.__name__}": each for package in PACKAGES for each in classes(package)}
+
+
+def parameters(of: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(of).parameters if name not in ("self", "cls")]
+
+
+def docstring(of: Callable[..., Any]) -> str:
+    """A function's own, or that of the method that it says it is like: "see `RowCodec.encode_rows`"."""
+    text = inspect.getdoc(of) or ""
+    name = of.__name__
+    for owner in re.findall(rf"`(\w+)\.{name}`", text) if not section(text, "Parameters") else ():
+        text += "\n\n" + (inspect.getdoc(getattr(by_name(owner), name)) or "")
+    return text
+
+
+def by_name(owner: str) -> type:
+    return next(each for name, each in CLASSES.items() if name.endswith(f".{owner}"))
+
+
+def section(text: str, title: str) -> list[str]:
+    """The names that a section of a docstring in numpy's style lists."""
+    found = re.search(rf"^{title}\n-+\n(.*?)(?=^\S[^\n]*\n-+\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    entries = re.findall(r"^(\S[^\n]*)", found[1], re.MULTILINE) if found else []
+    return [name.strip().lstrip("*") for entry in entries for name in entry.partition(" : ")[0].split(",")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_tells_of_its_parameters(name):
+    taken, text = parameters(FUNCTIONS[name]), docstring(FUNCTIONS[name])
+    assert text, "no docstring"
+    told = section(text, "Parameters")
+    assert set(told) <= set(taken), "told of, and not taken"
+    if len(taken) > FEW:
+        assert [each for each in taken if each not in told] == [], "taken, and not told of"
+    assert [each for each in taken if not re.search(rf"\b{each}\b", text)] == [], "taken, and not told of"
+
+
+def fields(of: type) -> list[str]:
+    """Of a dataclass or a named tuple."""
+    return [*getattr(of, "__dataclass_fields__", ()), *getattr(of, "_fields", ())]
+
+
+def taken_by(of: type) -> list[str]:
+    """The parameters of a class's constructor, unless others derive from it alone."""
+    derived_from = inspect.isabstract(of) or getattr(of, "_is_protocol", False)
+    return parameters(of) if not derived_from and ("__init__" in vars(of) or fields(of)) else []
+
+
+def has(of: type, name: str) -> bool:
+    """Whether a class or its instances have an attribute."""
+    return hasattr(of, name) or name in inspect.get_annotations(of) or f"self.{name}" in inspect.getsource(of)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_tells_how_it_is_made_or_what_it_holds(name):
+    of = CLASSES[name]
+    text = inspect.getdoc(of) or ""
+    told, held = section(text, "Parameters"), section(text, "Attributes")
+    made = taken_by(of)
+    assert set(told) <= set(made), "told of, and not taken"
+    assert [each for each in held if not has(of, each)] == [], "told of, and not held"
+    if told:
+        assert [each for each in made if each not in told + held] == [], "taken, and not told of"
+    elif made:  # users get it from a function
+        assert held, "neither how it is made nor what it holds"
+        assert [each for each in fields(of) if each not in held] == [], "held, and not told of"
