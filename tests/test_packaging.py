@@ -30,11 +30,16 @@ def projects(root: Path = ROOT) -> dict[str, dict[str, Any]]:
     return {table["name"]: table for table in tables}
 
 
-def requirements(table: dict[str, Any]) -> list[str]:
-    return [
-        *table["dependencies"],
-        *(each for extra in table.get("optional-dependencies", {}).values() for each in extra),
-    ]
+def floors() -> dict[str, set[str]]:
+    """The lowest versions that the distributions ask for, by what they ask for."""
+    found: dict[str, set[str]] = {}
+    for table in projects().values():
+        extras = table.get("optional-dependencies", {}).values()
+        for asked in (each for some in [table["dependencies"], *extras] for each in some):
+            if not asked.startswith("cnr-"):
+                name, lowest = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(?:,<[0-9.]+)?", asked).groups()
+                found.setdefault(name, set()).add(lowest)
+    return found
 
 
 def ours(root: Path = ROOT) -> set[str]:
@@ -56,6 +61,13 @@ def test_a_distribution_takes_the_others_of_its_own_release_or_a_later_compatibl
     major, minor, _ = (int(part) for part in cnr_store.__version__.split("."))
     next_breaking = f"0.{minor + 1}" if major == 0 else f"{major + 1}"
     assert ours() == {f">={cnr_store.__version__},<{next_breaking}"}
+
+
+def test_the_lowest_versions_that_ci_runs_on_are_the_floors_of_the_metadata():
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    tried = dict(line.split("==") for line in lines if not line.startswith("#"))
+    padded = {name: {re.sub(r"(\.0)+$", "", tried[name])} for name in floors() if name != "pytest"}
+    assert padded == {name: lowest for name, lowest in floors().items() if name != "pytest"}
 
 
 @pytest.fixture
