@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cnr_codecs import most_packed_bytes
-from cnr_codecs.followed import MOST_FOLLOWERS
-from cnr_codecs.payload import HEADER, MAX_SEGMENTS, MAX_U32
-from cnr_codecs.proof import SCALE_SPARE_BITS
+from cnr_codecs.compressed import MAX_FOLLOWERS
+from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
+from cnr_codecs.payload.validate import SCALE_SPARE_BITS
 from cnr_store.format import arrays, grid, layout, manifest, record, state, state_arrays, validate
 from cnr_store.training.saving.snapshot import MAX_METADATA_BYTES
 
@@ -66,7 +66,7 @@ PHRASES = (
     f"Integers have at most {state.MAX_INTEGER_BITS:,} bits.",
     f"is at most {state.MAX_DEPTH} levels deep.",
     f"Arrays of more than {_size(state_arrays.INLINE_BYTES)} stand beside the state",
-    f"a row codec, at most {_WORDS[MOST_FOLLOWERS]} codecs from bytes to bytes",
+    f"a row codec, at most {_WORDS[MAX_FOLLOWERS]} codecs from bytes to bytes",
     f"a shard holds 1 to {grid.MAX_CHUNKS_PER_SHARD:,} inner chunks",
     f"a chunk of more than one row takes at most {_size(grid.MAX_CHUNK_DECODED_BYTES)} when decoded",
     f"columns are cut into at most {arrays.MAX_COLUMN_CHUNKS:,} chunks",

@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the site was built into."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site").resolve()
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
@@ -61,7 +61,9 @@ def internal(site: Path, file: Path, page: Page) -> Iterator[tuple[str, Path, st
 
 
 @pytest.mark.slow
-def test_every_link_and_image_of_the_site_leads_to_what_was_built(site, pages):
+def test_every_link_and_image_of_the_site_leads_to_what_was_built(
+    site: Path, pages: dict[Path, Page]
+) -> None:
     broken, links = [], 0
     for file, page in pages.items():
         for reference, target, anchor in internal(site, file, page):
@@ -74,7 +76,7 @@ def test_every_link_and_image_of_the_site_leads_to_what_was_built(site, pages):
 
 
 @pytest.mark.slow
-def test_the_site_has_every_page_of_the_documentation(site):
+def test_the_site_has_every_page_of_the_documentation(site: Path) -> None:
     sources = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     built = [
         site / (page.parent if page.stem == "index" else page.with_suffix("")) / "index.html"
@@ -84,7 +86,7 @@ def test_the_site_has_every_page_of_the_documentation(site):
 
 
 @pytest.mark.slow
-def test_the_pages_load_nothing_from_elsewhere(site, pages):
+def test_the_pages_load_nothing_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     loaded = [
         (str(file.relative_to(site)), reference)
         for file, page in pages.items()

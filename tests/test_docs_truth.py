@@ -51,7 +51,7 @@ def extras_named(text: str) -> Iterator[tuple[str, str]]:
         yield "cnr-store", extra
 
 
-def test_every_extra_that_a_page_or_a_message_names_exists():
+def test_every_extra_that_a_page_or_a_message_names_exists() -> None:
     known = distributions()
     named = {(place, *each) for place in [*PAGES, *SOURCES] for each in extras_named(place.read_text())}
     assert {distribution for _, distribution, _ in named} == {"cnr-store", "cnr-backends"}
@@ -63,7 +63,7 @@ def test_every_extra_that_a_page_or_a_message_names_exists():
     assert wrong == []
 
 
-def test_every_extra_that_a_distribution_asks_for_exists():
+def test_every_extra_that_a_distribution_asks_for_exists() -> None:
     known = distributions()
     asked = [
         each for folder, _ in known.values() for each in extras_named((folder / "pyproject.toml").read_text())
@@ -80,17 +80,17 @@ def format_page() -> str:
 
 
 @pytest.mark.parametrize("phrase", PHRASES)
-def test_a_limit_in_the_prose_of_the_format_is_that_of_the_code(phrase):
+def test_a_limit_in_the_prose_of_the_format_is_that_of_the_code(phrase: str) -> None:
     assert format_page().count(phrase) == 1
 
 
-def test_the_limits_of_the_format_are_those_of_the_code():
+def test_the_limits_of_the_format_are_those_of_the_code() -> None:
     table = format_page().partition("| what | at most | |---|---| ")[2].partition(" ## ")[0]
     rows = [row.split(" | ") for row in table.strip("| ").split(" | | ")]
     assert dict(rows) == ROWS
 
 
-def test_the_prose_of_the_format_states_no_limit_that_goes_unchecked():
+def test_the_prose_of_the_format_states_no_limit_that_goes_unchecked() -> None:
     prose = format_page().partition("## Limits")[0]
     for phrase in PHRASES:
         prose = prose.replace(phrase, "")
@@ -108,7 +108,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_a_page_to_a_file_of_the_tree_leads_to_it(page):
+def test_every_link_of_a_page_to_a_file_of_the_tree_leads_to_it(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", without_programs(page)):
         file = page.parent / target if target else page
         assert file.exists(), f"no {target}"

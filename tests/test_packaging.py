@@ -37,8 +37,9 @@ def floors() -> dict[str, set[str]]:
         extras = table.get("optional-dependencies", {}).values()
         for asked in (each for some in [table["dependencies"], *extras] for each in some):
             if not asked.startswith("cnr-"):
-                name, lowest = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(?:,<[0-9.]+)?", asked).groups()
-                found.setdefault(name, set()).add(lowest)
+                match = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(?:,<[0-9.]+)?", asked)
+                assert match, f"{asked} names no floor"
+                found.setdefault(match[1], set()).add(match[2])
     return found
 
 
@@ -48,7 +49,7 @@ def ours(root: Path = ROOT) -> set[str]:
     return {re.sub(r"^[a-z-]+", "", each) for each in asked if each.startswith("cnr-")}
 
 
-def test_the_distributions_bear_one_version():
+def test_the_distributions_bear_one_version() -> None:
     tables = projects()
     assert sorted(tables) == sorted(FOLDERS)
     versions = {table["version"] for table in tables.values()}
@@ -57,13 +58,13 @@ def test_the_distributions_bear_one_version():
     assert f"\nversion: {cnr_store.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_a_distribution_takes_the_others_of_its_own_release_or_a_later_compatible_one():
+def test_a_distribution_takes_the_others_of_its_own_release_or_a_later_compatible_one() -> None:
     major, minor, _ = (int(part) for part in cnr_store.__version__.split("."))
     next_breaking = f"0.{minor + 1}" if major == 0 else f"{major + 1}"
     assert ours() == {f">={cnr_store.__version__},<{next_breaking}"}
 
 
-def test_the_lowest_versions_that_ci_runs_on_are_the_floors_of_the_metadata():
+def test_the_lowest_versions_that_ci_runs_on_are_the_floors_of_the_metadata() -> None:
     lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
     tried = dict(line.split("==") for line in lines if not line.startswith("#"))
     padded = {name: {re.sub(r"(\.0)+$", "", tried[name])} for name in floors() if name != "pytest"}
@@ -81,12 +82,12 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def version_tool(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, checkout / "tools" / "version.py", *arguments]
+    command = [sys.executable, str(checkout / "tools" / "version.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(("version", "asked"), [("0.2.0", ">=0.2.0,<0.3"), ("1.4.7", ">=1.4.7,<2")])
-def test_the_tool_sets_the_version_everywhere(checkout, version, asked):
+def test_the_tool_sets_the_version_everywhere(checkout: Path, version: str, asked: str) -> None:
     assert version_tool(checkout, version).stdout.strip() == version
     assert {table["version"] for table in projects(checkout).values()} == {version}
     assert ours(checkout) == {asked}
@@ -99,7 +100,7 @@ def test_the_tool_sets_the_version_everywhere(checkout, version, asked):
     assert f"\nversion: {version}\n" in (checkout / "CITATION.cff").read_text()
 
 
-def test_the_tool_names_the_place_that_differs(checkout):
+def test_the_tool_names_the_place_that_differs(checkout: Path) -> None:
     place = checkout / "codecs" / "pyproject.toml"
     place.write_text(place.read_text().replace(f'"{cnr_store.__version__}"', '"9.9.9"'))
     found = version_tool(checkout)
@@ -108,6 +109,6 @@ def test_the_tool_names_the_place_that_differs(checkout):
     assert "backends" not in found.stderr
 
 
-def test_the_tool_refuses_what_is_no_version(checkout):
+def test_the_tool_refuses_what_is_no_version(checkout: Path) -> None:
     assert version_tool(checkout, "v0.2").returncode == 1
     assert version_tool(checkout).stdout.strip() == cnr_store.__version__
