@@ -7,11 +7,13 @@ import json
 import re
 import shutil
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zarr
 from torch import nn
 
 import cnr_codecs
@@ -52,26 +54,26 @@ def reader() -> dict[str, Any]:
 # The worked example
 
 
-def test_the_payload_of_the_example_decodes_to_the_rows_beside_it():
+def test_the_payload_of_the_example_decodes_to_the_rows_beside_it() -> None:
     payload = cnr_codecs.parse(hex_block("payload"))
     assert payload.seal == layout.seal(VERSION, PATH, 0, 0)
     assert cnr_codecs.present_rows(payload).tolist() == list(WRITTEN)
     out = np.zeros((8, 3), np.float32)
     cnr_codecs.decode_into(payload, out, np.ones(8, np.uint8))
     for row, values in WRITTEN.items():
-        np.testing.assert_allclose(out[row], np.float32(values), rtol=0, atol=5e-9)
+        np.testing.assert_allclose(out[row], np.array(values, np.float32), rtol=0, atol=5e-9)
 
 
-def test_the_reader_of_the_page_decodes_the_example(reader):
+def test_the_reader_of_the_page_decodes_the_example(reader: Any) -> None:
     seal = layout.seal(VERSION, PATH, 0, 0)
     found = list(reader["segments"](hex_block("payload"), seal, 8, 3, "float32"))
     rows = {int(row): values[i] for ids, values in found for i, row in enumerate(ids)}
     assert sorted(rows) == list(WRITTEN)
     for row, values in WRITTEN.items():
-        np.testing.assert_allclose(rows[row], np.float32(values), rtol=0, atol=5e-9)
+        np.testing.assert_allclose(rows[row], np.array(values, np.float32), rtol=0, atol=5e-9)
 
 
-def test_the_codec_writes_the_payload_of_the_example():
+def test_the_codec_writes_the_payload_of_the_example() -> None:
     rows = np.array([(0, 0.5, 1.5), (-1, 0, 2), (1, np.inf, -3)], np.float32)
     codec = cnr_codecs.UniformRows("asymmetric", 4)
     seal = layout.seal(VERSION, PATH, 0, 0)
@@ -79,7 +81,7 @@ def test_the_codec_writes_the_payload_of_the_example():
     assert data == hex_block("payload")
 
 
-def test_the_shard_of_the_example_is_sound():
+def test_the_shard_of_the_example_is_sound() -> None:
     payload, rest = hex_block("payload"), hex_block("shard")
     assert b"".join(map(bytes, build_shard([payload, None]))) == payload + rest
     index = parse_index(rest[-36:], 2, len(payload + rest))
@@ -88,7 +90,7 @@ def test_the_shard_of_the_example_is_sound():
     assert f"tail, {index.crc}" in block("shard")
 
 
-def test_the_records_of_the_example_are_proved(reader, tmp_path):
+def test_the_records_of_the_example_are_proved(reader: Any, tmp_path: Path) -> None:
     record = decode_record(block("record").rstrip("\n").encode(), VERSION)
     assert record is not None
     assert (record.step, record.previous, record.metadata) == (
@@ -115,7 +117,8 @@ class Model(nn.Module):
         self.items = nn.Embedding(9, 3, sparse=True, dtype=dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.users(ids).float().sum() + (self.items(ids % 9).float() ** 2).sum()
+        loss: torch.Tensor = self.users(ids).float().sum() + (self.items(ids % 9).float() ** 2).sum()
+        return loss
 
 
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
@@ -123,7 +126,9 @@ class Model(nn.Module):
     ("bits", "dtype"),
     [(2, torch.float32), (3, torch.float16), (8, torch.bfloat16), (32, torch.bfloat16), (4, torch.float32)],
 )
-def test_the_reader_of_the_page_reads_every_version(reader, tmp_path, policy, bits, dtype):
+def test_the_reader_of_the_page_reads_every_version(
+    reader: Any, tmp_path: Path, policy: str, bits: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = Model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -156,7 +161,9 @@ def test_the_reader_of_the_page_reads_every_version(reader, tmp_path, policy, bi
         {"id": "cnr_kmeans", "bits": 3, "group": "block", "block_rows": 20},
     ],
 )
-def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(reader, tmp_path, codec):
+def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(
+    reader: Any, tmp_path: Path, codec: Any
+) -> None:
     model = Model(torch.float32, users=60_000)  # several chunks a shard
     optimizer = torch.optim.Adagrad(model.parameters())
     model(torch.arange(50)).backward()
@@ -164,10 +171,12 @@ def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(reader, 
     info = cnr_store.save(tmp_path, model, optimizer, codec=codec)
     expected = cnr_store.open(tmp_path)
     for path in ("tables/users/weight", "tables/users/sum"):
-        np.testing.assert_array_equal(reader["read_rows"](tmp_path, info.id, path), expected[path][:])
+        array = expected[path]
+        assert isinstance(array, zarr.Array)
+        np.testing.assert_array_equal(reader["read_rows"](tmp_path, info.id, path), array[:])
 
 
-def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
+def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path: Path) -> None:
     info = cnr_store.save(tmp_path, Model(torch.float32))
     manifest = json.loads(zlib.decompress((tmp_path / "versions" / info.id / "manifest").read_bytes()))
     shown = json.loads(re.findall(r"```json\n(.*?)```", FORMAT, re.DOTALL)[0])
@@ -194,7 +203,9 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path):
         "docs/codecs.md",
     ],
 )
-def test_the_programs_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
+def test_the_programs_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
@@ -207,7 +218,7 @@ def test_the_programs_of_a_page_run_one_after_the_other(page, tmp_path, monkeypa
     assert [line for line in printed if line in shown] == shown
 
 
-def test_every_link_between_pages_leads_somewhere():
+def test_every_link_between_pages_leads_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):

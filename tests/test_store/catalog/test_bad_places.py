@@ -21,7 +21,7 @@ from cnr_store import Checkpointer, EmptyStoreError, FormatError, SaveError
 from tests.test_store.support.lasting_store import lasting_store, make_model, weight
 
 if TYPE_CHECKING:
-    from tests.conftest import S3Server
+    from tests.s3_server import S3Server
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_what_was_saved_comes_back(store: Store) -> None:
     saved = []
     with Checkpointer(store, model, optimizers, policy="consecutive", bits=32, rng=False) as checkpointer:
         for step, ids in enumerate([FIRST, SECOND]):
-            model(ids).backward()  # type: ignore[no-untyped-call]
+            model(ids).backward()
             for optimizer in optimizers:
                 optimizer.step()
             info = checkpointer.save(step).result()

@@ -76,7 +76,7 @@ def only(url: Any, since: Any) -> Update:
 # Which versions
 
 
-def test_every_committed_version_comes_oldest_first(tmp_path):
+def test_every_committed_version_comes_oldest_first(tmp_path: Path) -> None:
     run = Run(tmp_path)
     infos = [run.save(step) for step in range(4)]
     assert [update.version for update in cnr_store.follow(tmp_path)] == infos
@@ -87,7 +87,7 @@ def test_every_committed_version_comes_oldest_first(tmp_path):
     assert list(cnr_store.follow(tmp_path, "latest")) == []
 
 
-def test_versions_committed_meanwhile_come_too(tmp_path):
+def test_versions_committed_meanwhile_come_too(tmp_path: Path) -> None:
     run = Run(tmp_path)
     infos = [run.save(1)]
     updates = cnr_store.follow(tmp_path)
@@ -97,18 +97,18 @@ def test_versions_committed_meanwhile_come_too(tmp_path):
     assert next(updates, None) is None
 
 
-def test_nothing_comes_from_an_empty_place(tmp_path):
+def test_nothing_comes_from_an_empty_place(tmp_path: Path) -> None:
     assert list(cnr_store.follow(tmp_path)) == []
 
 
 @pytest.mark.parametrize("since", ["yesterday", 77, "000009-0123abcd"])
-def test_a_version_that_never_was_is_refused_at_once(tmp_path, since):
+def test_a_version_that_never_was_is_refused_at_once(tmp_path: Path, since: Any) -> None:
     Run(tmp_path).save(1)
     with pytest.raises(VersionNotFoundError):
         cnr_store.follow(tmp_path, since)
 
 
-def test_an_empty_since_and_another_place_are_refused_at_once(tmp_path):
+def test_an_empty_since_and_another_place_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="None if there is none"):
         cnr_store.follow(tmp_path, [])
     (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
@@ -119,7 +119,7 @@ def test_an_empty_since_and_another_place_are_refused_at_once(tmp_path):
 # Which rows
 
 
-def test_a_delta_yields_the_rows_it_and_the_one_before_wrote(tmp_path):
+def test_a_delta_yields_the_rows_it_and_the_one_before_wrote(tmp_path: Path) -> None:
     run = Run(tmp_path)
     whole, first, second = run.save(), run.save(5, 9), run.save(7)
     assert sorted(rows_of(only_after(tmp_path, whole, first))) == [5, 9]
@@ -131,7 +131,7 @@ def only_after(url: Path, since: VersionInfo, version: VersionInfo) -> Update:
     return next(update for update in cnr_store.follow(url, since) if update.version == version)
 
 
-def test_consecutive_deltas_yield_what_each_wrote(tmp_path):
+def test_consecutive_deltas_yield_what_each_wrote(tmp_path: Path) -> None:
     run = Run(tmp_path, policy="consecutive")
     infos = [run.save(), run.save(5, 9), run.save(7), run.save(9, 3999)]
     follower = Follower(open_backend(tmp_path))
@@ -142,7 +142,7 @@ def test_consecutive_deltas_yield_what_each_wrote(tmp_path):
     assert rows_of(last) == [5, 7, 9, 3999]
 
 
-def test_going_back_yields_the_rows_of_abandoned_versions(tmp_path):
+def test_going_back_yields_the_rows_of_abandoned_versions(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save()
     kept, _, abandoned = run.save(5), run.save(20, 21), run.save(30)
@@ -159,7 +159,7 @@ def test_going_back_yields_the_rows_of_abandoned_versions(tmp_path):
     assert np.array_equal(before, expected)
 
 
-def test_a_new_baseline_yields_everything_since_rows_are_quantized_anew(tmp_path):
+def test_a_new_baseline_yields_everything_since_rows_are_quantized_anew(tmp_path: Path) -> None:
     run = Run(tmp_path, bits=4)
     delta = (run.save(), run.save(5))[1]
     baseline = run.save(6, full=True)
@@ -169,7 +169,7 @@ def test_a_new_baseline_yields_everything_since_rows_are_quantized_anew(tmp_path
     assert sorted(rows_of(update)) == list(range(ROWS))
 
 
-def test_what_is_not_known_of_a_follower_makes_everything_come(tmp_path):
+def test_what_is_not_known_of_a_follower_makes_everything_come(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first, second, third = run.save(), run.save(5), run.save(6)
     assert next(cnr_store.follow(tmp_path)).whole == next(cnr_store.follow(tmp_path)).arrays.keys()
@@ -180,7 +180,7 @@ def test_what_is_not_known_of_a_follower_makes_everything_come(tmp_path):
     assert only(tmp_path, first).version == third
 
 
-def test_an_update_left_out_or_cut_off_is_made_up_for(tmp_path):
+def test_an_update_left_out_or_cut_off_is_made_up_for(tmp_path: Path) -> None:
     run = Run(tmp_path, policy="consecutive")
     held = run.save()
     for user in (5, 6, 7):
@@ -191,7 +191,7 @@ def test_an_update_left_out_or_cut_off_is_made_up_for(tmp_path):
     assert sorted(rows_of(next(updates))) == [5, 6, 7]
 
 
-def test_collected_updates_bring_no_more_than_those_taken_at_once(tmp_path):
+def test_collected_updates_bring_no_more_than_those_taken_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, policy="consecutive")
     held = run.save()
     for user in (5, 6, 7):
@@ -201,7 +201,7 @@ def test_collected_updates_bring_no_more_than_those_taken_at_once(tmp_path):
     assert [rows_of(update) for update in updates] == [[5], [6], [7]]
 
 
-def test_a_table_that_grows_appears_or_goes_is_said_to(tmp_path):
+def test_a_table_that_grows_appears_or_goes_is_said_to(tmp_path: Path) -> None:
     class Other(Model):
         def __init__(self) -> None:
             super().__init__(rows=ROWS + 1)
@@ -221,7 +221,7 @@ def test_a_table_that_grows_appears_or_goes_is_said_to(tmp_path):
     follower.catch_up()
 
 
-def test_a_type_that_changes_makes_a_table_whole(tmp_path):
+def test_a_type_that_changes_makes_a_table_whole(tmp_path: Path) -> None:
     held = Run(tmp_path).save()
     Run(tmp_path, dtype=torch.bfloat16).save()
     update = only(tmp_path, held)
@@ -232,7 +232,7 @@ def test_a_type_that_changes_makes_a_table_whole(tmp_path):
     assert update.arrays["top.weight"].dtype == np.uint16
 
 
-def test_tied_tables_come_once(tmp_path):
+def test_tied_tables_come_once(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,7 +250,7 @@ def test_tied_tables_come_once(tmp_path):
 # Blocks and bytes
 
 
-def test_blocks_are_bounded_and_each_row_comes_once(tmp_path, monkeypatch):
+def test_blocks_are_bounded_and_each_row_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changed_rows, "BLOCK_BYTES", 1000)
     run = Run(tmp_path)
     held = run.save()
@@ -285,7 +285,7 @@ class Counting(FaultyBackend):
         return data
 
 
-def test_bytes_read_follow_the_delta_and_not_the_table(tmp_path):
+def test_bytes_read_follow_the_delta_and_not_the_table(tmp_path: Path) -> None:
     read = {}
     for rows in (20_000, 320_000):
         run = Run(tmp_path / str(rows), rows=rows, bits=8)
@@ -301,7 +301,7 @@ def test_bytes_read_follow_the_delta_and_not_the_table(tmp_path):
 # Deleted while it is read, or damaged
 
 
-def test_a_version_deleted_before_it_is_taken_says_so_and_the_next_makes_up_for_it(tmp_path):
+def test_a_version_deleted_before_it_is_taken_says_so_and_the_next_makes_up_for_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     held, gone, last = run.save(), run.save(5), run.save(6)
     updates = cnr_store.follow(tmp_path, held)
@@ -316,7 +316,7 @@ def test_a_version_deleted_before_it_is_taken_says_so_and_the_next_makes_up_for_
     assert rows_of(following) == list(range(ROWS))
 
 
-def test_a_version_deleted_before_it_comes_is_left_out(tmp_path):
+def test_a_version_deleted_before_it_comes_is_left_out(tmp_path: Path) -> None:
     run = Run(tmp_path)
     held, gone, last = run.save(), run.save(5), run.save(6)
     updates = cnr_store.follow(tmp_path, held)
@@ -324,7 +324,7 @@ def test_a_version_deleted_before_it_comes_is_left_out(tmp_path):
     assert [update.version for update in updates] == [last]
 
 
-def test_what_was_held_may_be_deleted_while_the_next_is_read(tmp_path):
+def test_what_was_held_may_be_deleted_while_the_next_is_read(tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = (run.save(), run.save(5))[1]
     run.save(6)
@@ -334,7 +334,7 @@ def test_what_was_held_may_be_deleted_while_the_next_is_read(tmp_path):
     assert rows_of(update) == list(range(ROWS))
 
 
-def test_damage_is_an_error_and_never_a_value(tmp_path):
+def test_damage_is_an_error_and_never_a_value(tmp_path: Path) -> None:
     run = Run(tmp_path)
     held, damaged = run.save(), run.save(5)
     (shard,) = (tmp_path / "versions" / damaged.id / "tables/users/weight/c").rglob("0/0")
@@ -350,7 +350,9 @@ def test_damage_is_an_error_and_never_a_value(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 32])
-def test_a_model_that_applies_updates_equals_one_that_loads(tmp_path, dtype, bits):
+def test_a_model_that_applies_updates_equals_one_that_loads(
+    tmp_path: Path, dtype: torch.dtype, bits: int
+) -> None:
     run = Run(tmp_path, bits=bits, dtype=dtype)
     with torch.no_grad():
         run.model.users.weight[17, 0] = torch.nan
@@ -371,7 +373,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_extra_state_is_applied(tmp_path):
+def test_extra_state_is_applied(tmp_path: Path) -> None:
     class WithExtra(Model):
         vocabulary: object = "old"
 
@@ -393,7 +395,7 @@ def test_extra_state_is_applied(tmp_path):
 
 
 @pytest.mark.parametrize("other", [Model(rows=ROWS + 1), Model(dtype=torch.float16), nn.Linear(2, 2)])
-def test_a_model_that_does_not_fit_is_not_touched(tmp_path, other):
+def test_a_model_that_does_not_fit_is_not_touched(tmp_path: Path, other: Any) -> None:
     Run(tmp_path).save()
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ModelMismatchError):
@@ -401,7 +403,7 @@ def test_a_model_that_does_not_fit_is_not_touched(tmp_path, other):
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
-def test_following_needs_no_torch_and_applying_says_that_it_does(tmp_path):
+def test_following_needs_no_torch_and_applying_says_that_it_does(tmp_path: Path) -> None:
     Run(tmp_path).save(5)
     program = f"""
 import sys

@@ -58,6 +58,6 @@ def test_what_view_and_open_return_reaches_other_processes(tmp_path: Path) -> No
     """As dask's schedulers send it."""
     model = nn.Embedding(1000, 4)
     cnr_store.save(tmp_path, model, bits=32)
-    lazy = dask.array.from_array(cnr_store.open(tmp_path)["tables/weight/weight"], chunks=(300, 4))
+    lazy = dask.array.from_array(cnr_store.open(tmp_path)["tables/weight/weight"], chunks=(300, 4))  # type: ignore[no-untyped-call]  # dask ships no types
     values = lazy.compute(scheduler="processes", num_workers=1)
     assert np.array_equal(values, model.weight.detach().numpy())

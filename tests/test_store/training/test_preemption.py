@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,18 @@ def test_a_closed_checkpointer_watches_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork")
+def _begin_and_wait(begun: Event) -> None:
+    begun.set()
+    threading.Event().wait()
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
     """As a pool's workers are, when the block that made them is left."""
     with Checkpointer(tmp_path, make_model()) as checkpointer, checkpointer.preemption() as preempted:
         context = multiprocessing.get_context("fork")
         begun = context.Event()
-        child = context.Process(target=lambda: (begun.set(), threading.Event().wait()))
+        child = context.Process(target=_begin_and_wait, args=(begun,))
         child.start()
         assert begun.wait(60)  # Python drops a signal that comes while it forks
         child.terminate()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import parametrizations
 from torch.optim import SGD
@@ -223,7 +224,7 @@ def test_a_parameter_that_was_replaced_is_loaded(tmp_path: Path) -> None:
 
 def test_tables_that_were_spread_over_ranks_are_refused(tmp_path: Path) -> None:
     distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
 
