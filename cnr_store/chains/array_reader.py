@@ -2,8 +2,8 @@
 
 An array's chain is the version itself, then its `base`, that one's `base`, and so on to a whole one. The value of
 a row is the newest one along the chain, so a walk goes newest first and decodes each row once. Where a version was
-folded, its fold is whole and holds the same rows, so the walk stops there. That may happen to a version while it is
-read, and what it leaned on be removed: what is not found is looked for in folds made since, before it counts as lost.
+folded, its fold is whole and holds the same rows, so the walk stops there. A version may be folded while it is read,
+and what it depended on be removed. So what is missing is looked for in newer folds before it counts as lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from cnr_codecs import Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import Link, open_link
+from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import ArrayEntry, Record
 
@@ -28,6 +29,12 @@ REGION_BYTES = 8 << 20
 class ArrayReader:
     """One array of rows at one version.
 
+    Parameters
+    ----------
+    payloads
+        Keeps payloads of the chain, but not of the whole link found first. For readers that ask for less than a chunk
+        of a delta at a time; None to keep nothing.
+
     Attributes
     ----------
     shape
@@ -38,15 +45,17 @@ class ArrayReader:
         The chain, newest first; the last one is whole.
     """
 
-    def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self._catalog, self._record = catalog, record
+    def __init__(
+        self, catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None
+    ) -> None:
+        self._catalog, self._record, self._payloads = catalog, record, payloads
         self.version, self.path = record.id, path
         self._lock = threading.Lock()
         with catalog.reading(record):
             try:
                 self.links = self._find_links(())
             except CorruptionError:
-                catalog.look_for_folds()  # what it leans on may have been removed while it was looked up
+                catalog.look_for_folds()  # what it depends on may have been removed while it was looked up
                 self.links = self._find_links(())
         self._first_links = self.links
         newest = self.links[0].entry
@@ -59,8 +68,8 @@ class ArrayReader:
 
         Returns
         -------
-        (n,) bool: rows that may have changed since the whole link there was at first. Those that some delta of the
-        chain wrote; all, if the chain was folded since.
+        (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link beneath.
+        All rows, if the chain was folded since this reader was made.
 
         Raises
         ------
@@ -73,17 +82,16 @@ class ArrayReader:
 
     def _read(self, links: Sequence[Link], first_row: int, out: Array) -> Array:
         need = np.ones(len(out), np.uint8)
-        changed = np.zeros(len(out), bool)
+        whole = np.zeros(len(out), bool)
         for link in links:
             if link.entry.kind == "whole":
-                changed = need == 0
+                whole = need != 0
             link.fill(first_row, out, need)
-            if link.entry.kind != "whole" and not need.any():
-                changed[:] = True
+            if not need.any():
                 break
-        self._check_found(links, first_row, need)
-        # A fold does not tell which rows the deltas in it wrote, and who asks knows the chain of before.
-        return changed if links is self._first_links else np.ones_like(changed)
+        self._check_complete(links, first_row, need)
+        # A fold does not say which rows the deltas in it wrote, and the caller goes by the chain as it was.
+        return ~whole if links is self._first_links else np.ones_like(whole)
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
         """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards.
@@ -100,7 +108,7 @@ class ArrayReader:
             for link in links:
                 if need.any():
                     link.fill(first_row, out, need)
-            self._check_found(links, first_row, need)
+            self._check_complete(links, first_row, need)
 
         self._reading(fill)
 
@@ -116,19 +124,19 @@ class ArrayReader:
         """
         wanted = need.copy()
 
-        def found(links: Sequence[Link]) -> list[Segment]:
+        def move(links: Sequence[Link]) -> list[Segment]:
             need[:] = wanted
             segments: list[Segment] = []
             for link in links:
                 if need.any():
                     segments += link.take(first_row, need)
-            self._check_found(links, first_row, need)
+            self._check_complete(links, first_row, need)
             return segments
 
-        return self._reading(found)
+        return self._reading(move)
 
     def _reading(self, read: Callable[[Sequence[Link]], T]) -> T:
-        """What `read` finds in the links; in those of now, if what it looked for may be in a fold made since."""
+        """What `read` finds in the links. Retries once if a fold replaced the chain meanwhile."""
         with self._catalog.reading(self._record):
             links = self.links
             try:
@@ -140,26 +148,26 @@ class ArrayReader:
             return read(newer)
 
     def _look_again(self, links: list[Link]) -> list[Link]:
-        """The links of the chain as it is now; `links` itself if those are what it still has."""
+        """The links of the chain as it is now; `links` itself if they still are."""
         with self._lock:
-            if self.links is links:
+            if self.links is links:  # no other thread has looked meanwhile
                 self._catalog.look_for_folds()
-                found = self._find_links(links)
-                if [id(link) for link in found] != [id(link) for link in links]:
-                    self.links = found
+                newer = self._find_links(links)
+                if [id(link) for link in newer] != [id(link) for link in links]:
+                    self.links = newer
             return self.links
 
     def _find_links(self, known: Sequence[Link]) -> list[Link]:
-        """The links of the chain, proven to fit each other; those that are `known` stay, with what they keep."""
-        there = {(link.record.prefix, link.version): link for link in known}
-        links = [
-            there.get((record.prefix, record.id)) or Link(self._catalog, record, self.path)
-            for record in chain(self._catalog, self._record, self.path)
-        ]
-        kept = next((link.kept for link in known if link.kept is not None), None)
-        for link in links:
-            if (link.record.prefix, link.version) not in there:
-                link.kept = kept
+        """The links of the chain, proven to fit each other. Those that are `known` stay, with the indexes they read."""
+        by_home = {(link.record.prefix, link.version): link for link in known}
+        links = []
+        for record in chain(self._catalog, self._record, self.path):
+            link = by_home.get((record.prefix, record.id))
+            if link is None:
+                # Readers' chunks are cut as the first whole link is, so that one's are read once; others' are not.
+                is_read_once = not known and record.arrays[self.path].kind == "whole"
+                link = open_link(self._catalog, record, self.path, None if is_read_once else self._payloads)
+            links.append(link)
         self._check_links(links)
         return links
 
@@ -168,7 +176,7 @@ class ArrayReader:
         for link in links[1:]:
             if link.entry.shape[1:] != newest.shape[1:] or link.entry.element != newest.element:
                 raise CorruptionError(
-                    f"version {self.version}, {self.path}: {newest.shape} {newest.element} leans on version "
+                    f"version {self.version}, {self.path}: {newest.shape} {newest.element} depends on version "
                     f"{link.version}, which has {link.entry.shape} {link.entry.element}"
                 )
         if sum(link.most_rows for link in links) < newest.shape[0]:
@@ -177,7 +185,7 @@ class ArrayReader:
                 f"its chain ({', '.join(link.version for link in links[:3])}) have room for"
             )
 
-    def _check_found(self, links: Sequence[Link], first_row: int, need: Array) -> None:
+    def _check_complete(self, links: Sequence[Link], first_row: int, need: Array) -> None:
         if need.any():
             lost = first_row + int(np.flatnonzero(need)[0])
             raise CorruptionError(
@@ -194,7 +202,7 @@ class ArrayReader:
 
 def region_rows(links: Iterable[Link], row_bytes: int) -> int:
     """Rows of a region: as many as the largest chunk of `links` has, and at least `REGION_BYTES` of them."""
-    rows = max((link.grid.chunk_rows for link in links if link.grid), default=1)
+    rows = max((link.chunk_rows for link in links), default=1)
     while rows * row_bytes < REGION_BYTES:
         rows *= 2
     return rows
@@ -241,8 +249,8 @@ def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:
 
 def _base(catalog: Catalog, record: Record, path: str, base: str) -> tuple[Record, ArrayEntry]:
     if base >= record.id:
-        raise CorruptionError(f"version {record.id}, {path}: leans on {base}, which is not older")
-    found = catalog.find_record(base)
-    if found is None or path not in found.arrays:
+        raise CorruptionError(f"version {record.id}, {path}: depends on {base}, which is not older")
+    older = catalog.find_record(base)
+    if older is None or path not in older.arrays:
         raise CorruptionError(f"version {record.id}, {path}: its base {base} is lost")
-    return found, found.arrays[path]
+    return older, older.arrays[path]

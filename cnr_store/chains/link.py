@@ -1,24 +1,17 @@
-"""One link of a chain: the rows of one array that one version wrote, found, fetched, proven and decoded."""
+"""One link of a chain: the rows of one array that one version wrote, or that its fold holds.
+
+`open_link` finds it. A version that wrote no row of an array is a plain `Link`, from which nothing is read; one that
+did is a `WrittenLink`, which finds rows in its shards, proves that a payload is the one of its place, and decodes it.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from cnr_backends import (
-    ObjectNotFoundError,
-    ShardError,
-    ShardIndex,
-    StorageError,
-    check_chunk,
-    index_nbytes,
-    parse_index,
-)
 from cnr_codecs import (
     CodecError,
     Payload,
@@ -33,78 +26,37 @@ from cnr_codecs import (
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import allocate
 from cnr_store.chains.payload_cache import PayloadCache
+from cnr_store.chains.shard_reader import Chunk, ShardReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
-from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
 
 Array = np.ndarray[Any, Any]
-_COALESCED_BYTES = 16 << 20
-_GAP_BYTES = 64 << 10
-_INDEXES_KEPT = 1024
 
 
 class Link:
-    """The rows of one array that one version wrote, or that its fold holds.
+    """A version, or its fold, in the chain of an array of which it wrote no row.
 
     Attributes
     ----------
-    version, path, record, entry
+    version, record, path, entry
         Whose rows they are.
     parts
-        Its shards, `manifest.Part` by linear index.
-    grid
-        How it is cut; None if no row was written.
+        The objects that hold them, `manifest.Part` by linear index of the shard.
+    most_rows
+        Rows that these have room for.
+    chunk_rows
+        Rows of a chunk.
     """
 
-    def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self._backend = catalog.backend
-        self.version = record.id
-        self.record = record
-        self.path = path
+    most_rows = 0
+    chunk_rows = 1
+
+    def __init__(self, record: Record, path: str, parts: Mapping[int, Part]) -> None:
+        self.version, self.record, self.path = record.id, record, path
         self.entry: ArrayEntry = record.arrays[path]
-        self.parts = catalog.manifest(record).parts(path)
-        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
-        self._reading: dict[int, threading.Lock] = {}
-        self._lock = threading.Lock()
-        self.grid: Grid | None = None
-        self.kept: PayloadCache | None = None
-        self._unpacker = Unpacker()
-        if path in record.nodes:
-            shape, self.grid = parse_rows_document(record.nodes[path], f"{record.home}, {path}")
-            if shape != self.entry.shape:
-                raise CorruptionError(
-                    f"{record.home}, {path}: shapes {shape} and {self.entry.shape} in one record"
-                )
-            self._unpacker = parse_unpacker(record.nodes[path], f"{record.home}, {path}")
-            self._check_document(record.nodes[path]["data_type"], self.grid)
-        if self.entry.rows > self.most_rows:
-            raise CorruptionError(
-                f"{record.home}, {path}: {self.entry.rows} rows are recorded, its metadata and manifest know "
-                f"objects for {self.most_rows}"
-            )
-
-    def _check_document(self, data_type: str, grid: Grid) -> None:
-        where = f"{self.record.home}, {self.path}"
-        if data_type != array_dtype(self.entry.element).name:
-            raise CorruptionError(f"{where}: types {data_type} and {self.entry.element} in one record")
-        if any(shard >= math.prod(grid.shard_grid) for shard in self.parts):
-            raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
-
-    @property
-    def most_rows(self) -> int:
-        """Rows that its shards have room for."""
-        if self.grid is None:
-            return 0
-        return -(-len(self.parts) // self.grid.shard_grid[1]) * self.grid.shard_rows
-
-    def key(self, shard: int) -> str:
-        """Key of a shard's object, for a shard of `parts`."""
-        assert self.grid is not None  # there are shards, so there is metadata
-        row, column = divmod(shard, self.grid.shard_grid[1])
-        place = f"c/{row}/{column}" if len(self.entry.shape) == 2 else f"c/{row}"
-        return self.record.key(self.path, place)
+        self.parts = parts
 
     def fill(self, first_row: int, out: Array, need: Array) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
@@ -116,20 +68,6 @@ class Link:
         need
             (n,) uint8, non-zero where the row is still to be found.
         """
-        grid = self.grid
-        wanted = self._wanted(first_row, need)
-        if grid is None or not wanted:
-            return
-        # Chunks of one row block share the need: all columns of a row are written together.
-        found = [need.copy() for _ in range(grid.column_chunks)]
-        for shard, chunks in wanted.items():
-            for (_, row_chunk, column_chunk), payload in self._payloads(shard, chunks):
-                self._decode(payload, row_chunk, column_chunk, first_row, out, found[column_chunk])
-        if any(not np.array_equal(found[0], other) for other in found[1:]):
-            raise CorruptionError(
-                f"{self._where(first_row, len(out))}: columns of one row were not all written"
-            )
-        need[:] = found[0]
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The rows that are needed and written here, as they are stored; clears their `need`.
@@ -148,203 +86,179 @@ class Link:
         FormatError
             Chunks of this link are not as wide as the array.
         """
-        wanted, grid = self._wanted(first_row, need), self.grid
-        if grid is not None and grid.chunk_columns != grid.columns:
+        return []
+
+
+class WrittenLink(Link):
+    """A link with rows.
+
+    Parameters
+    ----------
+    shards
+        What reads its objects.
+    unpacker
+        What undoes the codecs that follow the row codec.
+    payloads
+        Keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        path: str,
+        shards: ShardReader,
+        unpacker: Unpacker,
+        payloads: PayloadCache | None,
+    ) -> None:
+        super().__init__(record, path, shards.parts)
+        self.shards, self.grid = shards, shards.grid
+        self.most_rows, self.chunk_rows = shards.most_rows, shards.grid.chunk_rows
+        self._unpacker, self._payloads = unpacker, payloads
+
+    def fill(self, first_row: int, out: Array, need: Array) -> None:
+        wanted = self._wanted(first_row, need)
+        if not wanted:
+            return
+        # One `need` for each column of chunks: every column of a row that is written is written, so they end alike.
+        needs = [need.copy() for _ in range(self.grid.column_chunks)]
+        for shard, chunks in wanted.items():
+            for chunk, payload in self._proven(shard, chunks):
+                self._decode(payload, chunk, first_row, out, needs[chunk.column // self.grid.chunk_columns])
+        if any(not np.array_equal(needs[0], other) for other in needs[1:]):
+            raise CorruptionError(
+                f"{self.shards.where(first_row, len(out))}: columns of one row were not all written"
+            )
+        need[:] = needs[0]
+
+    def take(self, first_row: int, need: Array) -> list[Segment]:
+        if self.grid.chunk_columns != self.grid.columns:
             raise FormatError(
-                f"{self._where(first_row, len(need))}: chunks of {grid.chunk_columns} columns for {grid.columns}; "
-                "only rows in one piece can be moved as they are stored"
+                f"{self.shards.where(first_row, len(need))}: chunks of {self.grid.chunk_columns} columns for "
+                f"{self.grid.columns}; only rows in one piece can be moved as they are stored"
             )
         segments: list[Segment] = []
-        for shard, chunks in wanted.items():
-            for (_, row_chunk, _), data in self._chunks(shard, chunks):
-                row = row_chunk * (grid.chunk_rows if grid else 0)
-                segments += take_rows(self._payload(data, row, 0), need, first_row - row)
+        for shard, chunks in self._wanted(first_row, need).items():
+            for chunk, data in self.shards.read(shard, chunks):
+                segments += take_rows(self._prove(chunk, data), need, first_row - chunk.row)
         return segments
 
-    def _wanted(self, first_row: int, need: Array) -> dict[int, list[tuple[int, int, int]]]:
-        """(slot in the shard, row chunk, column chunk) by shard of all chunks that may hold rows needed."""
+    def _wanted(self, first_row: int, need: Array) -> dict[int, list[Chunk]]:
+        """By shard, all chunks that may hold rows needed."""
         grid = self.grid
-        last_row = min(first_row + len(need), self.entry.shape[0])
-        wanted: dict[int, list[tuple[int, int, int]]] = {}
-        if grid is None or last_row <= first_row:
+        last_row = min(first_row + len(need), grid.rows)
+        wanted: dict[int, list[Chunk]] = {}
+        if last_row <= first_row:
             return wanted
         for row_chunk in range(first_row // grid.chunk_rows, -(-last_row // grid.chunk_rows)):
-            begin = row_chunk * grid.chunk_rows - first_row
+            row = row_chunk * grid.chunk_rows
+            begin = row - first_row
             if not need[max(begin, 0) : begin + grid.chunk_rows].any():
                 continue
             for column_chunk in range(grid.column_chunks):
                 shard, slot = grid.locate(row_chunk, column_chunk)
                 if shard in self.parts:
-                    wanted.setdefault(shard, []).append((slot, row_chunk, column_chunk))
+                    chunk = Chunk(slot, row, column_chunk * grid.chunk_columns)
+                    wanted.setdefault(shard, []).append(chunk)
         return wanted
 
-    def _decode(
-        self, payload: Payload, row_chunk: int, column_chunk: int, first_row: int, out: Array, need: Array
-    ) -> None:
-        grid = self.grid
-        assert grid is not None  # chunks come from it
-        row, column = row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns
-        try:
-            begin, end = max(row - first_row, 0), min(row + grid.chunk_rows - first_row, len(out))
-            width, skipped = min(grid.chunk_columns, grid.columns - column), first_row + begin - row
-            target, wanted = out[begin:end, column : column + width], need[begin:end]
-            if width == payload.dim:
-                decode_into(payload, target, wanted, skipped)
+    def _proven(self, shard: int, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Payload]]:
+        """The payloads of the chunks that a shard holds, each proven to be that chunk's."""
+        cache, key = self._payloads, self.shards.key(shard)
+        if cache is None:
+            for chunk, data in self.shards.read(shard, chunks):
+                yield chunk, self._prove(chunk, data)
+            return
+        missing = []
+        for chunk in chunks:
+            payload = cache.get((key, chunk.slot))
+            if payload is None:
+                missing.append(chunk)
             else:
-                padded = allocate((end - begin, payload.dim), out.dtype, self._where(row, grid.chunk_rows))
-                before = wanted.copy()
-                decode_into(payload, padded, wanted, skipped)
-                rows = before != wanted
-                target[rows] = padded[rows, :width]
-        except CodecError as error:
-            raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
-
-    def _payloads(
-        self, shard: int, chunks: list[tuple[int, int, int]]
-    ) -> Iterator[tuple[tuple[int, int, int], Payload]]:
-        """Proved payloads of the chunks that a shard holds."""
-        kept, key = self.kept, self.key(shard)
-        missing = chunks
-        if kept is not None:
-            known = [(chunk, kept.get((key, chunk[0]))) for chunk in chunks]
-            yield from ((chunk, payload) for chunk, payload in known if payload is not None)
-            missing = [chunk for chunk, payload in known if payload is None]
-        if kept is not None and len(missing) == 1:
-            with kept.fetching((key, missing[0][0])):
-                payload = kept.get((key, missing[0][0]))
-                found = [(missing[0], payload)] if payload is not None else [*self._fetched(shard, missing)]
-            yield from found
+                yield chunk, payload
+        missing = self.shards.present(shard, missing) if missing else []
+        if len(missing) == 1:  # many readers want the same one at once: that chunk spans many of theirs
+            (chunk,) = missing
+            yield chunk, cache.fetch((key, chunk.slot), lambda: self._fetch(shard, chunk))
         elif missing:
-            yield from self._fetched(shard, missing)
+            for chunk, data in self.shards.read(shard, missing):
+                # Copied: what is kept must not hold on to all that came with one request.
+                payload = self._prove(chunk, memoryview(bytes(data)))
+                cache.put((key, chunk.slot), payload)
+                yield chunk, payload
 
-    def _fetched(
-        self, shard: int, chunks: list[tuple[int, int, int]]
-    ) -> Iterator[tuple[tuple[int, int, int], Payload]]:
-        grid, kept, key = self.grid, self.kept, self.key(shard)
-        assert grid is not None  # chunks come from it
-        for chunk, data in self._chunks(shard, chunks):
-            _, row_chunk, column_chunk = chunk
-            # What is kept must not hold on to all that came with one request.
-            own = data if kept is None or len(chunks) == 1 else memoryview(bytes(data))
-            payload = self._payload(own, row_chunk * grid.chunk_rows, column_chunk * grid.chunk_columns)
-            if kept is not None:
-                kept.put((key, chunk[0]), payload)
-            yield chunk, payload
+    def _fetch(self, shard: int, chunk: Chunk) -> Payload:
+        ((_, data),) = self.shards.read(shard, [chunk])
+        return self._prove(chunk, data)
 
-    def _payload(self, data: memoryview, row: int, column: int) -> Payload:
-        """The payload of the chunk that begins there, proved to be that one's."""
-        grid = self.grid
-        assert grid is not None  # chunks come from it
+    def _prove(self, chunk: Chunk, data: memoryview) -> Payload:
+        """The payload in the bytes of a chunk, which must say that it is that chunk's."""
+        grid, element = self.grid, self.entry.element
         try:
-            max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, self.entry.element)
+            max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element)
             payload = parse(self._unpacker.unpack(data, max_bytes))
         except CodecError as error:
-            raise CorruptionError(f"{self._where(row, grid.chunk_rows)}: {error}") from error
-        if payload.seal != self.record.seal(self.path, row, column):
+            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
+        if payload.seal != self.record.seal(self.path, chunk.row, chunk.column):
             raise CorruptionError(
-                f"{self._where(row, grid.chunk_rows)}: the payload belongs to another place (seal differs)"
+                f"{self._where(chunk)}: the payload belongs to another place (seal differs)"
             )
-        expected = (grid.chunk_rows, grid.chunk_columns, self.entry.element)
-        if (payload.rows, payload.dim, payload.element) != expected:
+        if (payload.rows, payload.dim, payload.element) != (grid.chunk_rows, grid.chunk_columns, element):
             raise CorruptionError(
-                f"{self._where(row, grid.chunk_rows)}: the payload holds {payload.rows} x {payload.dim} "
-                f"{payload.element}, the record says {grid.chunk_rows} x {grid.chunk_columns} {self.entry.element}"
+                f"{self._where(chunk)}: the payload holds {payload.rows} x {payload.dim} {payload.element}, the "
+                f"record says {grid.chunk_rows} x {grid.chunk_columns} {element}"
             )
         return payload
 
-    def _chunks(
-        self, shard: int, chunks: list[tuple[int, int, int]]
-    ) -> Iterator[tuple[tuple[int, int, int], memoryview]]:
-        """Payloads of the chunks that a shard holds; neighbours come with one request."""
-        index = self._index(shard)
-        present = sorted((c for c in chunks if index.present[c[0]]), key=lambda c: int(index.offsets[c[0]]))
-        run: list[tuple[int, int, int]] = []
-        start = end = 0
-        for chunk in present:
-            offset, length = int(index.offsets[chunk[0]]), int(index.lengths[chunk[0]])
-            if run and (offset - end > _GAP_BYTES or offset + length - start > _COALESCED_BYTES):
-                yield from self._run(shard, index, run, start, end)
-                run = []
-            if not run:
-                start = offset
-            run.append(chunk)
-            end = offset + length
-        if run:
-            yield from self._run(shard, index, run, start, end)
-
-    def _run(
-        self, shard: int, index: ShardIndex, run: list[tuple[int, int, int]], start: int, end: int
-    ) -> Iterator[tuple[tuple[int, int, int], memoryview]]:
-        key = self.key(shard)
+    def _decode(self, payload: Payload, chunk: Chunk, first_row: int, out: Array, need: Array) -> None:
+        begin, end = max(chunk.row - first_row, 0), min(chunk.row + payload.rows - first_row, len(out))
+        width, skipped = min(payload.dim, self.grid.columns - chunk.column), first_row + begin - chunk.row
+        target, wanted = out[begin:end, chunk.column : chunk.column + width], need[begin:end]
         try:
-            data = memoryview(self._backend.get_range(key, start, end - start))
-            for chunk in run:
-                offset = int(index.offsets[chunk[0]]) - start
-                yield chunk, check_chunk(data[offset : offset + int(index.lengths[chunk[0]])])
-        except ShardError as error:
-            raise CorruptionError(f"{self._where_shard(shard)}: {key}: {error}") from error
-        except StorageError as error:
-            raise self._storage_error(shard, error) from error
-        except ObjectNotFoundError as error:
-            raise CorruptionError(f"{self._where_shard(shard)}: {key} is lost") from error
+            if width == payload.dim:
+                decode_into(payload, target, wanted, skipped)
+                return
+            # A chunk at the right edge is stored in its full width.
+            padded = allocate((end - begin, payload.dim), out.dtype, self._where(chunk))
+            before = wanted.copy()
+            decode_into(payload, padded, wanted, skipped)
+        except CodecError as error:
+            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
+        rows = before != wanted
+        target[rows] = padded[rows, :width]
 
-    def _index(self, shard: int) -> ShardIndex:
-        index = self._known_index(shard)
-        if index is not None:
-            return index
-        with self._lock:
-            reading = self._reading.setdefault(shard, threading.Lock())
-        with reading:  # others who want the same index wait for it
-            index = self._known_index(shard)
-            if index is None:
-                index = self._read_index(shard, self.parts[shard])
-                with self._lock:
-                    self._indexes[shard] = index
-                    self._reading.pop(shard, None)
-                    if len(self._indexes) > _INDEXES_KEPT:
-                        self._indexes.popitem(last=False)
-        return index
+    def _where(self, chunk: Chunk) -> str:
+        return self.shards.where(chunk.row, self.grid.chunk_rows)
 
-    def _known_index(self, shard: int) -> ShardIndex | None:
-        with self._lock:
-            index = self._indexes.get(shard)
-            if index is not None:
-                self._indexes.move_to_end(shard)
-            return index
 
-    def _read_index(self, shard: int, part: Part) -> ShardIndex:
-        assert self.grid is not None  # there are parts, so there is metadata
-        key, chunks = self.key(shard), self.grid.chunks_per_shard
-        try:
-            index = parse_index(self._backend.get_suffix(key, index_nbytes(chunks)), chunks, part.nbytes)
-        except ShardError as error:
-            raise CorruptionError(f"{self._where_shard(shard)}: {key}: {error}") from error
-        except StorageError as error:
-            raise self._storage_error(shard, error) from error
-        except ObjectNotFoundError as error:
-            raise CorruptionError(f"{self._where_shard(shard)}: {key} is lost") from error
-        if index.crc != part.tail:
-            raise CorruptionError(
-                f"{self._where_shard(shard)}: {key} is another shard's object (its index differs)"
-            )
-        return index
+def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None) -> Link:
+    """The link of an array of rows under a record, which may be a fold's.
 
-    def _storage_error(self, shard: int, error: StorageError) -> Exception:
-        """A request that failed because the object is not the size that was committed is a cut object."""
-        key = self.key(shard)
-        try:
-            nbytes = self._backend.size(key)
-        except StorageError:
-            return error
-        if nbytes == self.parts[shard].nbytes:
-            return error
-        return CorruptionError(
-            f"{self._where_shard(shard)}: {key} has {nbytes} bytes, {self.parts[shard].nbytes} were committed"
+    Parameters
+    ----------
+    payloads
+        See `WrittenLink`.
+
+    Raises
+    ------
+    CorruptionError, FormatError
+        Its metadata, its manifest and its entry in the record contradict each other, or one of them is not sound.
+    """
+    where, entry, parts = f"{record.home}, {path}", record.arrays[path], catalog.manifest(record).parts(path)
+    link = Link(record, path, parts)
+    if path in record.nodes:
+        document = record.nodes[path]
+        shape, grid = parse_rows_document(document, where)
+        if shape != entry.shape:
+            raise CorruptionError(f"{where}: shapes {shape} and {entry.shape} in one record")
+        unpacker = parse_unpacker(document, where)
+        if document["data_type"] != array_dtype(entry.element).name:
+            raise CorruptionError(f"{where}: types {document['data_type']} and {entry.element} in one record")
+        if any(shard >= math.prod(grid.shard_grid) for shard in parts):
+            raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
+        shards = ShardReader(catalog.backend, record, path, grid, parts)
+        link = WrittenLink(record, path, shards, unpacker, payloads)
+    if entry.rows > link.most_rows:
+        raise CorruptionError(
+            f"{where}: {entry.rows} rows are recorded, its metadata and manifest know objects for {link.most_rows}"
         )
-
-    def _where_shard(self, shard: int) -> str:
-        assert self.grid is not None  # there are shards, so there is metadata
-        return self._where(shard // self.grid.shard_grid[1] * self.grid.shard_rows, self.grid.shard_rows)
-
-    def _where(self, row: int, rows: int) -> str:
-        return f"{self.record.home}, {self.path}, rows {row} to {min(row + rows, self.entry.shape[0]) - 1}"
+    return link

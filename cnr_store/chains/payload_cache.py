@@ -1,59 +1,29 @@
-"""Proved payloads that are kept for the next reader, within a number of bytes."""
+"""Proven payloads that are kept for the next reader, within a number of bytes."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from weakref import WeakValueDictionary
-
 from cnr_codecs import Payload
+from cnr_store.chains.bounded_cache import BoundedCache
 
 Place = tuple[str, int]
+"""The key of a shard, and a payload's slot in it."""
 
 
-class PayloadCache:
-    """The payloads used last, by the key of their shard and their place in it. Thread-safe.
+class PayloadCache(BoundedCache[Place, Payload]):
+    """The payloads used last. Thread-safe.
 
     Parameters
     ----------
     max_bytes
-        What all of them may take; larger ones are not kept at all.
+        What all of them may take. Larger ones are not kept at all.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._payloads: OrderedDict[Place, Payload] = OrderedDict()
-        self._fetching: WeakValueDictionary[Place, threading.Lock] = WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    def fetching(self, place: Place) -> threading.Lock:
-        """To be held while a payload is fetched, so that others who want it wait and then find it here."""
-        with self._lock:
-            return self._fetching.setdefault(place, threading.Lock())
-
-    def get(self, place: Place) -> Payload | None:
-        with self._lock:
-            payload = self._payloads.get(place)
-            if payload is not None:
-                self._payloads.move_to_end(place)
-            return payload
-
-    def put(self, place: Place, payload: Payload) -> None:
-        nbytes = _nbytes(payload)
-        if nbytes > self._max_bytes:
-            return
-        with self._lock:
-            if place in self._payloads:
-                return
-            self._payloads[place] = payload
-            self._bytes += nbytes
-            while self._bytes > self._max_bytes:
-                self._bytes -= _nbytes(self._payloads.popitem(last=False)[1])
+        super().__init__(max_bytes, _nbytes)
 
 
 def _nbytes(payload: Payload) -> int:
-    """With the parameters once more, as they are widened for decoding."""
+    # Parameters count twice: decoding keeps them widened to float32, too.
     return sum(
         each.codes.nbytes
         + each.row_set.data.nbytes

@@ -23,7 +23,7 @@ from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.format.record import Record
 
 Array = np.ndarray[Any, Any]
@@ -90,8 +90,8 @@ def changed_rows(
         An object is lost or damaged, or was removed meanwhile.
     """
     reader = ArrayReader(catalog, record, path)
-    own = [Link(catalog, each, path) for each in unshared.own]
-    others = [Link(catalog, each, path) for each in unshared.others]
+    own = [open_link(catalog, each, path) for each in unshared.own]
+    others = [open_link(catalog, each, path) for each in unshared.others]
 
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
@@ -108,7 +108,7 @@ def changed_rows(
         reader.read_rows(first_row, out, elsewhere)
         return ids + first_row, out[ids]
 
-    for ids, values in transfer.map(read, _regions(catalog, reader, [*own, *others])):
+    for ids, values in transfer.map(read, _regions(reader, [*own, *others])):
         yield from _blocks(ids, values)
 
 
@@ -126,18 +126,15 @@ def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) ->
         yield from _blocks(ids, values)
 
 
-def _regions(catalog: Catalog, reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, int]]:
+def _regions(reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, int]]:
     """(first row, rows) of those regions of the array in which one of `links` has a shard, ascending."""
     rows = reader.shape[0]
     rows_each = region_rows([*links, *reader.links], reader.columns * reader.dtype.itemsize)
     numbers: set[int] = set()
     for link in links:
-        if link.grid is None:
-            continue
-        for shard in catalog.manifest(link.record).parts(link.path):
-            begin = shard // link.grid.shard_grid[1] * link.grid.shard_rows
-            end = min(begin + link.grid.shard_rows, rows)
-            numbers.update(range(begin // rows_each, -(-end // rows_each)))
+        if isinstance(link, WrittenLink):
+            for first_row, last_row in map(link.shards.rows_of, link.parts):
+                numbers.update(range(first_row // rows_each, last_row // rows_each + 1))
     for number in sorted(numbers):
         yield number * rows_each, min(rows_each, rows - number * rows_each)
 

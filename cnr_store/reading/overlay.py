@@ -68,7 +68,7 @@ class Overlay(ComputedStore):
         self._chunk_rows = dict(chunk_rows or {})
         self._arrays: dict[str, _Chunks] = {}
         self._runs = Runs()
-        self._kept = PayloadCache(KEPT_BYTES)
+        self._payloads = PayloadCache(KEPT_BYTES)
         self._groups: dict[str, dict[str, None]] = {"": {}}
         self._documents = {path: document_bytes(doc) for path, doc in self._make_documents().items()}
 
@@ -183,9 +183,7 @@ class Overlay(ComputedStore):
         return dense_document(grid, decode_name(path.rpartition("/")[2]), grid.torch_dtype)
 
     def _rows_node(self, path: str) -> Doc:
-        reader = ArrayReader(self._catalog, self._record, path)
-        for link in reader.links[:-1]:  # those that are cut coarser than readers see
-            link.kept = self._kept
+        reader = ArrayReader(self._catalog, self._record, path, self._payloads)
         chunk_rows = self._chunk_rows.setdefault(path, _chunk_rows(reader))
         self._arrays[path] = _RowChunks(reader, chunk_rows)
         return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
@@ -244,8 +242,7 @@ def _reopen(backend: Backend, version: str, chunk_rows: dict[str, int]) -> Overl
 
 def _chunk_rows(reader: ArrayReader) -> int:
     """As the whole link is cut, within `CHUNK_BYTES`."""
-    grid = reader.links[-1].grid
-    rows = grid.chunk_rows if grid else 1
+    rows = reader.links[-1].chunk_rows
     while rows > 1 and rows * reader.columns * reader.dtype.itemsize > CHUNK_BYTES:
         rows //= 2
     return rows

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.link import WrittenLink
 from cnr_store.format.record import Record
 from cnr_store.policies.policy import Delta, Since, deltas_after
 
@@ -76,8 +77,9 @@ class Lineage:
         for path, entry in record.arrays.items():
             if entry.kind == "dense":
                 continue
-            links = [link.version for link in ArrayReader(catalog, record, path).links if link.grid]
-            lines[path] = ArrayLine(tuple(links), entry.shape, entry.element)
+            links = ArrayReader(catalog, record, path).links
+            written = tuple(link.version for link in links if isinstance(link, WrittenLink))
+            lines[path] = ArrayLine(written, entry.shape, entry.element)
         return cls(record.id, lines, *_past(record), record.restores + 1)
 
     def folded(self, version: str) -> Lineage:

@@ -24,7 +24,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import Link, WrittenLink
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, parse_rows_document
 from cnr_store.format.grid import Grid, choose_grid
@@ -86,7 +86,8 @@ class FoldedArray:
             packer = Packer.of(config)
         except CodecConfigError as error:
             raise FormatError(f"{whole.record.home}, {path}: its codec can't be followed: {error}") from error
-        bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in reader.links if link.grid)
+        written_links = [link for link in reader.links if isinstance(link, WrittenLink)]
+        bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in written_links)
         grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
         return cls(reader, entry, grid, _document(whole, reader.shape, grid, packer), packer)
 
@@ -141,7 +142,7 @@ class FoldedArray:
     def _region_rows(self) -> int:
         """Rows composed at once: chunks of the fold, so many that few payloads of the links are read twice."""
         row_bytes = self.reader.columns * self.reader.dtype.itemsize
-        widest = max(link.grid.chunk_rows for link in self.reader.links if link.grid)
+        widest = max(link.chunk_rows for link in self.reader.links)
         most = min(self.grid.shard_rows, MAX_REGION_ROWS, MAX_REGION_BYTES // row_bytes)
         rows = self.grid.chunk_rows
         while 2 * rows <= most and (rows < widest or rows * row_bytes < REGION_BYTES):
@@ -163,7 +164,7 @@ def _bytes_per_row(link: Link, columns: int) -> float:
 def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -> Doc:
     """The Zarr metadata of the whole link, with another shape and cut. Its row codec needs not be known."""
     where = f"{whole.record.home}, {whole.path}"
-    if whole.grid is None:
+    if not isinstance(whole, WrittenLink):
         raise CorruptionError(f"{where}: it is whole and has no metadata")
     doc: Any = copy.deepcopy(dict(whole.record.nodes[whole.path]))
     two = len(shape) == 2

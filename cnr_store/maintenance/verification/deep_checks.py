@@ -1,6 +1,6 @@
 """The reads that prove every byte of one version, or of one fold.
 
-Rows are proven by decoding them through `Link`, the one way to read; nothing of them is kept.
+Rows are proven by decoding them through `WrittenLink`, the one way to read; nothing of them is kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from cnr_codecs import array_dtype
 from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import region_rows
 from cnr_store.chains.dense import dense_object
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import WrittenLink
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
-from cnr_store.format.grid import Grid
 from cnr_store.format.state import decode_state
 from cnr_store.maintenance.verification.inspect_version import STATE, Inspection, Rows
 from cnr_store.maintenance.verification.report import Finding
@@ -72,28 +71,28 @@ class Proving:
                 if record.key(path, cut.key(index)) not in seen.missing:
                     yield _bind(self._check_dense, path, cut, index)
         for path, link in seen.links.items():
-            if link.grid is not None:
-                yield from self._row_tasks(path, link, link.grid)
+            if isinstance(link, WrittenLink):
+                yield from self._row_tasks(path, link)
 
-    def _row_tasks(self, path: str, link: Link, grid: Grid) -> Iterator[Task]:
+    def _row_tasks(self, path: str, link: WrittenLink) -> Iterator[Task]:
         """One a region that lies in one row of shards, so that what fails has a key."""
-        by_row: dict[int, list[int]] = {}
+        grid, by_row = link.grid, dict[int, list[int]]()
         for shard in link.parts:
             by_row.setdefault(shard // grid.shard_grid[1], []).append(shard)
         row_bytes = grid.columns * array_dtype(link.entry.element).itemsize
         step = min(region_rows([link], row_bytes), grid.shard_rows)
         for shard_row, shards in by_row.items():
-            if any(link.key(shard) in self._seen.missing for shard in shards):
+            if any(link.shards.key(shard) in self._seen.missing for shard in shards):
                 continue
             begin = shard_row * grid.shard_rows
             end = min(begin + grid.shard_rows, grid.rows)
             nbytes = sum(link.parts[shard].nbytes for shard in shards)
             for first in range(begin, end, step):
                 rows = (first, min(first + step, end) - 1)
-                yield _bind(self._check_rows, path, link, rows, link.key(shards[0]), nbytes)
+                yield _bind(self._check_rows, path, link, rows, link.shards.key(shards[0]), nbytes)
                 nbytes = 0  # of the whole row of shards, counted once
 
-    def _check_rows(self, path: str, link: Link, rows: Rows, key: str, nbytes: int) -> Proof:
+    def _check_rows(self, path: str, link: WrittenLink, rows: Rows, key: str, nbytes: int) -> Proof:
         entry, count = link.entry, rows[1] + 1 - rows[0]
         need = np.ones(count, np.uint8)
         try:

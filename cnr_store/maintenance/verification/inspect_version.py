@@ -9,11 +9,10 @@ from typing import Any
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog, VersionInfo, read_object
 from cnr_store.chains.dense import dense_layout
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, Doc, document_bytes, group_document
-from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import Record
 from cnr_store.format.state import loads
@@ -147,17 +146,18 @@ class Inspection:
         if record.arrays[path].kind == "dense":
             cut = self.dense[path] = dense_layout(self.catalog, record, path)
             return ((record.key(path, cut.key(index)), part, None) for index, part in parts.items())
-        link = Link(self.catalog, record, path)
+        link = open_link(self.catalog, record, path)
         self.soundness.most_rows[path] = link.most_rows
         if link.entry.kind == "whole" and link.most_rows < link.entry.shape[0]:
             raise CorruptionError(
                 f"{record.home}, {path}: {link.entry.shape[0]} rows are recorded, its objects have room for "
                 f"{link.most_rows}"
             )
-        self.links[path], grid = link, link.grid
-        if grid is None:
+        self.links[path] = link
+        if not isinstance(link, WrittenLink):
             return iter(())
-        return ((link.key(shard), part, _shard_rows(grid, shard)) for shard, part in parts.items())
+        shards = link.shards
+        return ((shards.key(shard), part, shards.rows_of(shard)) for shard, part in parts.items())
 
     def _take(
         self, key: str, listed: dict[str, int], path: str | None = None, rows: Rows | None = None
@@ -203,11 +203,6 @@ def _nodes(record: Record) -> dict[str, Doc]:
     if record.prefix == layout.FOLDS:
         nodes[record.key(layout.NODE)] = group_document()
     return nodes
-
-
-def _shard_rows(grid: Grid, shard: int) -> Rows:
-    first = shard // grid.shard_grid[1] * grid.shard_rows
-    return first, min(first + grid.shard_rows, grid.rows) - 1
 
 
 def _document_nbytes(doc: Doc) -> int | None:

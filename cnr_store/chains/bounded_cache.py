@@ -1,0 +1,70 @@
+"""A cache of what is dear to fetch, for readers on many threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class BoundedCache(Generic[K, V]):
+    """The values used last. Thread-safe.
+
+    Parameters
+    ----------
+    most
+        What the values kept may cost together. A value that costs more is not kept at all.
+    cost
+        What a value costs, such as its bytes. By default each costs 1.
+    """
+
+    def __init__(self, most: int, cost: Callable[[V], int] = lambda _: 1) -> None:
+        self._most, self._cost = most, cost
+        self._total = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+        # Weak, so that a lock is gone once nobody holds it or waits for it.
+        self._fetching: WeakValueDictionary[K, threading.Lock] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The value kept, which counts as used now, or None."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: K, value: V) -> None:
+        """Keep a value, in place of those whose last use is longest ago. One that is kept already stays."""
+        cost = self._cost(value)
+        if cost > self._most:
+            return
+        with self._lock:
+            if key in self._values:
+                return
+            self._values[key] = value
+            self._total += cost
+            while self._total > self._most:
+                self._total -= self._cost(self._values.popitem(last=False)[1])
+
+    def fetch(self, key: K, make: Callable[[], V]) -> V:
+        """The value kept, or else what `make` returns: other threads that want it meanwhile wait for that one call.
+
+        If `make` raises, each thread that waited calls its own.
+        """
+        value = self.get(key)
+        if value is not None:
+            return value
+        with self._lock:
+            fetching = self._fetching.setdefault(key, threading.Lock())
+        with fetching:
+            value = self.get(key)
+            if value is None:
+                value = make()
+                self.put(key, value)
+        return value
