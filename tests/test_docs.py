@@ -20,7 +20,7 @@ import cnr_codecs
 import cnr_store
 from cnr_backends import build_shard, check_chunk, parse_index
 from cnr_store.format import layout
-from cnr_store.format.record import decode_record
+from cnr_store.format.record_document import decode_record
 from tests.paths import ROOT
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()

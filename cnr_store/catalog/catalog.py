@@ -15,7 +15,8 @@ from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
-from cnr_store.format.record import Record, decode_record
+from cnr_store.format.record import Record
+from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
 from cnr_store.format.validate import shown
 

@@ -1,33 +1,17 @@
-"""The commit record: a version's group metadata, written last, that says everything about the version.
+"""The commit record: all that a version says about itself, and that its readers need to know before they read it.
 
-It is ``versions/ID/zarr.json``: a Zarr v3 group with consolidated metadata and ``attributes.cnr``. A version
-exists if and only if this object holds ``attributes.cnr``. A *void* record at the same key (``attributes.cnr_void``)
-burns the id instead. A *fold*, the same version's rows without a chain, has a record of the same shape at
-``folds/ID/zarr.json``, under ``attributes.cnr_fold``; all its other objects lie below a folder of the record's nonce,
-so that several attempts at a fold never touch each other's.
+Each version has one, and so has each fold, which is the same version's rows without a chain. `record_document` has
+what is stored of it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnr_codecs import array_dtype
-from cnr_store.errors import CorruptionError, FormatError, SaveError
-from cnr_store.format import validate
-from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
-from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS, record_key, seal, version_key
-from cnr_store.format.state import dumps, loads
-
-_NO_DIGEST = "0" * 64
-_DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
-KINDS = ("whole", "delta", "dense")
-MAX_RECORD_BYTES = 64 << 20
-_ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
-_SHOWN = 200
+from cnr_store.format.arrays import Doc
+from cnr_store.format.layout import FOLDS, VERSIONS, record_key, seal, version_key
 
 
 @dataclass(frozen=True)
@@ -73,29 +57,6 @@ class ArrayEntry:
         if self.aliases:
             doc["aliases"] = list(self.aliases)
         return doc
-
-    @classmethod
-    def from_json(cls, doc: Doc) -> ArrayEntry:
-        """The entry, proven; ValueError or KeyError where it is malformed."""
-        kind = validate.one_of(doc["kind"], "kind", KINDS)
-        aliases = validate.texts(doc.get("aliases", []), "aliases")
-        nbytes = validate.natural(doc["bytes"], "bytes")
-        if kind == "dense":
-            shape = validate.sizes(doc["shape"], "shape", 0, range(MAX_DIMENSIONS + 1))
-            return cls(kind, shape, validate.text(doc["element"], "element"), nbytes=nbytes, aliases=aliases)
-        shape, base = validate.sizes(doc["shape"], "shape", 1, (1, 2)), doc["base"]
-        if (kind == "delta") != (base is not None):
-            raise ValueError(f"an array of kind {kind} with base {validate.shown(base)}")
-        return cls(
-            kind,
-            shape,
-            _element(doc["element"]),
-            None if base is None else validate.version(base, "base"),
-            validate.natural(doc["rows"], "rows", shape[0]),
-            nbytes,
-            validate.members(doc["codec"], "codec"),
-            aliases,
-        )
 
 
 @dataclass(frozen=True)
@@ -179,195 +140,3 @@ class Record:
     def rows(self) -> int:
         """Table rows written (optimizer state that follows them is not counted again)."""
         return sum(entry.rows for path, entry in self.arrays.items() if path.endswith("/weight"))
-
-
-def encode_record(record: Record) -> bytes:
-    """The record's bytes, with the digest of itself inside."""
-    cnr = {
-        "digest": _NO_DIGEST,  # first, so that nothing of the caller's can stand before it
-        "format": FORMAT,
-        "requires": list(record.requires),
-        "id": record.id,
-        "nonce": record.nonce,
-        "step": record.step,
-        "time": record.time,
-        "previous": record.previous,
-        "needs": list(record.needs),
-        "arrays": {path: entry.to_json() for path, entry in record.arrays.items()},
-        "policy": dict(record.policy),
-        "restores": record.restores,
-        "bytes": record.objects_bytes,
-        "manifest": record.manifest_sha256,
-        "state": record.state_sha256,
-        "metadata": record.metadata,
-    }
-    doc = group_document({_ATTRIBUTE[record.prefix]: cnr})
-    doc["consolidated_metadata"] = {
-        "kind": "inline",
-        "must_understand": False,
-        "metadata": _below(record.nonce, record.nodes) if record.prefix == FOLDS else dict(record.nodes),
-    }
-    data = dumps(doc)
-    if len(data) > MAX_RECORD_BYTES:
-        raise SaveError(
-            f"the commit record of version {record.id} would take {len(data)} bytes for {len(record.arrays)} arrays; "
-            f"at most {MAX_RECORD_BYTES >> 20} MiB are read again: join small tensors into larger ones"
-        )
-    return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
-
-
-def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
-    """Parse and prove the commit record of `version`, or of its fold; None for a void record.
-
-    Raises
-    ------
-    CorruptionError
-        The bytes are not those that were committed.
-    FormatError
-        A newer format, or a feature this reader lacks.
-    """
-    what = f"commit record of {'version' if prefix == VERSIONS else 'the fold of version'} {version}"
-    try:
-        doc = loads(data, what, MAX_RECORD_BYTES)
-    except FormatError as error:
-        raise CorruptionError(f"{error}; the object was altered or cut") from error
-    attributes = doc.get("attributes") if isinstance(doc, dict) else None
-    cnr = attributes.get(_ATTRIBUTE[prefix]) if isinstance(attributes, dict) else None
-    if not isinstance(cnr, dict):
-        if (
-            prefix == VERSIONS
-            and isinstance(attributes, dict)
-            and isinstance(attributes.get("cnr_void"), dict)
-        ):
-            return None
-        raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
-    if cnr.get("format") != FORMAT:
-        raise FormatError(
-            f"{what}: format {validate.shown(cnr.get('format'))}; this release reads format {FORMAT}"
-        )
-    _check_digest(data, cnr, what)
-    try:
-        unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
-        if not unknown:
-            nodes = _nodes(doc)
-            if prefix == FOLDS:
-                nodes = _above(validate.token(cnr["nonce"], "nonce"), nodes)
-            return _record(cnr, nodes, version, len(data), prefix)
-    except (KeyError, ValueError) as error:
-        raise CorruptionError(f"{what}: malformed: {error!r}") from error
-    raise FormatError(f"{what} requires {', '.join(unknown)[:_SHOWN]}: install a newer cnr-store to read it")
-
-
-def _nodes(doc: Doc) -> dict[str, Doc]:
-    consolidated = validate.members(doc["consolidated_metadata"], "consolidated_metadata")
-    nodes = validate.members(consolidated["metadata"], "consolidated_metadata.metadata")
-    return {
-        path: validate.members(node, f"metadata of {validate.shown(path)}") for path, node in nodes.items()
-    }
-
-
-def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
-    """Metadata documents by path below the record, where plain Zarr readers look for them."""
-    return {folder: group_document(), **{f"{folder}/{path}": node for path, node in nodes.items()}}
-
-
-def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
-    """Metadata documents by path below the folder."""
-    inside = {path: node for path, node in nodes.items() if path != folder}
-    if any(not path.startswith(f"{folder}/") for path in inside):
-        raise ValueError(f"metadata of nodes outside {folder}")
-    return {path.removeprefix(f"{folder}/"): node for path, node in inside.items()}
-
-
-def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
-    if cnr["id"] != version:
-        raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
-    previous = cnr["previous"]
-    return Record(
-        id=version,
-        nonce=validate.text(cnr["nonce"], "nonce"),
-        step=validate.natural(cnr["step"], "step"),
-        time=validate.seconds(cnr["time"], "time"),
-        previous=None if previous is None else validate.version(previous, "previous"),
-        needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
-        arrays=_entries(validate.members(cnr["arrays"], "arrays")),
-        nodes=nodes,
-        policy=_policy(validate.members(cnr["policy"], "policy")),
-        restores=validate.natural(cnr["restores"], "restores"),
-        objects_bytes=validate.natural(cnr["bytes"], "bytes"),
-        manifest_sha256=validate.text(cnr["manifest"], "manifest"),
-        state_sha256=validate.text(cnr["state"], "state"),
-        metadata=cnr["metadata"],
-        requires=validate.texts(cnr["requires"], "requires"),
-        record_bytes=record_bytes,
-        prefix=prefix,
-    )
-
-
-def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
-    entries = {}
-    for path, doc in arrays.items():
-        try:
-            entry = ArrayEntry.from_json(validate.members(doc, "its entry"))
-            if (entry.kind == "dense") != validate.array_path(path).startswith("dense/"):
-                raise ValueError(f"its kind is {entry.kind}")
-        except KeyError as error:
-            raise ValueError(f"array {validate.shown(path)}: it lacks {error}") from error
-        except ValueError as error:
-            raise ValueError(f"array {validate.shown(path)}: {error}") from error
-        entries[path] = entry
-    return entries
-
-
-def _element(value: Any) -> str:
-    """A payload's element type that this release decodes."""
-    array_dtype(validate.text(value, "element"))
-    return str(value)
-
-
-def _policy(policy: Doc) -> Doc:
-    """What writers go by; the rest is for people."""
-    past = policy.get("sizes_bytes", [])
-    if type(policy.get("full", True)) is not bool or not isinstance(past, list):
-        raise ValueError("policy.full or policy.sizes_bytes is of another type")
-    for size in past:
-        validate.natural(size, "policy.sizes_bytes")
-    deltas, offer = policy.get("deltas", []), policy.get("offer")
-    if not isinstance(deltas, list) or len(deltas) > max(len(past) - 1, 0):
-        raise ValueError("policy.deltas is no list of deltas among policy.sizes_bytes")
-    for delta in deltas:
-        if not isinstance(delta, list) or len(delta) != 2:
-            raise ValueError(f"policy.deltas has {validate.shown(delta)}")
-        validate.one_of(delta[0], "policy.deltas", ("baseline", "previous"))
-        validate.natural(delta[1], "policy.deltas")
-    if offer is not None:
-        for name in ("baseline_bytes", "previous_bytes"):
-            validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
-    return policy
-
-
-def _check_digest(data: bytes, cnr: Doc, what: str) -> None:
-    digest = cnr.get("digest")
-    if not isinstance(digest, str) or _DIGEST.fullmatch(_quoted(digest)) is None:
-        raise CorruptionError(f"{what}: its digest is missing or malformed")
-    blank = data.replace(_quoted(digest), _quoted(_NO_DIGEST), 1)
-    if hashlib.sha256(blank).hexdigest() != digest:
-        raise CorruptionError(f"{what}: its digest does not match; the object was altered")
-
-
-def _quoted(digest: str) -> bytes:
-    return f'"digest":"{digest}"'.encode()
-
-
-def encode_void(by: str, nonce: str, time: float) -> bytes:
-    """A record that burns an id, so that a late commit under it loses. `time` is in seconds since 1970, UTC."""
-    return dumps(group_document({"cnr_void": {"by": by, "nonce": nonce, "time": time}}))
-
-
-def void_time(data: bytes) -> float:
-    """When an id was burnt, by its void record; 0 where that does not tell."""
-    void = loads(data, "void record")["attributes"]["cnr_void"]
-    try:
-        return validate.seconds(void.get("time"), "time")
-    except ValueError:
-        return 0.0

@@ -19,7 +19,8 @@ from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
 from cnr_store.format.manifest import Manifest, encode_manifest
-from cnr_store.format.record import Record, decode_record, encode_record, encode_void
+from cnr_store.format.record import Record
+from cnr_store.format.record_document import decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import Staged, put_object, stage

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from cnr_backends import Backend, Transfer
 from cnr_store.format import layout
 from cnr_store.format.layout import VersionId
-from cnr_store.format.record import encode_void
+from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.survey import Look, ids, objects, remove
 

@@ -11,7 +11,7 @@ from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.format.record import decode_record
+from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.survey import ids, objects
 from cnr_store.reading.opening import Url

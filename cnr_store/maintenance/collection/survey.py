@@ -13,7 +13,7 @@ from cnr_store.catalog import claims
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
-from cnr_store.format.record import decode_record, encode_void, void_time
+from cnr_store.format.record_document import decode_record, encode_void, void_time
 
 WORKERS = 8
 

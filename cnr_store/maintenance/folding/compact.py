@@ -22,7 +22,8 @@ from cnr_store.errors import CheckpointError, CorruptionError, OptionError, Save
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, document_bytes, group_document
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
-from cnr_store.format.record import Record, decode_record, encode_record
+from cnr_store.format.record import Record
+from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.maintenance.folding.folded_array import FoldedArray, delta_paths
 from cnr_store.reading.opening import Url
 

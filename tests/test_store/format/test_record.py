@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cnr_store import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, Part, decode_manifest, encode_manifest
-from cnr_store.format.record import ArrayEntry, Record, decode_record, encode_record, encode_void
+from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record_document import decode_record, encode_record, encode_void
 
 VERSION = "000003-0123abcd.00000042"
 BASE = "000003-0123abcd.00000041"

@@ -33,7 +33,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
-from cnr_store.format.record import decode_record, encode_record
+from cnr_store.format.record_document import decode_record, encode_record
 from tests.test_store.support.faults import forget
 
 Arrays = dict[str, np.ndarray[Any, Any]]
