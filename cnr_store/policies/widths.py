@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,8 +10,6 @@ from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import amount
-
-log = logging.getLogger("cnr_store")
 
 Bits = int | str | Mapping[str, int | str]
 StateBits = int | Mapping[str, int]
@@ -22,21 +19,21 @@ LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
 MAX_RESTORES_BY_BITS = ((2, 1), (3, 3), (4, 20))
-"""The paper's table: (bits, restores that they stand). More than the last takes `WITHOUT_EXPECTATION`."""
+"""The paper's table: (bits, restores they are good for). More than the last needs `WITHOUT_EXPECTATION`."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ExpectedRestores:
-    """What a run is planned to go through, for ``bits="auto"``.
+    """How often a run is expected to restore, for ``bits="auto"``.
 
     Attributes
     ----------
     failures_per_node_hour
         From the cluster's logs: failures that make the run restore, by node and hour.
     nodes, hours
-        Nodes that the run is on, and hours that it is planned to take.
+        Nodes that the run uses, and hours that it is planned to take.
 
     Raises
     ------
@@ -55,18 +52,18 @@ class ExpectedRestores:
 
     @property
     def restores(self) -> float:
-        """Restores to be expected in all."""
-        # The least first: infinity times nothing would be no number.
+        """Restores expected in all."""
+        # The smallest factor first: a product that overflows to infinity, times 0, would be NaN.
         return math.prod(sorted((self.failures_per_node_hour, self.nodes, self.hours)))
 
     @classmethod
     def of(cls, value: ExpectedRestores | Mapping[str, Any] | None) -> ExpectedRestores | None:
-        """Made of `value`: one of these, its fields by name, or None, which stays None.
+        """The value of the option `expected_restores`: one of these, a mapping with its fields, or None.
 
         Raises
         ------
         OptionError
-            Other fields, or numbers out of range.
+            A mapping with other fields, or numbers out of range.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -79,17 +76,17 @@ class ExpectedRestores:
 
 
 def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[int, str]:
-    """The width that ``bits="auto"`` stands for, and why (for the commit record).
+    """The width that ``bits="auto"`` stands for, and the reason (for the commit record).
 
-    Each restore puts quantized values into training once more, so the fewer are to be expected, the fewer bits do.
-    A run that has been through more than expected, a started one counted whole, falls back to 8 bits.
+    Each restore puts quantized values into training once more, so fewer expected restores allow fewer bits.
+    A run that restored more often than expected, rounded up, falls back to 8 bits.
 
     Parameters
     ----------
     expected
-        Without anything to go by, 8 bits: what any number of restores can stand.
+        None gives 8 bits, which are good for any number of restores.
     restores_so_far
-        Loads that the run has been through.
+        Loads of the run up to now.
     """
     if expected is None:
         return WITHOUT_EXPECTATION, "no number of restores is expected"
@@ -98,9 +95,9 @@ def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[
             WITHOUT_EXPECTATION,
             f"{restores_so_far} restores are more than the {expected.restores:.3g} expected",
         )
-    for bits, stood in MAX_RESTORES_BY_BITS:
-        if expected.restores <= stood:
-            return bits, f"{expected.restores:.3g} restores are expected: at most {stood}"
+    for bits, most in MAX_RESTORES_BY_BITS:
+        if expected.restores <= most:
+            return bits, f"{expected.restores:.3g} restores are expected: at most {most}"
     return (
         WITHOUT_EXPECTATION,
         f"{expected.restores:.3g} restores are expected: more than {MAX_RESTORES_BY_BITS[-1][1]}",
@@ -115,15 +112,21 @@ def check_bits(bits: Bits) -> Bits:
     OptionError
         Naming the value and what is allowed.
     """
-    if isinstance(bits, Mapping) and not all(isinstance(pattern, str) for pattern in bits):
-        raise OptionError(f"bits {bits!r}: patterns are strings, such as 'user*'")
-    values = list(bits.values()) if isinstance(bits, Mapping) else [bits]
-    for value in values:
-        if value != "auto" and (type(value) is not int or value not in WIDTHS):
-            raise OptionError(
-                f"bits {value!r}: use 2, 3, 4, 8, 32 (lossless), 'auto', or a mapping from name patterns to these"
-            )
+    _check_widths("bits", bits, "'user*'", words=("auto",))
     return bits
+
+
+def _check_widths(option: str, given: object, example: str, words: tuple[str, ...] = ()) -> None:
+    by_pattern = given if isinstance(given, Mapping) else {}
+    if not all(isinstance(pattern, str) for pattern in by_pattern):
+        raise OptionError(f"{option} {given!r}: patterns are strings, such as {example}")
+    for width in by_pattern.values() if isinstance(given, Mapping) else (given,):
+        # By type, because True and 8.0 equal integers.
+        if not (width in WIDTHS if type(width) is int else isinstance(width, str) and width in words):
+            allowed = ", ".join(["2, 3, 4, 8, 32 (lossless)", *map(repr, words)])
+            raise OptionError(
+                f"{option} {width!r}: use {allowed}, or a mapping from patterns like {example} to these"
+            )
 
 
 def choose_bits(bits: Bits, table: str, table_bytes: int, auto: int = WITHOUT_EXPECTATION) -> int:
@@ -147,13 +150,13 @@ def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
 
 
 class StateWidths:
-    """How many bits the values of optimizer state get that follows rows.
+    """How many bits the values of row-wise optimizer state get.
 
     Parameters
     ----------
     given
         2, 3, 4, 8, 32 (lossless), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means
-        all slots of the tables that it fits. There is no ``"auto"``: what is known of restores is known of weights.
+        all slots of the tables that it fits. There is no ``"auto"``: the paper counts restores for weights alone.
 
     Raises
     ------
@@ -162,69 +165,58 @@ class StateWidths:
     """
 
     def __init__(self, given: StateBits = LOSSLESS) -> None:
-        named = given if isinstance(given, Mapping) else {}
-        if not all(isinstance(pattern, str) for pattern in named):
-            raise OptionError(f"state_bits {given!r}: patterns are strings, such as 'user*/exp_avg'")
-        for width in named.values() if isinstance(given, Mapping) else (given,):
-            if type(width) is not int or width not in WIDTHS:
-                raise OptionError(
-                    f"state_bits {width!r}: use 2, 3, 4, 8, 32 (lossless), or a mapping from patterns like "
-                    "'user*/exp_avg' to these"
-                )
+        _check_widths("state_bits", given, "'user*/exp_avg'")
         self._width = LOSSLESS if isinstance(given, Mapping) else given
-        self._named = dict(named)
-        self._unproven = {pattern for pattern in self._named if "/" in pattern}
+        self._by_pattern = dict(given) if isinstance(given, Mapping) else {}
+        self._unmatched = {pattern for pattern in self._by_pattern if "/" in pattern}
 
     @property
     def quantized(self) -> set[int]:
         """The widths that rows may get, without lossless."""
-        return {self._width, *self._named.values()} - {LOSSLESS}
+        return {self._width, *self._by_pattern.values()} - {LOSSLESS}
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuse patterns that fit no table. What slots there are is not known before optimizers have made them.
+        """Refuse patterns that fit no table. Slots are not checked: optimizers make them at their first step.
 
         Raises
         ------
         OptionError
-            Naming the pattern and the tables there are.
+            Naming the pattern and the tables of the model.
         """
-        for pattern in self._named:
+        for pattern in self._by_pattern:
             if not any(fnmatch.fnmatchcase(table, _table_and_slot(pattern)[0]) for table in tables):
                 raise OptionError(
                     f"state_bits: the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
 
-    def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """Log patterns that fit none of the slots that their tables have, once each.
+    def unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> dict[str, list[str]]:
+        """Patterns that fit none of the slots that their tables have, each returned once, with these slots.
 
-        No error: a slot may come with a later step, and a save that is refused loses more than a width.
+        They are to be logged rather than refused: a later step may make the slot, and a refused save loses more than
+        a width.
 
         Parameters
         ----------
         find
-            Gives, by table, the slots that optimizers have made so far; asked only while a pattern fits none.
+            Gives, by table, the slots that optimizers have made so far. Called only while a pattern fits none.
         """
-        if not self._unproven:
-            return
-        slots = find()
-        for pattern in sorted(self._unproven):
+        if not self._unmatched:
+            return {}
+        slots_by_table, unknown = find(), {}
+        for pattern in sorted(self._unmatched):
             of_table, of_slot = _table_and_slot(pattern)
-            there = {
-                slot for table, held in slots.items() if fnmatch.fnmatchcase(table, of_table) for slot in held
-            }
-            if not there:
-                continue
-            self._unproven.discard(pattern)
-            if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in there):
-                log.warning(
-                    "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
-                    pattern,
-                    ", ".join(map(repr, sorted(there))),
-                )
+            tables = [table for table in slots_by_table if fnmatch.fnmatchcase(table, of_table)]
+            slots = sorted({slot for table in tables for slot in slots_by_table[table]})
+            if not slots:
+                continue  # its tables have made none yet
+            self._unmatched.discard(pattern)
+            if not any(fnmatch.fnmatchcase(slot, of_slot) for slot in slots):
+                unknown[pattern] = slots
+        return unknown
 
     def of(self, table: str, slot: str, nbytes: int) -> int:
-        """Width for one array. Those under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""
-        for pattern, width in self._named.items():
+        """Width for one array. Arrays under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""
+        for pattern, width in self._by_pattern.items():
             of_table, of_slot = _table_and_slot(pattern)
             if fnmatch.fnmatchcase(table, of_table) and fnmatch.fnmatchcase(slot, of_slot):
                 return width
@@ -232,6 +224,6 @@ class StateWidths:
 
 
 def _table_and_slot(pattern: str) -> tuple[str, str]:
-    """The patterns of a table's name, which may hold ``/``, and of a slot's."""
+    """The patterns of a table's name, which may itself hold ``/``, and of a slot's."""
     table, slash, slot = pattern.rpartition("/")
     return (table, slot) if slash else (pattern, "*")

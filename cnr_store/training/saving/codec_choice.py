@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from cnr_store.policies.widths import (
     match_pattern,
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
+
+log = logging.getLogger("cnr_store")
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
 
@@ -104,8 +107,13 @@ class CodecChoice:
         self._state.check_tables(tables)
 
     def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """Log patterns of `state_bits` that fit no slot: see `StateWidths.warn_unknown_slots`."""
-        self._state.warn_unknown_slots(find)
+        """Log patterns of `state_bits` that fit no slot: see `StateWidths.unknown_slots`."""
+        for pattern, slots in self._state.unknown_slots(find).items():
+            log.warning(
+                "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
+                pattern,
+                ", ".join(map(repr, slots)),
+            )
 
     def after_restores(self, restores: int) -> tuple[int, str] | None:
         """Settle the width that ``"auto"`` stands for once a run has been restored so often.

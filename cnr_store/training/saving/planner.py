@@ -92,7 +92,7 @@ class Planner:
         self.go_on_from(self.lineage.folded(version), since_whole)
 
     def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
-        """Log widths for state that there is none of: see `StateWidths.warn_unknown_slots`."""
+        """Log widths for state that there is none of: see `StateWidths.unknown_slots`."""
         self._codecs.warn_unknown_slots(find)
 
     def decide(

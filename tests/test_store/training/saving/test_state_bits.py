@@ -21,6 +21,7 @@ from cnr_codecs import RowCodec, array_dtype, decode_into, parse
 from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.policies.widths import StateWidths
+from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.never_below_codec import CeilingRows
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -143,7 +144,7 @@ def test_a_pattern_must_fit_a_table(tmp_path: Path) -> None:
 def test_a_pattern_that_fits_no_slot_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     def told(pattern: str, slots: dict[str, set[str]]) -> bool:
         caplog.clear()
-        widths = StateWidths({pattern: 8})
+        widths = CodecChoice(state_bits={pattern: 8})
         for _ in range(2):
             widths.warn_unknown_slots(lambda: slots)
         assert len(caplog.records) <= 1
