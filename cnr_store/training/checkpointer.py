@@ -326,7 +326,7 @@ class Checkpointer:
         whole link then depends on when each array was read, so the next version must depend on none.
         """
         try:
-            to_delete = claims.tombstoned(self._catalog.backend)
+            to_delete = claims.list_tombstoned(self._catalog.backend)
             unchanged = Lineage.from_record(self._catalog, record).lines == before.lines
         except (CorruptionError, VersionNotFoundError):
             unchanged = False

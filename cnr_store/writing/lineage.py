@@ -1,4 +1,4 @@
-"""What a writer must know of the versions it continues: each array's chain, and the sizes a policy sees."""
+"""What a writer knows of the versions it continues: each array's chain, and the sizes a policy sees."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class ArrayLine:
     element: str
 
     def base(self, since: Since) -> str:
-        """Version that a delta of the rows changed since the baseline, or since the previous version, leans on."""
+        """The version that a delta of the rows changed since then depends on."""
         return self.links[-1] if since == "baseline" else self.links[0]
 
     def until(self, version: str) -> ArrayLine:
-        """The chain when `version`, if it has a link of it, is whole."""
+        """The chain once `version` is whole: what lies beneath it is not needed any more."""
         if version not in self.links:
             return self
         return replace(self, links=self.links[: self.links.index(version) + 1])
 
     def over(self, base: str) -> tuple[str, ...]:
-        """The part of the chain that a delta over `base` needs."""
+        """The links that a delta over `base` needs: from `base` on."""
         return self.links[self.links.index(base) :]
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The committed version that the next one continues; empty before the first.
+    """The committed version that the next one continues. Empty before the first.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Lineage:
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
-        """The lineage of a job that has just loaded `record`."""
+        """The lineage of a run that has just loaded `record`."""
         lines = {}
         for path, entry in record.arrays.items():
             if entry.kind == "dense":
@@ -83,31 +83,31 @@ class Lineage:
         return cls(record.id, lines, *_past(record), record.restores + 1)
 
     def folded(self, version: str) -> Lineage:
-        """This lineage, once one of its versions has been folded: no chain goes on beneath that one."""
+        """This lineage, once one of its versions has been folded: chains end there."""
         if version == self.version:
             lines = {path: replace(line, links=(version,)) for path, line in self.lines.items()}
         else:
             lines = {path: line.until(version) for path, line in self.lines.items()}
         return replace(self, lines=lines)
 
-    def without(self, doomed: Collection[str]) -> Lineage:
-        """This lineage, leaning on nothing if any of what it leans on is among the doomed: all goes whole then."""
+    def without(self, to_delete: Collection[str]) -> Lineage:
+        """This lineage if its chains have none of these versions, else one without chains."""
         links = {version for line in self.lines.values() for version in line.links}
-        return self.alone() if links & set(doomed) else self
+        return self.alone() if links & set(to_delete) else self
 
     def alone(self) -> Lineage:
-        """This lineage, leaning on nothing: the next version is whole."""
+        """This lineage without chains: the next version is whole and depends on no other."""
         return Lineage(self.version, restores=self.restores)
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        """Every version that deltas over these (path, base) pairs need, newest first."""
+        """Every version that deltas of these (path, base) pairs need, newest first."""
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
 
 
 def _past(record: Record) -> tuple[tuple[int, ...], tuple[Delta, ...]]:
-    # A version that leans on nothing is full, also where no policy asked for it.
+    # A version that depends on no other is full, also where no policy asked for it.
     if record.kind == "baseline":
         return (record.nbytes,), ()
     earlier = tuple(record.policy.get("sizes_bytes", ()))

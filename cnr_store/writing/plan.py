@@ -1,4 +1,4 @@
-"""What one version is to hold: plain data, made on the training thread, written behind it."""
+"""What one version is to hold: plain data, made on the training thread and written in the background."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ class RowsWrite:
     path, shape, element
         Place in the version; (rows, dim) or (rows,); the payload's element type.
     base
-        Version that this one's rows lie over; None for a whole array.
+        Version that the delta applies to; None for a whole array.
     ids
         (n,) int64 ascending: the rows written; None for all.
     source, codec
         Where their values come from and how they are encoded.
+    aliases
+        Other names of the same tensor in the model.
     """
 
     path: str
@@ -48,9 +50,11 @@ class RowsWrite:
 
     @property
     def rows_written(self) -> int:
+        """How many rows are written."""
         return self.shape[0] if self.ids is None else len(self.ids)
 
     def grid(self) -> Grid:
+        """How the array is cut, by the bytes that these rows are expected to take."""
         columns = (*self.shape, 1)[1]
         bytes_per_row = self.codec.bytes_per_row(columns, self.element)
         return choose_grid(
@@ -60,7 +64,17 @@ class RowsWrite:
 
 @dataclass(frozen=True)
 class DenseWrite:
-    """A dense array to write whole, as numpy values and torch's name of their type where numpy has none."""
+    """A dense array to write whole.
+
+    Attributes
+    ----------
+    path
+        Place in the version.
+    values, torch_dtype
+        numpy values, and torch's name of their type where numpy has none.
+    aliases
+        Other names of the same tensor in the model.
+    """
 
     path: str
     values: Array
@@ -70,7 +84,25 @@ class DenseWrite:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one version is to hold: plain data, made on the training thread."""
+    """All that one version is to hold: plain data, made on the training thread.
+
+    Attributes
+    ----------
+    step, metadata
+        The caller's.
+    previous
+        Version that training continued from, None for the first.
+    rows, dense
+        Arrays to write.
+    state
+        As tagged JSON.
+    policy
+        The fields of the `Decision` that led to it, for the commit record.
+    needs
+        Every other version that reading this one may touch, newest first.
+    restores
+        Loads that training has been through.
+    """
 
     step: int
     previous: str | None

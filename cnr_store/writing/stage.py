@@ -1,6 +1,6 @@
 """Encodes what a plan holds and puts it: every object of a version but its manifest, state and record.
 
-Chunks are encoded on the cores, shards are put by other threads: encoding does not wait for storage, nor one
+Chunks are encoded on the cores and objects are put by other threads, so encoding does not wait for storage, nor one
 object for another. Memory is bounded by the chunks being encoded, the shard being assembled and the bytes being
 put.
 """
@@ -35,6 +35,7 @@ from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
 _ENCODED_TOGETHER_BYTES = 4 << 20
+"""Of the rows that one task encodes: enough to make the task worth its thread, little enough to share a shard out."""
 
 
 @dataclass
@@ -51,7 +52,13 @@ class Staged:
 
 
 def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Staged:
-    """Put every object of the version but its record. `transfer` encodes; puts have threads of their own."""
+    """Put every object of a version but its manifest, state and record.
+
+    Parameters
+    ----------
+    transfer
+        Its threads encode. Puts have threads of their own.
+    """
     staged = Staged()
 
     def put(made: _Object) -> tuple[_Object, Part]:
@@ -91,7 +98,15 @@ class _Object:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Consecutive chunks of a shard, to be encoded by one thread; `edges` are their rows' positions in the ids."""
+    """Consecutive chunks of a shard, to be encoded by one thread.
+
+    Attributes
+    ----------
+    shard, first_slot
+        Where they lie.
+    edges
+        Positions in the write's ids where each chunk's rows begin, and where the last one's end.
+    """
 
     rows: RowsWrite
     grid: Grid
@@ -116,8 +131,8 @@ class _Chunks:
             )
         return chunks
 
-    def whole(self, version: str, chunks: list[bytes | None]) -> _Object:
-        """The shard's object, of the chunks of all its slots."""
+    def assemble(self, version: str, chunks: list[bytes | None]) -> _Object:
+        """The shard's object, from the chunks of all its slots."""
         place = f"c/{self.shard}/0" if len(self.rows.shape) == 2 else f"c/{self.shard}"
         return _Object(layout.version_key(version, self.rows.path, place), chunks, self.rows.path, self.shard)
 
@@ -143,7 +158,7 @@ class _DenseChunk:
 
 
 def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
-    """Every object in turn; notes each array in `staged` on the way."""
+    """Every object in turn. Notes each array in `staged` when its first object is made."""
 
     def encode(task: _Chunks | _DenseChunk) -> tuple[_Chunks | _DenseChunk, _Object | list[bytes | None]]:
         return task, task.encode(version)
@@ -152,7 +167,7 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
     noted = 0
     with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
         for task, made in encoded:
-            # Metadata as soon as it is known: at the end its puts would have nothing to run beside.
+            # Metadata goes first, so that its small puts run beside large ones rather than after them.
             for path, doc in list(islice(staged.nodes.items(), noted, None)):
                 noted += 1
                 yield _node(version, path, doc)
@@ -161,7 +176,7 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
             elif isinstance(task, _Chunks):
                 chunks += made
                 if len(chunks) == task.grid.chunks_per_shard:
-                    yield task.whole(version, chunks)
+                    yield task.assemble(version, chunks)
                     chunks = []
     for path, doc in islice(staged.nodes.items(), noted, None):
         yield _node(version, path, doc)
@@ -219,7 +234,7 @@ def _shards(rows: RowsWrite, grid: Grid) -> Iterator[_Chunks]:
             continue
         first, slots = 0, grid.chunks_per_shard
         while first < slots:
-            # As many as hold so many rows, at least one.
+            # As many slots as hold `most_rows`, and at least one.
             end = max(first + 1, int(np.searchsorted(edges, edges[first] + most_rows, side="right")) - 1)
             yield _Chunks(rows, grid, shard, first, edges[first : end + 1])
             first = end
@@ -231,8 +246,3 @@ def _positions(rows: RowsWrite, first_rows: np.ndarray[Any, Any]) -> np.ndarray[
         np.minimum(first_rows, rows.shape[0]) if rows.ids is None else np.searchsorted(rows.ids, first_rows)
     )
     return positions
-
-
-def put_object(backend: Backend, key: str, data: bytes) -> int:
-    backend.put(key, data)
-    return len(data)

@@ -1,7 +1,7 @@
 """The one way to write a version: plan, stage (encode and put), commit.
 
-Nothing of a version is visible before its commit record, which is created last and exclusively. A failed attempt
-voids its id, so that it can't appear later, and its objects are never used by another version.
+Nothing of a version is visible before its commit record, which is created last and exclusively. After a failed
+attempt the writer voids its id, so that it can't appear later. No other version ever uses its objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.stage import Staged, put_object, stage
+from cnr_store.writing.stage import Staged, stage
 
 log = logging.getLogger("cnr_store")
 
@@ -31,9 +31,9 @@ log = logging.getLogger("cnr_store")
 class Writer:
     """Writes versions, one after the other, under one claim.
 
-    The claim is made at the first write, so whoever only reads claims nothing. `restart` gives it up: the next
+    The claim is made at the first write, so a job that only reads claims nothing. `restart` gives it up: the next
     write claims a new generation, from the version that was loaded. So does an attempt of unknown outcome: if it
-    was committed after all, retention would take it for what the claim leans on.
+    was committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
     """
 
     def __init__(self, backend: Backend, workers: int) -> None:
@@ -50,23 +50,26 @@ class Writer:
         return self._claim.id if self._claim else None
 
     def restart(self, base: str) -> None:
-        """Take over, from the version `base`, under a new claim."""
+        """Take the store over: the next write claims it anew, from the version `base`, whoever has it."""
         self._claim, self._after, self._base = None, None, base
 
     def renew(self, base: str | None) -> None:
-        """Go on from the version `base`, or from nothing, under a new claim unless another writer has claimed."""
+        """Give the claim up for a new one, from `base` or from nothing. The next write is refused if another writer
+        has claimed the store meanwhile.
+        """
         self._after, self._claim, self._base = self.claim or self._after, None, base
 
     def _claimed(self) -> claims.Claim:
         if self._claim is not None:
             return self._claim
-        chosen = claims.choose(self._backend, self._after, self._tried)
-        self._tried.add(chosen)  # it may be there although this is never told
-        self._claim = claims.announce(self._backend, chosen, self._base)
+        chosen = claims.next_claim_id(self._backend, self._after, self._tried)
+        self._tried.add(chosen)  # before: it may be created although the response is lost
+        self._claim = claims.create_claim(self._backend, chosen, self._base)
         if self._base is None and self._after is None and chosen.generation > len(self._tried):
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
-                "versions are the latest from now on. To go on from an earlier one, call load() before the first save",
+                "versions are the latest from now on. To go on from an earlier version, call load() before the first "
+                "save",
                 self._backend.url,
             )
         return self._claim
@@ -82,9 +85,11 @@ class Writer:
         Raises
         ------
         SaveError
-            With the cause; the version does not exist and never will.
+            With the cause. The version does not exist and never will.
         SupersededError
             A newer writer has claimed the store.
+        BaseLostError
+            A version that this one depends on was removed.
         """
         claim, version, nonce = None, None, secrets.token_hex(16)
         try:
@@ -96,7 +101,7 @@ class Writer:
             finally:
                 rows_done()
             record = _record(self._backend, version, plan, staged, nonce)
-            claims.check(self._backend, claim, plan.needs)
+            claims.check_may_commit(self._backend, claim, plan.needs)
             return commit(self._backend, record)
         except Exception as error:  # whatever went wrong, the attempt must be voided
             landed = self._give_up(claim, version, nonce, plan.previous) if claim and version else None
@@ -111,7 +116,7 @@ class Writer:
             ) from error
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
-        """Burn an attempt's id so that nothing of it can appear later.
+        """Void an attempt's id, so that nothing of it can appear later.
 
         Returns the record if the commit landed after all, as it may when only the response was lost.
         """
@@ -121,8 +126,8 @@ class Writer:
                 void = encode_void(str(claim.id), secrets.token_hex(16), time.time())
                 self._backend.create(key, void)
             except ObjectExistsError:
-                found = decode_record(self._backend.get(key), version)
-                return found if found is not None and found.nonce == nonce else None
+                landed = decode_record(self._backend.get(key), version)
+                return landed if landed is not None and landed.nonce == nonce else None
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             log.warning("version %s could not be voided: %s", version, error)
@@ -135,7 +140,8 @@ def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: s
     manifest = encode_manifest(Manifest(version, staged.parts))
     state = dumps(plan.state)
     for name, data in (("manifest", manifest), ("state/main.json", state)):
-        staged.nbytes += put_object(backend, layout.version_key(version, name), data)
+        backend.put(layout.version_key(version, name), data)
+        staged.nbytes += len(data)
     return Record(
         id=version,
         nonce=nonce,
@@ -160,15 +166,15 @@ def commit(backend: Backend, record: Record) -> Record:
     Raises
     ------
     SaveError
-        No reader would take the record, and with it in the listing none could look past it. Nothing was created.
+        Readers would refuse the record. Nothing was created: they would fail at it in every listing.
     """
     data = encode_record(record)
     try:
         decode_record(data, record.id)
     except CheckpointError as error:
         raise SaveError(
-            f"step {record.step} was not saved as version {record.id} of {backend.url}, as no reader would take it: "
-            f"{error}. The versions before it are untouched and its rows stay marked for the next save"
+            f"step {record.step} was not saved as version {record.id} of {backend.url}: its record can't be read again "
+            f"({error}). The versions before it are untouched and its rows stay marked for the next save"
         ) from error
     backend.create(record.key(), data)
     return replace(record, record_bytes=len(data))

@@ -39,7 +39,7 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     # A pin of its own for each call, so that one that comes too late takes nobody else's away.
     mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
-    if name in claims.tombstoned(backend) or not _is_there(backend, name):
+    if name in claims.list_tombstoned(backend) or not _is_there(backend, name):
         backend.delete(mine)
         raise VersionNotFoundError(
             f"version {name} of {backend.url} is being removed by retention; pin another one"

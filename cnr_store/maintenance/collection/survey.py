@@ -104,7 +104,7 @@ class Survey:
         CorruptionError, FormatError
             A claim or record can't be read, so that nobody knows what is needed.
         """
-        newest = max(claims.listed(self._backend), default=None)
+        newest = max(claims.list_claims(self._backend), default=None)
         base = None if newest is None else self._base(newest)
         void = void and self._own in (None, newest)
         pinned, doomed = ids(self._backend, layout.PINS), ids(self._backend, layout.TOMBSTONES)
@@ -128,7 +128,7 @@ class Survey:
 
     def _base(self, mine: ClaimId) -> str | None:
         if mine not in self._bases:
-            self._bases = {mine: claims.base_of(self._backend, mine)}
+            self._bases = {mine: claims.read_base(self._backend, mine)}
         return self._bases[mine]
 
     def _read(self, version: str) -> Committed | float | None:
