@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,12 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import shown
+from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """A committed version, for people and policies.
+    """A committed version, as users see it.
 
     Attributes
     ----------
@@ -52,17 +51,23 @@ class VersionInfo:
 
     @classmethod
     def from_record(cls, record: Record) -> VersionInfo:
-        """What a commit `record` says of its version."""
+        """What a commit `record` says of its version.
+
+        Raises
+        ------
+        FormatError
+            Its metadata can't be decoded.
+        """
         metadata = decode_state(record.metadata, read=_no_array)
         return cls(
-            record.id,
-            record.step,
-            record.kind,
-            record.previous,
-            record.time,
-            record.nbytes,
-            record.rows,
-            metadata,
+            id=record.id,
+            step=record.step,
+            kind=record.kind,
+            previous=record.previous,
+            time=record.time,
+            bytes=record.nbytes,
+            rows=record.rows,
+            metadata=metadata,
         )
 
 
@@ -79,22 +84,30 @@ def _no_array(path: str) -> np.ndarray[Any, Any]:
 
 
 class Catalog:
-    """The versions of one store. Records and manifests never change, so they are kept once read; thread-safe."""
+    """The versions of one store. Thread-safe.
+
+    Records and manifests never change, so they are kept once read.
+
+    Parameters
+    ----------
+    backend
+        Where the store is.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        # By prefix and version. One operation on a dict is atomic, so these need no lock.
         self._records: dict[tuple[str, str], Record | None] = {}
         self._manifests: dict[tuple[str, str], Manifest] = {}
         self._folded: frozenset[str] | None = None
-        self._lock = threading.Lock()
 
     def check_format(self) -> bool:
-        """Whether a store is here.
+        """Whether the backend holds a store; False if it holds nothing.
 
         Raises
         ------
         FormatError
-            Something else is here, or a newer format.
+            It holds something else, or a newer format.
         """
         try:
             doc = loads(self.backend.get(layout.ROOT_KEY), f"{self.backend.url}/{layout.ROOT_KEY}")
@@ -103,36 +116,35 @@ class Catalog:
             return False
         except FormatError as error:
             raise FormatError(f"{error}; restore that object, or choose another URL") from error
-        attributes = doc.get("attributes") if isinstance(doc, dict) else None
-        cnr = attributes.get("cnr") if isinstance(attributes, dict) else None
-        found = cnr.get("format") if isinstance(cnr, dict) else None
-        if found is None:
+        cnr = member(member(doc, "attributes"), "cnr")
+        number = member(cnr, "format")
+        if number is None:
             raise FormatError(
                 f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
                 "no attributes.cnr); choose another URL"
             )
-        if isinstance(cnr, dict) and "id" in cnr:
+        if "id" in cnr:
             raise FormatError(
                 f"{self.backend.url} is one version of a store; give the URL of the store above it"
             )
-        if found != layout.FORMAT:
+        if number != layout.FORMAT:
             raise FormatError(
-                f"{self.backend.url} holds format {shown(found)}; this release reads format {layout.FORMAT}: "
+                f"{self.backend.url} holds format {shown(number)}; this release reads format {layout.FORMAT}: "
                 "install a newer cnr-store"
             )
         return True
 
     def _refuse_older_zarr(self) -> None:
-        """A hierarchy of Zarr version 2 has no object that version 3 would see."""
-        found = sorted(_ZARR_2_NODES.intersection(self.backend.list_names("")))
-        if found:
+        # A hierarchy of Zarr version 2 has no object that version 3 looks for, so it would seem empty.
+        nodes = sorted(_ZARR_2_NODES.intersection(self.backend.list_names("")))
+        if nodes:
             raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy of version 2 ({', '.join(found)}), not a checkpoint "
+                f"{self.backend.url} holds a Zarr hierarchy of version 2 ({', '.join(nodes)}), not a checkpoint "
                 "store; choose another URL"
             )
 
     def ids(self) -> list[str]:
-        """Ids of all attempts, newest first; not all were committed."""
+        """Ids of all attempts, newest first. Not all of them were committed."""
         names = self.backend.list_names(layout.VERSIONS)
         return sorted((name for name in names if layout.VersionId.parse(name)), reverse=True)
 
@@ -141,33 +153,30 @@ class Catalog:
         return self._find(version, layout.VERSIONS)
 
     def _find(self, version: str, prefix: str) -> Record | None:
-        with self._lock:
-            if (prefix, version) in self._records:
-                return self._records[prefix, version]
+        with suppress(KeyError):
+            return self._records[prefix, version]
         try:
             record = decode_record(self.backend.get(layout.record_key(version, prefix)), version, prefix)
         except ObjectNotFoundError:
-            return None  # it may still come
-        with self._lock:
-            self._records[prefix, version] = record
+            return None  # not remembered: it may still be committed
+        self._records[prefix, version] = record
         return record
 
     def find_fold(self, version: str) -> Record | None:
-        """The record of a version's fold, or None if it has none. Folds are listed once; see `look_for_folds`."""
+        """The record of a version's fold, or None if it has none. Folds are listed once: see `look_for_folds`."""
         if self._folded is None:
             self.look_for_folds()
         return self._find(version, layout.FOLDS) if version in (self._folded or ()) else None
 
     def look_for_folds(self) -> None:
-        """List the folds again: versions may have been folded, and what they leaned on removed, since."""
+        """List the folds again: versions may have been folded since, and what they depended on removed."""
         self._folded = frozenset(filter(layout.VersionId.parse, self.backend.list_names(layout.FOLDS)))
 
     def refresh(self) -> None:
         """Forget what was read: versions may have been folded or removed since."""
-        with self._lock:
-            self._records.clear()
-            self._manifests.clear()
-            self._folded = None
+        self._records.clear()
+        self._manifests.clear()
+        self._folded = None
 
     def record(self, version: str) -> Record:
         """The record of a version that must exist.
@@ -175,7 +184,7 @@ class Catalog:
         Raises
         ------
         VersionNotFoundError
-            If it does not.
+            It was never committed.
         """
         record = self.find_record(version)
         if record is None:
@@ -186,12 +195,12 @@ class Catalog:
 
     @contextmanager
     def reading(self, record: Record) -> Iterator[None]:
-        """Around reads of a version: tells one that was removed meanwhile from one that is damaged.
+        """A context for reads of a version: an object that is lost may belong to a version removed meanwhile.
 
         Raises
         ------
         VersionNotFoundError
-            In place of a `CorruptionError`, if the version is there no more.
+            In place of a `CorruptionError`, if the version does not exist any more.
         """
         try:
             yield
@@ -204,7 +213,7 @@ class Catalog:
             ) from error
 
     def _is_gone(self, version: str) -> bool:
-        """Whether a version is there no more, whatever is remembered of it."""
+        """Whether storage has no record of a version, or a void one, whatever is remembered here."""
         try:
             return decode_record(self.backend.get(layout.record_key(version)), version) is None
         except ObjectNotFoundError:
@@ -221,11 +230,19 @@ class Catalog:
                 yield record
 
     def find(self, version: Version = "latest") -> Record:
-        """The record that an id, a `VersionInfo`, a step (the newest of that step) or ``latest`` names.
+        """The record of a version.
+
+        Parameters
+        ----------
+        version
+            An id, a `VersionInfo`, a step (which means the newest version of that step) or ``latest``.
 
         Raises
         ------
-        EmptyStoreError, VersionNotFoundError
+        EmptyStoreError
+            Nothing was ever committed.
+        VersionNotFoundError
+            No committed version fits.
         """
         if isinstance(version, VersionInfo):
             return self.record(version.id)
@@ -250,19 +267,27 @@ class Catalog:
         )
 
     def manifest(self, record: Record) -> Manifest:
-        """The manifest that a record's digest names."""
-        with self._lock:
-            known = self._manifests.get((record.prefix, record.id))
-        if known is not None:
-            return known
+        """The manifest that a record's digest names.
+
+        Raises
+        ------
+        CorruptionError
+            It is lost, altered or another one.
+        """
+        with suppress(KeyError):
+            return self._manifests[record.prefix, record.id]
         data = self._proven(record, "manifest", record.manifest_sha256)
-        manifest = decode_manifest(data, record.id)
-        with self._lock:
-            self._manifests[record.prefix, record.id] = manifest
+        manifest = self._manifests[record.prefix, record.id] = decode_manifest(data, record.id)
         return manifest
 
     def state(self, record: Record) -> Any:
-        """The state document of a version, as tagged JSON."""
+        """The state document of a version, as tagged JSON.
+
+        Raises
+        ------
+        CorruptionError, VersionNotFoundError
+            It is lost, altered or another one; the version was removed meanwhile.
+        """
         with self.reading(record):
             data = self._proven(record, "state/main.json", record.state_sha256)
         return loads(data, f"state of version {record.id}")
@@ -281,7 +306,7 @@ def read_object(backend: Backend, key: str, what: str) -> bytes:
     Raises
     ------
     CorruptionError
-        If it is lost. A storage that does not answer is its own error, since it may answer later.
+        It is lost. A storage that does not answer raises its own error, since it may answer later.
     """
     try:
         return backend.get(key)

@@ -1,4 +1,4 @@
-"""Memory of the size that a document asks for."""
+"""Allocates memory of a size that a stored document asks for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from cnr_store.errors import CorruptionError
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
     """A new array, its values undefined.
 
+    Parameters
+    ----------
+    what
+        What is to be read into it, for the error.
+
     Raises
     ------
     CorruptionError
-        There is not that much memory; `what` names what was to be read into it.
+        There is not that much memory.
     """
     try:
         return np.empty(shape, dtype)

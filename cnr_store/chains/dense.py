@@ -21,7 +21,10 @@ def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
 
     Raises
     ------
-    VersionNotFoundError, CorruptionError, FormatError
+    VersionNotFoundError
+        The version has no dense array of that path, or was removed meanwhile.
+    CorruptionError, FormatError
+        Its metadata, the manifest and the record contradict each other, or one of them is not sound.
     """
     what = f"version {record.id}, {path}"
     entry = record.arrays.get(path)
@@ -55,9 +58,10 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
     Raises
     ------
     VersionNotFoundError, CorruptionError, FormatError
+        As `dense_layout` and `dense_object` do.
     """
     grid = dense_layout(catalog, record, path)
-    # Before memory is taken: that there is a first chunk of the size that all have.
+    # The first chunk is read before memory is taken, so that a small object can't claim a large array.
     data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
     out = allocate(grid.shape, grid.dtype, f"version {record.id}, {path}")
     for index in range(grid.chunks):
@@ -68,7 +72,15 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
 
 
 def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, index: int) -> bytes:
-    """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed."""
+    """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed.
+
+    Raises
+    ------
+    CorruptionError
+        It is lost, cut, altered or another one.
+    VersionNotFoundError
+        The version was removed meanwhile.
+    """
     key = record.key(path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
     part = catalog.manifest(record).parts(path)[index]

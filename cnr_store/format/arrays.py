@@ -1,4 +1,4 @@
-"""Zarr metadata documents of the arrays in a version: made by zarr itself, read back with validate."""
+"""Zarr metadata documents of the arrays in a version: made by zarr itself, and proven when they are read back."""
 
 from __future__ import annotations
 
@@ -36,9 +36,16 @@ _NUMBER_TYPES = {dtype.name: dtype for dtype in NUMBER_TYPES.values()}
 
 @dataclass(frozen=True)
 class DenseGrid:
-    """Cut of a dense array: along its first axis only. Each chunk is one object.
+    """How a dense array is cut: along its first axis only. Each chunk is one object.
 
-    `torch_dtype` is torch's name of the element type where numpy lacks it and `dtype` holds its bits.
+    Attributes
+    ----------
+    shape, chunk
+        Shapes of the array and of a chunk.
+    dtype
+        numpy type of the values as they are stored.
+    torch_dtype
+        torch's name of the element type where numpy lacks it, so that `dtype` holds its bits; else None.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +55,7 @@ class DenseGrid:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of the values of a chunk, which is stored whole."""
+        """Bytes of the values of a chunk. Those at the edge are stored whole, too."""
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
@@ -66,8 +73,16 @@ class DenseGrid:
 def rows_document(
     shape: tuple[int, ...], element: str, grid: Grid, codecs: Sequence[Mapping[str, Any]]
 ) -> Doc:
-    """Metadata of a sharded array of rows, shape (rows, dim) or (rows,), encoded by a row codec and what follows
-    it (`cnr_codecs.zarr_codecs`).
+    """Metadata of a sharded array of rows.
+
+    Parameters
+    ----------
+    shape
+        (rows, dim) or (rows,).
+    element
+        The payload's element type.
+    codecs
+        The row codec and what follows it, as `cnr_codecs.zarr_codecs` gives them.
 
     Raises
     ------
@@ -90,7 +105,7 @@ def rows_document(
 
 
 def plain_rows_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_rows: int) -> Doc:
-    """Metadata of the same array as every Zarr reader knows it: unsharded, little-endian bytes."""
+    """Metadata of the same array for any Zarr reader: unsharded, little-endian bytes."""
     return _create(
         shape=shape,
         chunks=(chunk_rows, *shape[1:]),
@@ -119,7 +134,7 @@ def dense_document(grid: DenseGrid, name: str, torch_dtype: str | None = None) -
         ),
         compressors=json.dumps([{"name": "crc32c"}]),
     )
-    # Set here, so that arrays of one cut share what zarr has made.
+    # Set afterwards, so that arrays that are cut alike share one document made by zarr.
     doc["dimension_names"] = [f"{name}.{i}" for i in range(len(grid.shape))]
     if torch_dtype is not None:
         doc["attributes"] = {"torch_dtype": torch_dtype}
@@ -136,10 +151,12 @@ def dense_grid(shape: tuple[int, ...], dtype: np.dtype[Any]) -> DenseGrid:
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> Doc:
+    """Metadata of a group."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
 
 
 def document_bytes(doc: Doc) -> bytes:
+    """A metadata document as it is stored."""
     return dumps(doc)
 
 
@@ -149,7 +166,7 @@ def _create(**arguments: Any) -> Doc:
 
 @functools.lru_cache(maxsize=4096)
 def _created(serializer: str, compressors: str, **arguments: Any) -> Doc:
-    """Let zarr make the document, in memory: cached, since most arrays of a version look alike."""
+    """The document that zarr makes for an array, in memory. Cached, because most arrays of a version look alike."""
 
     async def make() -> Doc:
         store = MemoryStore()
@@ -160,7 +177,7 @@ def _created(serializer: str, compressors: str, **arguments: Any) -> Doc:
         doc: Doc = json.loads(stored.to_bytes())
         return doc
 
-    # In a loop of its own: the caller may run in zarr's, which would wait for itself.
+    # In a loop of its own, because the caller may run in zarr's loop, which would wait for itself.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, make()).result()
 
@@ -171,10 +188,10 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     Raises
     ------
     FormatError
-        Where the document is not one that format 1 allows; `what` names it.
+        The document, which `what` names, is not one that format 1 allows.
     """
     try:
-        shape, shard = _shape_and_chunk(doc, range(1, 3), least=1)
+        shape, shard = _shape_and_chunk(doc, range(1, 3), minimum=1)
         (sharding,) = doc["codecs"]
         configuration = sharding["configuration"]
         chunk = validate.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
@@ -199,7 +216,7 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
 
 
 def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
-    """What a reader would have to hold or walk through at once."""
+    """Refuse a cut by which a reader would hold too much, or walk through too much, at once."""
     chunk = f"{grid.chunk_rows} x {grid.chunk_columns}"
     if (
         grid.shard_rows % grid.chunk_rows
@@ -210,6 +227,7 @@ def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
             f"{what}: shards of {grid.shard_rows} x {grid.shard_columns} do not hold 1 to {MAX_CHUNKS_PER_SHARD} "
             f"chunks of {chunk}"
         )
+    # A single row may be larger: it can't be cut further along rows.
     if grid.chunk_rows * grid.chunk_columns * itemsize > MAX_CHUNK_DECODED_BYTES and grid.chunk_rows > 1:
         raise FormatError(f"{what}: a chunk of {chunk} takes more than {MAX_CHUNK_DECODED_BYTES >> 20} MiB")
     if grid.column_chunks > MAX_COLUMN_CHUNKS:
@@ -226,7 +244,7 @@ def parse_unpacker(doc: Doc, what: str) -> Unpacker:
     Raises
     ------
     FormatError
-        One of them is none that may stand there.
+        One of them may not stand there, or is not known.
     """
     try:
         return Unpacker.of(doc["codecs"][0]["configuration"]["codecs"][1:-1])
@@ -235,9 +253,15 @@ def parse_unpacker(doc: Doc, what: str) -> Unpacker:
 
 
 def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
-    """The cut of a dense array, proven as `parse_rows_document` does."""
+    """How a dense array is cut.
+
+    Raises
+    ------
+    FormatError
+        The document, which `what` names, is not one that format 1 allows.
+    """
     try:
-        shape, chunk = _shape_and_chunk(doc, range(MAX_DIMENSIONS + 1), least=0)
+        shape, chunk = _shape_and_chunk(doc, range(MAX_DIMENSIONS + 1), minimum=0)
         dtype = _NUMBER_TYPES[doc["data_type"]]
         names = [codec["name"] for codec in doc["codecs"]]
         endian = doc["codecs"][0].get("configuration", {}).get("endian", "little")
@@ -257,7 +281,7 @@ def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
 
 
 def _shape_and_chunk(
-    doc: Doc, dimensions: Sequence[int], least: int
+    doc: Doc, dimensions: Sequence[int], minimum: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and outer chunk shape of an array whose chunks lie where format 1 says."""
     grid = doc["chunk_grid"]
@@ -266,6 +290,6 @@ def _shape_and_chunk(
         or grid["name"] != "regular"
         or doc["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}
     ):
-        raise ValueError("it is no array, or its chunks lie elsewhere")
-    shape = validate.sizes(doc["shape"], "shape", least, dimensions)
+        raise ValueError("it is no array, or its chunks have other keys")
+    shape = validate.sizes(doc["shape"], "shape", minimum, dimensions)
     return shape, validate.sizes(grid["configuration"]["chunk_shape"], "chunk_shape", 1, [len(shape)])

@@ -21,7 +21,7 @@ MAX_SHARD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Grid:
-    """One array's cut. Shapes are (rows, columns); an array of shape (rows,) has one column here."""
+    """How an array of rows is cut. Shapes are (rows, columns); an array of shape (rows,) has one column here."""
 
     rows: int
     columns: int
@@ -32,6 +32,7 @@ class Grid:
 
     @property
     def column_chunks(self) -> int:
+        """Chunks that hold one row: along columns."""
         return -(-self.columns // self.chunk_columns)
 
     @property
@@ -41,6 +42,7 @@ class Grid:
 
     @property
     def chunks_per_shard(self) -> int:
+        """Slots of a shard's index."""
         return (self.shard_rows // self.chunk_rows) * (self.shard_columns // self.chunk_columns)
 
     def locate(self, row_chunk: int, column_chunk: int) -> tuple[int, int]:
@@ -55,17 +57,24 @@ class Grid:
 def choose_grid(
     rows: int, columns: int, itemsize: int, bytes_per_row: float, ids: np.ndarray[Any, Any] | None
 ) -> Grid:
-    """The grid for writing the rows `ids` (sorted; None for all) of a (rows, columns) array.
+    """How to cut a (rows, columns) array, of which some rows are written.
 
-    Chunks aim at `TARGET_CHUNK_BYTES` encoded on average and shards at `TARGET_SHARD_BYTES`; where the rows
-    crowd together, both shrink until the fullest chunk and shard keep their limits.
+    On average chunks take `TARGET_CHUNK_BYTES` encoded, and shards `TARGET_SHARD_BYTES`. Where the rows written crowd
+    together, both shrink until the fullest chunk and shard keep their limits.
+
+    Parameters
+    ----------
+    itemsize
+        Bytes of a decoded value.
+    bytes_per_row
+        Encoded bytes that a row is expected to take.
+    ids
+        (n,) ascending: the rows written; None for all.
     """
     density = 1.0 if ids is None else max(len(ids), 1) / rows
-    most_rows = max(1, MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
+    most_rows = _power_below(MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
     whole = _power_above(rows)
-    chunk_rows = min(
-        _power_below(TARGET_CHUNK_BYTES / (bytes_per_row * density)), _power_below(most_rows), whole
-    )
+    chunk_rows = min(_power_below(TARGET_CHUNK_BYTES / (bytes_per_row * density)), most_rows, whole)
     while chunk_rows > 1 and _fullest(ids, rows, chunk_rows) * bytes_per_row > MAX_CHUNK_BYTES:
         chunk_rows //= 2
     shard_rows = max(chunk_rows, min(_power_below(TARGET_SHARD_BYTES / (bytes_per_row * density)), whole))
@@ -86,8 +95,10 @@ def _fullest(ids: np.ndarray[Any, Any] | None, rows: int, block_rows: int) -> in
 
 
 def _power_below(value: float) -> int:
+    """The greatest power of two up to a value, at least 1."""
     return 1 << max(0, int(value).bit_length() - 1)
 
 
 def _power_above(value: int) -> int:
+    """The smallest power of two from a value on."""
     return 1 << max(0, value - 1).bit_length()

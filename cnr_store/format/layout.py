@@ -12,8 +12,10 @@ from cnr_store.errors import FormatError, UnsupportedModelError
 FORMAT = 1
 MAX_GENERATION = 999_999
 MAX_SEGMENT_BYTES = 200
+"""Of an encoded name in a key. Every file system takes that many in a file's name; most allow 255."""
+
 FEATURES: frozenset[str] = frozenset()
-"""Features that a commit record may list in ``requires`` and this reader knows."""
+"""Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"
 VERSIONS = "versions"
@@ -30,7 +32,7 @@ _SAFE = "-._"
 
 @dataclass(frozen=True, order=True)
 class ClaimId:
-    """A writer's generation and its random token; their text sorts as they were made."""
+    """A writer's generation and its random token. Their texts sort in the order in which claims were made."""
 
     generation: int
     token: str
@@ -40,13 +42,14 @@ class ClaimId:
 
     @classmethod
     def parse(cls, text: str) -> ClaimId | None:
+        """The claim that a name in a listing stands for, None if it is another object's."""
         match = _CLAIM.fullmatch(text)
         return cls(int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True, order=True)
 class VersionId:
-    """A claim and the number of the attempt under it; a failed attempt's number is never used again."""
+    """A claim and the number of an attempt under it. The number of a failed attempt is never used again."""
 
     claim: ClaimId
     attempt: int
@@ -56,6 +59,7 @@ class VersionId:
 
     @classmethod
     def parse(cls, text: str) -> VersionId | None:
+        """The version that a name stands for, None if it is no version's id."""
         match = _VERSION.fullmatch(text)
         if match is None:
             return None
@@ -64,13 +68,17 @@ class VersionId:
 
 
 def writer_key(claim: ClaimId) -> str:
+    """Key of a claim."""
     return f"{WRITERS}/{claim}"
 
 
 def version_key(version: str, *parts: str, prefix: str = VERSIONS) -> str:
     """Key of something in a version, or in its fold, pin or tombstone by `prefix`.
 
-    Ids come from a store, so they are proven to be ids first.
+    Raises
+    ------
+    FormatError
+        It is no version's id. Ids come from a store, so they must be proven before they become part of a key.
     """
     if VersionId.parse(version) is None:
         raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
@@ -83,7 +91,13 @@ def record_key(version: str, prefix: str = VERSIONS) -> str:
 
 
 def encode_name(name: str) -> str:
-    """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves."""
+    """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves.
+
+    Raises
+    ------
+    UnsupportedModelError
+        It takes too many bytes, or is not valid Unicode.
+    """
     quoted = _quoted(name)
     if quoted.startswith((".", "__")) or quoted == NODE:
         quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"
@@ -106,21 +120,22 @@ def _quoted(name: str) -> str:
 
 
 def decode_name(segment: str) -> str:
+    """The model's name that `encode_name` was given."""
     return urllib.parse.unquote(segment, errors="strict")
 
 
 def table_name(parameter: str) -> str:
-    """A table's name by that of its parameter: without a trailing `.weight`, unless nothing else is in it."""
+    """A table's name, from its parameter's: without a trailing `.weight`, unless that is all of it."""
     return parameter if _only_weight(parameter) else parameter.removesuffix(".weight")
 
 
 def table_parameter(table: str) -> str:
-    """The name of a table's parameter by the table's: the inverse of `table_name`."""
+    """The name of a table's parameter, from the table's: the inverse of `table_name`."""
     return table if _only_weight(table) else f"{table}.weight"
 
 
 def _only_weight(name: str) -> bool:
-    # A bare embedding is `weight`, so a submodule of that name can't be.
+    # The parameter of a bare embedding is `weight`, and a module can't have a submodule of the same name.
     return set(name.split(".")) == {"weight"}
 
 
@@ -130,14 +145,14 @@ def weight_path(table: str) -> str:
 
 
 def slot_path(table: str, slot: str) -> str:
-    """Path of a row-following array inside a version: `weight`, or an optimizer's state by its own key."""
+    """Path of an array of rows inside a version: `weight`, or row-wise optimizer state by the optimizer's own key."""
     return f"tables/{encode_name(table)}/{encode_name(slot)}"
 
 
 def dense_path(group: str, name: str) -> str:
-    """Path of a whole, lossless array: `group` is `model`, `optim` or `state`.
+    """Path of a dense array: `group` is `model`, `optim` or `state`.
 
-    Only the state refers to those of `optim` and `state`, so their names may be shortened.
+    Long names in `optim` and `state` are shortened: only the state document refers to these arrays, by their paths.
     """
     if group != "model" and len(_quoted(name)) > MAX_SEGMENT_BYTES - 8:
         name = f"{name[:16]}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
@@ -151,7 +166,7 @@ def parent_groups(path: str) -> list[str]:
 
 
 def seal(version: str, path: str, first_row: int, first_column: int, prefix: str = VERSIONS) -> int:
-    """The 64 bits that tie a payload to its place, never 0 (which means: written by a plain Zarr writer)."""
+    """The 64 bits that tie a payload to its place. Never 0, which marks payloads written through plain Zarr."""
     home = version if prefix == VERSIONS else f"{prefix}/{version}"
     text = f"{home}\n{path}\n{first_row}\n{first_column}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

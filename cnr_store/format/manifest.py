@@ -25,12 +25,12 @@ MAX_MANIFEST_BYTES = 64 << 20
 """Inflated. That is about two million objects."""
 
 MAX_RATIO = 32
-"""Inflated to compressed bytes beyond the first MiB; lists of objects reach 12."""
+"""Inflated to compressed bytes, beyond the first MiB. Lists of objects reach 12; one beyond 32 is not compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One object: its size in bytes and the u32 at its end."""
+    """One object: its size in bytes, and its last four bytes as a number."""
 
     nbytes: int
     tail: int
@@ -44,11 +44,12 @@ class Manifest:
     arrays: Mapping[str, Mapping[int, Part]] = field(default_factory=dict)
 
     def parts(self, path: str) -> Mapping[int, Part]:
+        """The objects of one array, by linear index; none for an array that is not listed."""
         return self.arrays.get(path, {})
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's bytes, such that `decode_manifest` reads them.
+    """The manifest's bytes, which `decode_manifest` reads.
 
     Raises
     ------
@@ -70,7 +71,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             f"{MAX_MANIFEST_BYTES >> 20} MiB are read again: keep fewer tables in one store"
         )
     data = zlib.compress(text, 6)
-    return data if len(text) <= _most_inflated(len(data)) else zlib.compress(text, 0)
+    # A manifest that compresses too well would be refused, so it is stored as it is.
+    return data if len(text) <= _max_inflated(len(data)) else zlib.compress(text, 0)
 
 
 def decode_manifest(data: bytes, version: str) -> Manifest:
@@ -105,19 +107,19 @@ def _parts(columns: dict[str, Any]) -> dict[int, Part]:
     return {i: Part(n, t) for i, n, t in zip(index, nbytes, tail, strict=True)}
 
 
-def _most_inflated(nbytes: int) -> int:
-    """Bytes that a manifest of `nbytes` may inflate to: a small object must not take much memory."""
+def _max_inflated(nbytes: int) -> int:
+    """Bytes that a manifest of `nbytes` may inflate to, so that a small object can't take much memory."""
     return min(MAX_MANIFEST_BYTES, (1 << 20) + MAX_RATIO * nbytes)
 
 
 def _inflate(data: bytes, what: str) -> bytes:
-    inflater, most = zlib.decompressobj(), _most_inflated(len(data))
+    inflater, max_bytes = zlib.decompressobj(), _max_inflated(len(data))
     try:
-        text = inflater.decompress(data, most)
+        text = inflater.decompress(data, max_bytes)
     except zlib.error as error:
         raise CorruptionError(f"{what}: not a zlib stream: {error}") from error
     if not inflater.eof or inflater.unused_data:
         raise CorruptionError(
-            f"{what}: cut, followed by other bytes, or larger than the {most} bytes that {len(data)} may become"
+            f"{what}: cut, followed by other bytes, or larger than the {max_bytes} bytes that {len(data)} may become"
         )
     return text

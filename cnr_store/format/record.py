@@ -16,7 +16,7 @@ from cnr_store.format.layout import FOLDS, VERSIONS, record_key, seal, version_k
 
 @dataclass(frozen=True)
 class ArrayEntry:
-    """What a record says of one array.
+    """What a record says about one array.
 
     Attributes
     ----------
@@ -46,6 +46,7 @@ class ArrayEntry:
     aliases: tuple[str, ...] = ()
 
     def to_json(self) -> Doc:
+        """The entry as it is stored."""
         doc: Doc = {
             "kind": self.kind,
             "shape": list(self.shape),
@@ -66,7 +67,7 @@ class Record:
     Attributes
     ----------
     id, nonce
-        The version, and a random id of this very commit (to recognise one's own after a lost response).
+        The version, and a random id of this very commit, by which a writer knows its own after a lost response.
     prefix
         Where its objects lie: ``versions``, or ``folds``.
     step, time
@@ -76,7 +77,7 @@ class Record:
     needs
         Every other version that reading this one may touch, newest first.
     arrays, nodes
-        `ArrayEntry` and Zarr metadata document by path. Arrays without rows written have no document.
+        `ArrayEntry` and Zarr metadata document by path. Arrays of which no row was written have no document.
     policy
         Name, inputs and decision.
     restores
@@ -87,6 +88,10 @@ class Record:
         Digests of those objects.
     metadata
         The caller's, as tagged JSON.
+    requires
+        Features that a reader must know.
+    record_bytes
+        Bytes of the record's own object; 0 before it is encoded.
     """
 
     id: str
@@ -116,11 +121,8 @@ class Record:
         """Key of one of its objects; of the record itself without parts."""
         if not parts:
             return record_key(self.id, self.prefix)
-        return version_key(self.id, *self._folder, *parts, prefix=self.prefix)
-
-    @property
-    def _folder(self) -> tuple[str, ...]:
-        return (self.nonce,) if self.prefix == FOLDS else ()
+        folder = (self.nonce,) if self.prefix == FOLDS else ()
+        return version_key(self.id, *folder, *parts, prefix=self.prefix)
 
     def seal(self, path: str, first_row: int, first_column: int) -> int:
         """What ties a payload of this record to its place."""
@@ -128,7 +130,7 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """``baseline`` if no array leans on another version, else ``delta``."""
+        """``baseline`` if no array depends on another version, else ``delta``."""
         return "delta" if any(entry.kind == "delta" for entry in self.arrays.values()) else "baseline"
 
     @property

@@ -2,7 +2,7 @@
 
 It is ``versions/ID/zarr.json``: a Zarr v3 group with consolidated metadata and ``attributes.cnr``. A version
 exists if and only if this object holds ``attributes.cnr``. A *void* record at the same key (``attributes.cnr_void``)
-burns the id instead. A *fold*, the same version's rows without a chain, has a record of the same shape at
+uses the id up instead. A *fold*, the same version's rows without a chain, has a record of the same shape at
 ``folds/ID/zarr.json``, under ``attributes.cnr_fold``; all its other objects lie below a folder of the record's nonce,
 so that several attempts at a fold never touch each other's.
 """
@@ -30,7 +30,13 @@ _SHOWN = 200
 
 
 def encode_record(record: Record) -> bytes:
-    """The record's bytes, with the digest of itself inside."""
+    """The record's bytes, with their own digest inside.
+
+    Raises
+    ------
+    SaveError
+        It is larger than `decode_record` reads.
+    """
     cnr = {
         "digest": _NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
@@ -65,7 +71,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
-    """Parse and prove the commit record of `version`, or of its fold; None for a void record.
+    """The commit record of `version`, or of its fold, parsed and proven; None for a void record.
 
     Raises
     ------
@@ -79,12 +85,10 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
         doc = loads(data, what, MAX_RECORD_BYTES)
     except FormatError as error:
         raise CorruptionError(f"{error}; the object was altered or cut") from error
-    attributes = doc.get("attributes") if isinstance(doc, dict) else None
-    if not isinstance(attributes, dict):
-        attributes = {}
-    cnr = attributes.get(_ATTRIBUTE[prefix])
+    attributes = validate.member(doc, "attributes")
+    cnr = validate.member(attributes, _ATTRIBUTE[prefix])
     if not isinstance(cnr, dict):
-        if prefix == VERSIONS and isinstance(attributes.get("cnr_void"), dict):
+        if prefix == VERSIONS and isinstance(validate.member(attributes, "cnr_void"), dict):
             return None
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     # The format comes first: another one may compute its digest otherwise.
@@ -112,12 +116,12 @@ def _nodes(doc: Doc, cnr: Doc, prefix: str) -> dict[str, Doc]:
 
 
 def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
-    """Metadata documents by path below the record, where plain Zarr readers look for them."""
+    """Metadata documents by their paths below the record, where plain Zarr readers look for them."""
     return {folder: group_document(), **{f"{folder}/{path}": node for path, node in nodes.items()}}
 
 
 def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
-    """Metadata documents by path below the folder."""
+    """Metadata documents by their paths below the folder."""
     inside = {path: node for path, node in nodes.items() if path != folder}
     if any(not path.startswith(f"{folder}/") for path in inside):
         raise ValueError(f"metadata of nodes outside {folder}")
@@ -223,12 +227,22 @@ def _quoted(digest: str) -> bytes:
 
 
 def encode_void(by: str, nonce: str, time: float) -> bytes:
-    """A record that burns an id, so that a late commit under it loses. `time` is in seconds since 1970, UTC."""
+    """A void record: it uses an id up, so that a late commit under it fails.
+
+    Parameters
+    ----------
+    by
+        The claim, or the tool, that made it.
+    nonce
+        A random id of this very record.
+    time
+        In seconds since 1970, UTC.
+    """
     return dumps(group_document({"cnr_void": {"by": by, "nonce": nonce, "time": time}}))
 
 
 def void_time(data: bytes) -> float:
-    """When an id was burnt, by its void record; 0 where that does not say."""
+    """When a void record was made; 0 where it does not say."""
     void = loads(data, "void record")["attributes"]["cnr_void"]
     try:
         return validate.seconds(void.get("time"), "time")

@@ -50,7 +50,7 @@ _ELEMENTS = {tag: (element, itemsize) for element, (tag, itemsize) in _TAGS.item
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor: its torch element type, shape, and first and last byte (exclusive) behind the header."""
+    """One tensor: its torch element type, its shape, and its bytes begin ... end - 1 after the header."""
 
     element: str
     shape: tuple[int, ...]
@@ -59,13 +59,23 @@ class TensorPlace:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a value."""
         return _TAGS[self.element][1]
 
 
 @dataclass(frozen=True)
 class Header:
-    """Tensors by name; which of them are, as the writer says, others' further names; and whether the names are those
-    of a version that was exported."""
+    """What a header says.
+
+    Attributes
+    ----------
+    tensors
+        By name.
+    aliases
+        By name, the other tensor whose further name it is, as the writer says.
+    is_ours
+        Whether the file holds a version that was exported, so that names are those of the version.
+    """
 
     tensors: Mapping[str, TensorPlace]
     aliases: Mapping[str, str]
@@ -78,8 +88,12 @@ def itemsize_of(element: str) -> int | None:
 
 
 def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, TensorPlace]:
-    """Where each tensor, given as (element type, shape) by name, goes: those of wide types first, so that all are
-    aligned.
+    """Where each tensor goes: wide types first, so that all are aligned.
+
+    Parameters
+    ----------
+    tensors
+        (element type, shape) by name.
 
     Raises
     ------
@@ -91,19 +105,19 @@ def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str,
             raise OptionError(
                 f"safetensors can't hold {name!r} of type {element}; choose format='zarr', or convert it in the model"
             )
-    found, at = {}, 0
+    places, at = {}, 0
     for name in sorted(tensors, key=lambda name: (-_TAGS[tensors[name][0]][1], name)):
         element, shape = tensors[name]
         end = at + math.prod(shape) * _TAGS[element][1]
-        found[name] = TensorPlace(element, tuple(shape), at, end)
+        places[name] = TensorPlace(element, tuple(shape), at, end)
         at = end
-    return found
+    return places
 
 
 def encode_header(header: Header, metadata: Mapping[str, str]) -> bytes:
-    """What stands before the tensors' bytes, a multiple of 8 bytes long.
+    """What comes before the tensors' bytes, a multiple of 8 bytes long.
 
-    The format knows no aliases: they stand in the metadata, as JSON, for `decode_header`.
+    The format has no aliases, so they go into the metadata, as JSON, for `decode_header`.
 
     Raises
     ------
@@ -125,25 +139,36 @@ def encode_header(header: Header, metadata: Mapping[str, str]) -> bytes:
 
 
 def decode_header(text: bytes, nbytes: int, what: str) -> Header:
-    """The header of a file, whose JSON is `text`, before `nbytes` bytes of tensors, proven.
+    """The header of a file, proven.
+
+    Parameters
+    ----------
+    text
+        Its JSON.
+    nbytes
+        Bytes of the file after the header.
+    what
+        The file's name, for errors.
 
     Raises
     ------
     FormatError
-        Naming the file (`what`) and the tensor.
+        Naming the file and the tensor.
     """
     doc = loads(text, what, MAX_HEADER_BYTES)
-    found, aliases = {}, {}
     try:
-        for name, entry in validate.members(doc, "the header").items():
-            if name != _METADATA:
-                found[name] = _place(validate.members(entry, validate.shown(name)), validate.shown(name))
+        tensors = {
+            name: _place(validate.members(entry, validate.shown(name)), validate.shown(name))
+            for name, entry in validate.members(doc, "the header").items()
+            if name != _METADATA
+        }
         metadata = validate.members(doc.get(_METADATA, {}), _METADATA)
-        aliases = _aliases(metadata, found, what)
+        aliases = _aliases(metadata, tensors, what)
     except (KeyError, ValueError) as error:
         raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
+    # Without gaps or overlaps, so that no byte is read twice and none is hidden.
     at = 0
-    for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, place in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
             raise FormatError(
                 f"{what}: tensor {validate.shown(name)} begins at byte {place.begin}, not at {at}"
@@ -153,11 +178,12 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
         raise FormatError(
             f"{what}: its tensors take {at} bytes, there are {nbytes}; the file is cut or altered"
         )
-    return Header(found, aliases, VERSION_NOTE in metadata)
+    return Header(tensors, aliases, VERSION_NOTE in metadata)
 
 
 def _aliases(metadata: Mapping[str, Any], tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
     noted = metadata.get(_ALIASES, "{}")
+    # Aliases only say which tensors to share, so each must be one that could be the same.
     aliases = validate.members(loads(validate.text(noted, _ALIASES).encode(), what), _ALIASES)
     for alias, name in aliases.items():
         same = [
@@ -178,6 +204,7 @@ def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:
     if not isinstance(offsets, list) or len(offsets) != 2:
         raise ValueError(f"{name}.data_offsets is {validate.shown(offsets)}, not a pair")
     begin, end = (validate.natural(offset, f"{name}.data_offsets") for offset in offsets)
-    if end - begin != math.prod(shape) * itemsize:
-        raise ValueError(f"{name} takes {end - begin} bytes, {shape} of {element} are another number")
+    nbytes = math.prod(shape) * itemsize
+    if end - begin != nbytes:
+        raise ValueError(f"{name} has {end - begin} bytes, {shape} of {element} takes {nbytes}")
     return TensorPlace(element, shape, begin, end)

@@ -89,7 +89,7 @@ def encode_state(
 
 
 class _Encoder:
-    """Few frames a level, so that `MAX_DEPTH` levels fit the interpreter's stack."""
+    """Takes few frames a level, so that `MAX_DEPTH` levels fit the interpreter's stack."""
 
     def __init__(self, beside: Beside, as_leaf: Callable[[object], ArrayLeaf | None]) -> None:
         self._beside = beside
@@ -177,7 +177,7 @@ def decode_state(
 
 
 class _Decoder:
-    """The way back, as frugal with frames."""
+    """The way back, with as few frames."""
 
     def __init__(
         self, read: Callable[[str], np.ndarray[Any, Any]], from_leaf: Callable[[ArrayLeaf], object]
@@ -209,10 +209,10 @@ class _Decoder:
             return tuple([self.value(item, depth + 1) for item in body])
         if tag in _OF_TAG and isinstance(body, list):
             pairs = [(self.value(key, depth + 1), self.value(item, depth + 1)) for key, item in body]
-            found = _OF_TAG[tag](dict(pairs))  # a counter would count pairs
-            if len(found) != len(pairs):
+            mapping = _OF_TAG[tag](dict(pairs))  # through a dict, because a counter would count pairs
+            if len(mapping) != len(pairs):
                 raise ValueError("a key stands twice")
-            return found
+            return mapping
         if tag == "$float" and body in ("nan", "inf", "-inf"):
             return float(body)
         if tag == "$bytes":
@@ -223,12 +223,12 @@ class _Decoder:
             leaf = decode_leaf(body, self._read)
             return self._from_leaf(leaf) if leaf.kind == "torch" else leaf.values
         if tag in ("$tuple", "$float", *_OF_TAG):
-            raise ValueError("it is none")
+            raise ValueError("its body is of another type")
         raise FormatError(f"state: unknown tag {tag[:_SHOWN_PATH]}; a newer cnr-store may have written it")
 
 
 def dumps(doc: Json) -> bytes:
-    """Compact UTF-8 JSON; refuses NaN and infinities, which JSON lacks.
+    """Compact UTF-8 JSON. Refuses NaN and infinities, which JSON lacks.
 
     Raises
     ------
@@ -250,28 +250,28 @@ def dumps(doc: Json) -> bytes:
 
 
 def loads(data: bytes, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
-    """Strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `max_bytes`.
+    """The values of strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `max_bytes`.
 
     Raises
     ------
     FormatError
-        Naming `what`.
+        Naming the document, which `what` is.
     """
 
     def no_constant(text: str) -> Json:
         raise ValueError(f"{text} is not JSON")
 
     def unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             raise ValueError("a key stands twice in one object")
-        return found
+        return members
 
     if len(data) > max_bytes:
         raise FormatError(f"{what}: {len(data)} bytes, at most {max_bytes >> 20} MiB are allowed")
     try:
         doc = json.loads(data, parse_constant=no_constant, object_pairs_hook=unique)
-        if _SURROGATE.search(data):
+        if _SURROGATE.search(data):  # only an escape can stand for half a pair, and encoding finds it
             json.dumps(doc, ensure_ascii=False).encode()
         return doc
     except (ValueError, RecursionError) as error:
@@ -279,7 +279,7 @@ def loads(data: bytes, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
 
 
 def _are_small_integers(values: Sequence[Any]) -> bool:
-    """Whether these are integers of 64 bits alone: a random generator's state has hundreds, and training waits."""
+    """Whether all are integers of 64 bits: a random generator's state has hundreds, and training waits for them."""
     return set(map(type, values)) == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 63
 
 

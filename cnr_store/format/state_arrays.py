@@ -32,7 +32,17 @@ _BESIDE = frozenset({"kind", "path"})
 
 @dataclass(frozen=True)
 class ArrayLeaf:
-    """An array found in a state: numpy values, what it was (`numpy` or `torch`), and torch's name of its type."""
+    """An array in a state.
+
+    Attributes
+    ----------
+    values
+        numpy values.
+    kind
+        What it was: `numpy` or `torch`.
+    torch_dtype
+        torch's name of the element type where numpy lacks it, else None.
+    """
 
     values: Array
     kind: str = "numpy"
@@ -48,7 +58,7 @@ def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
     Raises
     ------
     StateError
-        Its elements are none of `NUMBER_TYPES`.
+        Its element type is none of `NUMBER_TYPES`.
     """
     little = _little(leaf.values)
     if little is None:
@@ -74,9 +84,9 @@ def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayL
     """
     kind, torch_dtype = body["kind"], body.get("torch_dtype")
     if kind not in ("numpy", "torch") or not (torch_dtype is None or type(torch_dtype) is str):
-        raise ValueError("its kind or torch_dtype is none")
+        raise ValueError("its kind or its torch_dtype is unknown")
     if torch_dtype is not None and kind != "torch":
-        raise ValueError("a torch_dtype of an array that was no tensor")
+        raise ValueError("it has a torch_dtype and was no tensor")
     members = body.keys() - {"torch_dtype"}
     if members == _BESIDE:
         if type(body["path"]) is not str:
@@ -86,7 +96,7 @@ def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayL
         raise ValueError("it has neither a path nor data")
     dtype, shape = NUMBER_TYPES[body["dtype"]], body["shape"]
     if any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError("its shape is none")
+        raise ValueError("its shape has a size that is no natural number")
     raw = base64.b64decode(body["data"], validate=True)
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"its {len(raw)} bytes do not fit its shape")
@@ -100,7 +110,13 @@ def encode_scalar(value: np.generic) -> list[str] | None:
 
 
 def decode_scalar(body: Any) -> np.generic:
-    """The scalar that `encode_scalar` was given; ValueError, TypeError or KeyError where that is malformed."""
+    """The scalar that `encode_scalar` was given.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError
+        The body is malformed.
+    """
     dtype, data = body
     (value,) = np.frombuffer(base64.b64decode(data, validate=True), NUMBER_TYPES[dtype])
     scalar: np.generic = value
@@ -108,6 +124,7 @@ def decode_scalar(body: Any) -> np.generic:
 
 
 def _little(values: Array) -> Array | None:
+    """The values in little-endian bytes, None where their type can't be stored."""
     dtype = values.dtype.newbyteorder("<")
     return values.astype(dtype, copy=False) if dtype.str in NUMBER_TYPES else None
 

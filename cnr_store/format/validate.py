@@ -1,6 +1,6 @@
 """Proofs of what a document's members are. Documents come from a store, which nobody needs to trust.
 
-Every function takes a value and what it is called, and raises ValueError if it is not what it should be.
+Every function takes a value and its name, and raises ValueError if the value is not what it should be.
 """
 
 from __future__ import annotations
@@ -25,26 +25,34 @@ def shown(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def natural(value: Any, name: str, most: int = MOST) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name} is {shown(value)}, not an integer from 0 to {most}")
+def member(value: object, name: str) -> Any:
+    """A member of what may be a JSON object; None where it is no object, or has no such member. Never an error."""
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def natural(value: Any, name: str, maximum: int = MOST) -> int:
+    """An integer from 0 to `maximum`. True and False are none."""
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ValueError(f"{name} is {shown(value)}, not an integer from 0 to {maximum}")
     return value
 
 
 def seconds(value: Any, name: str) -> float:
-    """A time since 1970 that a calendar knows."""
+    """A time since 1970 that a calendar can show."""
     if type(value) not in (int, float) or not 0 <= value <= _LAST_SECOND:
         raise ValueError(f"{name} is {shown(value)}, not a time")
     return float(value)
 
 
 def text(value: Any, name: str) -> str:
+    """A string."""
     if type(value) is not str:
         raise ValueError(f"{name} is {shown(value)}, not a string")
     return value
 
 
 def texts(value: Any, name: str) -> tuple[str, ...]:
+    """A list of strings."""
     if not isinstance(value, list):
         raise ValueError(f"{name} is {shown(value)}, not a list of strings")
     return tuple(text(item, name) for item in value)
@@ -58,26 +66,28 @@ def members(value: Any, name: str) -> dict[str, Any]:
 
 
 def one_of(value: Any, name: str, allowed: Iterable[str]) -> str:
+    """One of some strings."""
     if value not in tuple(allowed):
         raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(allowed)}")
     return text(value, name)
 
 
-def sizes(value: Any, name: str, least: int, dimensions: Iterable[int]) -> tuple[int, ...]:
-    """A shape whose bytes can be counted."""
+def sizes(value: Any, name: str, minimum: int, dimensions: Iterable[int]) -> tuple[int, ...]:
+    """A shape of so many dimensions, no size below `minimum`, whose bytes can be counted in 64 bits."""
     if not isinstance(value, list) or len(value) not in tuple(dimensions):
         raise ValueError(f"{name} is {shown(value)}, not a list of sizes")
     product = 1
     for size in value:
-        if natural(size, name, 1 << 48) < least:
-            raise ValueError(f"{name} holds {size}, less than {least}")
+        if natural(size, name, 1 << 48) < minimum:
+            raise ValueError(f"{name} holds {size}, less than {minimum}")
         product *= max(size, 1)
         if product > MOST >> 8:
-            raise ValueError(f"{name} is that of more values than can be")
+            raise ValueError(f"{name} holds sizes of more values than 64 bits can count in bytes")
     return tuple(value)
 
 
 def version(value: Any, name: str) -> str:
+    """A version's id."""
     if VersionId.parse(text(value, name)) is None:
         raise ValueError(f"{name} is {shown(value)}, not a version id")
     return text(value, name)
@@ -95,10 +105,11 @@ def array_path(path: str) -> str:
     parts = path.split("/")
     if len(parts) != 3 or parts[0] not in ("tables", "dense"):
         raise ValueError(f"{shown(path)} is not the path of an array")
-    room, group, last = parts
-    if room == "dense" and group not in _GROUPS:
+    root, group, last = parts
+    if root == "dense" and group not in _GROUPS:
         raise ValueError(f"{shown(path)} is in none of the groups {', '.join(_GROUPS)}")
-    names = (group, last) if room == "tables" else (last if group == "model" else last.rstrip("~"),)
+    # Names of state that would clash are told apart by ~ at their end, which no encoded name has.
+    names = (group, last) if root == "tables" else (last if group == "model" else last.rstrip("~"),)
     if any(not name or encode_name(decode_name(name)) != name for name in names):
         raise ValueError(f"{shown(path)} is not a path with encoded names")
     return path

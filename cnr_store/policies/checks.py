@@ -13,37 +13,37 @@ from cnr_store.errors import OptionError
 MOST = 1 << 62
 
 
-def amount(name: str, value: Any, most: float = math.inf) -> float:
-    """A finite number of at least 0 and at most `most`, of any real type.
+def number(name: str, value: Any, maximum: float = math.inf) -> float:
+    """A finite number of at least 0 and at most `maximum`, given in any real type.
 
     Raises
     ------
     OptionError
-        Naming it.
+        Naming the option and its value.
     """
     if not isinstance(value, bool) and isinstance(value, Real):
         with suppress(OverflowError):  # an integer beyond all floats
-            found = float(value)
-            if 0 <= found <= most and found < math.inf:
-                return found
-    bound = "" if most == math.inf else f" and at most {most:g}"
+            as_float = float(value)
+            if 0 <= as_float <= maximum and as_float < math.inf:
+                return as_float
+    bound = "" if maximum == math.inf else f" and at most {maximum:g}"
     raise OptionError(f"{name}={_shown(value)}; give a number of at least 0{bound}")
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
-    """An integer of at least `least` and at most 2**62, of any integer type.
+def integer(name: str, value: Any, minimum: int = 0) -> int:
+    """An integer of at least `minimum` and at most 2**62, given in any integer type.
 
     Raises
     ------
     OptionError
-        Naming it.
+        Naming the option and its value.
     """
     if not isinstance(value, bool):
         with suppress(TypeError):
-            found = operator.index(value)
-            if least <= found <= MOST:
-                return found
-    raise OptionError(f"{name}={_shown(value)}; give an integer of at least {least} and at most 2**62")
+            as_int = operator.index(value)
+            if minimum <= as_int <= MOST:
+                return as_int
+    raise OptionError(f"{name}={_shown(value)}; give an integer of at least {minimum} and at most 2**62")
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """When to write everything and when only what changed (standard library only; the paper's section on policies).
 
-A policy sees the bytes of the versions since the last full one and decides about the next. The first four go by
-these alone; ``auto`` weighs them by cost (docs/design-notes/policies.md has the model and its proof).
+A policy sees the bytes of the versions since the last full one and decides about the next. ``auto`` also weighs
+what it may write next by cost (docs/design-notes/policies.md has the model and its proof).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from cnr_store.errors import OptionError
-from cnr_store.policies.checks import amount
+from cnr_store.policies.checks import number
 
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent", "auto"]
 Since = Literal["baseline", "previous"]
@@ -21,14 +21,14 @@ _HORIZON_SAVES = 64
 
 @dataclass(frozen=True)
 class Offer:
-    """Bytes that the next version is expected to take, by what it holds.
+    """Bytes that the next version is expected to take, by which rows it holds.
 
     Attributes
     ----------
     baseline_bytes
         With the rows changed since the last full version.
     previous_bytes
-        With the rows changed since the previous version; never more than `baseline_bytes`.
+        With the rows changed since the previous version. Never more than `baseline_bytes`.
     """
 
     baseline_bytes: int
@@ -49,9 +49,9 @@ class Costs:
     Attributes
     ----------
     keep_last
-        Versions that retention keeps, with all that they lean on; None keeps everything.
+        Versions that retention keeps, with all that they depend on; None keeps everything.
     restores_per_save
-        Restores to be expected between two saves: what a byte read by a restore counts beside a byte written.
+        Restores expected between two saves: what a byte read by a restore counts beside a byte written.
     longest_chain
         Versions that a restore may have to read.
 
@@ -68,7 +68,7 @@ class Costs:
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
             raise OptionError(f"keep_last={self.keep_last!r}: give an integer of at least 1, or None for all")
-        object.__setattr__(self, "restores_per_save", amount("restores_per_save", self.restores_per_save))
+        object.__setattr__(self, "restores_per_save", number("restores_per_save", self.restores_per_save))
         if type(self.longest_chain) is not int or self.longest_chain < 2:
             raise OptionError(f"longest_chain={self.longest_chain!r}: give an integer of at least 2")
 
@@ -90,7 +90,7 @@ class Decision:
     deltas, offer, costs
         What ``auto`` saw beside the sizes: those deltas, the sizes it could choose from, and its weights.
     bits
-        The width that ``bits="auto"`` stands for in this version, and why; None where nothing is left to it.
+        The width that ``bits="auto"`` stands for in this version, and why; None where no table's width is ``"auto"``.
     """
 
     full: bool
@@ -110,7 +110,7 @@ def check_policy(name: str) -> PolicyName:
     Raises
     ------
     OptionError
-        For any other name, listing those there are.
+        There is none of that name. The message lists all.
     """
     for known in POLICIES:
         if name == known:
@@ -134,12 +134,12 @@ def decide(
     policy
         Its name.
     sizes_bytes
-        Bytes of the last full version, then of each delta since; empty where there is none to build on.
+        Bytes of the last full version, then of each delta since. Empty where there is none to build on.
     full
-        The caller asks for a full one.
+        The caller asks for a full version.
     deltas, offer, costs
         For ``auto``: the deltas in `sizes_bytes` (as `deltas_after` gives them), what it may choose from, and its
-        weights. Without an offer it does what ``intermittent`` does.
+        weights. Without an offer it decides as ``intermittent`` does.
     """
     sizes = tuple(sizes_bytes)
     if full:
@@ -168,9 +168,9 @@ def _usual(policy: PolicyName) -> Since:
 def _predict(sizes: Sequence[int]) -> tuple[bool, str]:
     if full_is_due(sizes):
         return True, "a full version now costs no more than going on"
-    return False, "going on costs less than a full version" if len(
-        sizes
-    ) > 1 else "changed since the baseline"
+    if len(sizes) == 1:
+        return False, "changed since the baseline"
+    return False, "going on costs less than a full version"
 
 
 def full_is_due(sizes_bytes: Sequence[int]) -> bool:
@@ -185,17 +185,17 @@ def full_is_due(sizes_bytes: Sequence[int]) -> bool:
 
 
 def deltas_after(policy: Mapping[str, Any], nbytes: int) -> tuple[Delta, ...]:
-    """The deltas that ``auto`` sees after a version that is one itself.
+    """The deltas that ``auto`` sees after a version that is a delta itself.
 
     Parameters
     ----------
     policy
-        The policy in that version's commit record: the fields of a `Decision`, any policy's.
+        The policy in that version's commit record: the fields of a `Decision`, by whatever policy.
     nbytes
         Bytes of that version.
     """
     since: Since = "previous" if policy.get("since") == "previous" else "baseline"
-    # A run under another policy noted no deltas: its sizes are all that is known.
+    # A run under another policy recorded no deltas, only sizes: each counts as one of that policy's kind.
     past = tuple(Delta(*delta) for delta in policy.get("deltas", ()))
     past += tuple(Delta(since, size) for size in policy.get("sizes_bytes", ())[1 + len(past) :])
     offer = policy.get("offer")
@@ -205,7 +205,15 @@ def deltas_after(policy: Mapping[str, Any], nbytes: int) -> tuple[Delta, ...]:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The versions since the last full one, which stands first in `sizes`, beside what intermittent would have."""
+    """The last full version and the deltas since, with what ``intermittent`` would have written for each.
+
+    Attributes
+    ----------
+    sizes
+        Bytes of the full version, then of each delta.
+    deltas
+        What these cover.
+    """
 
     sizes: tuple[int, ...]
     deltas: tuple[Delta, ...]
@@ -213,18 +221,18 @@ class _Epoch:
     def with_delta(self, since: Since, nbytes: int, intermittent_bytes: int) -> _Epoch:
         return _Epoch((*self.sizes, nbytes), (*self.deltas, Delta(since, intermittent_bytes)))
 
-    def of_intermittent(self) -> _Epoch:
-        """The same versions, each as intermittent would have written it."""
+    def as_intermittent(self) -> _Epoch:
+        """The same versions, each as ``intermittent`` would have written it."""
         sizes = (self.sizes[0], *(delta.intermittent_bytes for delta in self.deltas))
         return _Epoch(sizes, tuple(Delta("baseline", size) for size in sizes[1:]))
 
     def beneath(self) -> list[int]:
         """For each delta, the bytes of the other deltas that reading it takes."""
-        found: list[int] = []
+        beneath: list[int] = []
         for position, delta in enumerate(self.deltas):
             chained = delta.since == "previous" and position > 0
-            found.append(found[-1] + self.sizes[position] if chained else 0)
-        return found
+            beneath.append(beneath[-1] + self.sizes[position] if chained else 0)
+        return beneath
 
     def links(self) -> int:
         """Versions that reading the newest takes."""
@@ -236,23 +244,23 @@ class _Epoch:
         return 1 + chained
 
     def paid(self, keep_last: int | None) -> list[int]:
-        """Bytes written plus bytes kept, if retention kept the last 1, 2, ... versions with all they lean on."""
+        """Bytes written plus bytes kept, if retention kept the last 1, 2, ... versions with all they depend on."""
         everything = sum(self.sizes)
         if keep_last is None:
             return [2 * everything]
-        beneath, kept, found = self.beneath(), self.sizes[0], []
+        beneath, kept, paid = self.beneath(), self.sizes[0], []
         for position in range(len(self.deltas) - 1, -1, -1):
             kept += self.sizes[1 + position]
-            found.append(everything + kept + beneath[position])
-        return [*found, 2 * everything][:keep_last]
+            paid.append(everything + kept + beneath[position])
+        return [*paid, 2 * everything][:keep_last]
 
 
 def _weigh(epoch: _Epoch, offer: Offer | None, costs: Costs) -> tuple[bool, Since, str]:
-    """What ``auto`` does: the cheaper delta, of those that leave it no dearer than intermittent, whatever follows.
+    """What ``auto`` does: the cheaper delta of those with which it never costs more than ``intermittent``.
 
-    Full versions are taken when intermittent takes them, so that both lean on the same ones throughout.
+    It writes a full version whenever ``intermittent`` would, so that the deltas of both depend on the same ones.
     """
-    is_full, reason = _predict(epoch.of_intermittent().sizes)
+    is_full, reason = _predict(epoch.as_intermittent().sizes)
     if is_full or offer is None:
         return is_full, "baseline", reason
     dear, cheap = offer.baseline_bytes, min(offer.previous_bytes, offer.baseline_bytes)
@@ -261,10 +269,10 @@ def _weigh(epoch: _Epoch, offer: Offer | None, costs: Costs) -> tuple[bool, Sinc
         return False, "baseline", "nothing else changed since the baseline"
     if long.links() > costs.longest_chain:
         return False, "baseline", f"a chain may have {costs.longest_chain} versions"
-    allowed = long.of_intermittent().paid(costs.keep_last)
+    allowed = long.as_intermittent().paid(costs.keep_last)
     if any(ours > theirs for ours, theirs in zip(long.paid(costs.keep_last), allowed, strict=True)):
         return False, "baseline", "a longer chain would keep more than intermittent does"
-    reads = costs.restores_per_save * _saves_to_come(short.of_intermittent().sizes)
+    reads = costs.restores_per_save * _saves_to_come(short.as_intermittent().sizes)
     longer, shorter = (
         one.paid(costs.keep_last)[-1] + reads * (one.sizes[0] + one.sizes[-1] + one.beneath()[-1])
         for one in (long, short)
@@ -275,7 +283,7 @@ def _weigh(epoch: _Epoch, offer: Offer | None, costs: Costs) -> tuple[bool, Sinc
 
 
 def _saves_to_come(sizes: tuple[int, ...]) -> int:
-    """Saves until a full one is due, if deltas go on growing as they did; at most `_HORIZON_SAVES`."""
+    """Saves until a full one is due, if deltas go on growing as they did. At most `_HORIZON_SAVES`."""
     growth = (sizes[-1] - sizes[1]) / (len(sizes) - 2) if len(sizes) > 2 else 0.0
     total, last, count = float(sum(sizes)), float(sizes[-1]), len(sizes)
     for save in range(1, _HORIZON_SAVES):

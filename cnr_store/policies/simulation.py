@@ -1,6 +1,6 @@
 """Runs a policy over a trace of changed rows, without training: what it would write, keep and read.
 
-The decisions are made by the code that makes them in training (`cnr_store.policies.policy.decide`).
+`cnr_store.policies.policy.decide` decides, as in training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cnr_store.errors import OptionError
-from cnr_store.policies.checks import MOST, amount, whole
+from cnr_store.policies.checks import MOST, integer, number
 from cnr_store.policies.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
 
 
@@ -27,7 +27,7 @@ class Trace:
         Rows of the model.
     changed
         (saves, saves) int64: ``changed[j, b]`` rows changed after save b and up to save j, for b < j; 0 elsewhere.
-        Save 0 is the first one.
+        Saves count from 0.
 
     Raises
     ------
@@ -39,7 +39,7 @@ class Trace:
     changed: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        rows = whole("a trace: rows", self.rows, least=1)
+        rows = integer("a trace: rows", self.rows, minimum=1)
         changed: Any = self.changed
         if not isinstance(changed, np.ndarray) or changed.dtype.kind not in "iu":
             raise OptionError("a trace: give its counts as a numpy array of integers")
@@ -48,7 +48,7 @@ class Trace:
                 f"a trace of {rows} rows and counts of shape {changed.shape}: give (saves, saves)"
             )
         saves = np.arange(len(changed))
-        past = saves[:, None] > saves
+        past = saves[:, None] > saves  # where b < j
         if changed[~past].any() or (changed < 0).any() or (changed > rows).any():
             raise OptionError(
                 f"a trace of {rows} rows: counts lie within 0 ... {rows}, and are 0 from a save on"
@@ -60,26 +60,27 @@ class Trace:
 
     @property
     def saves(self) -> int:
+        """How many saves there are, the first one included."""
         return len(self.changed)
 
     @classmethod
     def of_rows(cls, rows: int, intervals: Iterable[ArrayLike]) -> Self:
-        """From the ids of the rows changed in each interval between saves.
+        """A trace from the rows that changed in each interval between saves.
 
         Parameters
         ----------
         rows
             Rows of the table.
         intervals
-            For each interval between saves the ids of the rows that changed in it; ids may repeat.
+            Ids of rows, which may repeat, for each interval.
 
         Raises
         ------
         OptionError
             An id that is no integer, or out of range.
         """
-        # The save before which each row changed last; 0 for never.
-        last = np.zeros(whole("rows", rows, least=1), np.int64)
+        # For each row, the save before which it changed last; 0 if it never did.
+        last = np.zeros(integer("rows", rows, minimum=1), np.int64)
         counts = []
         for save, ids in enumerate(intervals, start=1):
             last[_row_numbers(ids, rows, save)] = save
@@ -91,18 +92,16 @@ class Trace:
 
     @classmethod
     def of_growth(cls, rows: int, shares: Sequence[float], saves: int | None = None) -> Self:
-        """From how changed rows add up.
-
-        Beyond the last share it stays as it is.
+        """A trace from how changed rows add up, wherever one begins to count.
 
         Parameters
         ----------
         rows
             Rows of the table.
         shares
-            ``shares[i]`` of the rows change within i + 1 intervals, whichever they are.
+            ``shares[i]`` of the rows change within i + 1 intervals. The last one stands for longer times, too.
         saves
-            How many intervals there are; None for as many as shares.
+            How many saves there are; by default one more than there are shares.
 
         Raises
         ------
@@ -110,10 +109,10 @@ class Trace:
             A number out of range.
         """
         rows, known = (
-            whole("rows", rows, least=1),
-            [amount("a share of the rows", share, 1) for share in shares],
+            integer("rows", rows, minimum=1),
+            [number("a share of the rows", share, 1) for share in shares],
         )
-        intervals = len(known) if saves is None else whole("saves", saves, least=1) - 1
+        intervals = len(known) if saves is None else integer("saves", saves, minimum=1) - 1
         if not known and intervals:
             raise OptionError("a trace of growth needs a share for the first interval")
         grown = np.minimum(np.round(np.asarray([0, *known]) * rows).astype(np.int64), rows)
@@ -122,7 +121,7 @@ class Trace:
 
     @classmethod
     def zipf(cls, rows: int, saves: int, accesses: int, exponent: float = 1.05, seed: int = 0) -> Self:
-        """Rows looked up with the popularity of Zipf's law: the r-th most popular one in proportion to r**-exponent.
+        """A trace of rows looked up by Zipf's law: the r-th most popular one in proportion to r**-exponent.
 
         Parameters
         ----------
@@ -142,28 +141,28 @@ class Trace:
         OptionError
             A number out of range.
         """
-        rows, saves = whole("rows", rows, least=1), whole("saves", saves, least=1)
-        accesses = whole("accesses", accesses)
-        random = np.random.default_rng(whole("seed", seed))
-        popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -amount("exponent", exponent))
+        rows, saves = integer("rows", rows, minimum=1), integer("saves", saves, minimum=1)
+        accesses = integer("accesses", accesses)
+        random = np.random.default_rng(integer("seed", seed))
+        popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -number("exponent", exponent))
         draws = (random.random(accesses) * popularity[-1] for _ in range(saves - 1))
         return cls.of_rows(rows, (np.searchsorted(popularity[:-1], draw) for draw in draws))
 
 
 def _row_numbers(ids: ArrayLike, rows: int, interval: int) -> NDArray[Any]:
     try:
-        found = np.asarray(ids).ravel()
+        numbers = np.asarray(ids).ravel()
     except ValueError as error:  # lists of several lengths, which are no array
         raise OptionError(f"interval {interval}: its ids are no array: {error}") from error
-    if not len(found):
+    if not len(numbers):  # whose type may be float64
         return np.zeros(0, np.int64)
-    if found.dtype.kind not in "iu":
-        raise OptionError(f"interval {interval}: its ids are {found.dtype}; give integers")
-    if not 0 <= found.min() <= found.max() < rows:
+    if numbers.dtype.kind not in "iu":
+        raise OptionError(f"interval {interval}: its ids are {numbers.dtype}; give integers")
+    if not 0 <= numbers.min() <= numbers.max() < rows:
         raise OptionError(
-            f"interval {interval}: its ids reach from {found.min()} to {found.max()} of {rows} rows"
+            f"interval {interval}: its ids reach from {numbers.min()} to {numbers.max()} of {rows} rows"
         )
-    return found
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -213,9 +212,9 @@ def simulate(
     policy
         As for `Checkpointer`.
     keep_last
-        Versions that are kept, with all that they lean on; None keeps everything.
+        Versions that are kept, with all that they depend on; None keeps everything.
     restores_per_save
-        What ``auto`` expects.
+        Restores that ``auto`` expects between two saves.
     row_bytes
         Encoded bytes of a row, its optimizer state included.
     fixed_bytes
@@ -226,12 +225,14 @@ def simulate(
     OptionError
         An unknown policy, or a number out of range.
     """
-    row_bytes, fixed_bytes = amount("row_bytes", row_bytes, MOST), whole("fixed_bytes", fixed_bytes)
+    row_bytes, fixed_bytes = number("row_bytes", row_bytes, MOST), integer("fixed_bytes", fixed_bytes)
     run = _Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save))
     return list(run.saves(policy))
 
 
 class _Run:
+    """One simulation: what was written and what each save's chain is, save by save."""
+
     def __init__(self, trace: Trace, row_bytes: float, fixed_bytes: int, costs: Costs) -> None:
         self._trace = trace
         self._row_bytes = row_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from cnr_store.errors import OptionError
-from cnr_store.policies.checks import amount
+from cnr_store.policies.checks import number
 
 Bits = int | str | Mapping[str, int | str]
 StateBits = int | Mapping[str, int]
@@ -47,7 +47,7 @@ class ExpectedRestores:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = amount(f"expected restores: {field.name}", getattr(self, field.name))
+            value = number(f"expected restores: {field.name}", getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
     @property
