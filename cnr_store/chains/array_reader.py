@@ -101,16 +101,7 @@ class ArrayReader:
         CorruptionError, VersionNotFoundError
             As `read` does.
         """
-        wanted = need.copy()
-
-        def fill(links: Sequence[Link]) -> None:
-            need[:] = wanted
-            for link in links:
-                if need.any():
-                    link.fill(first_row, out, need)
-            self._check_complete(links, first_row, need)
-
-        self._reading(fill)
+        self._walk(first_row, need, lambda link: link.fill(first_row, out, need))
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
@@ -122,18 +113,20 @@ class ArrayReader:
         FormatError
             A link's chunks split columns.
         """
+        taken = self._walk(first_row, need, lambda link: link.take(first_row, need))
+        return [segment for segments in taken for segment in segments]
+
+    def _walk(self, first_row: int, need: Array, visit: Callable[[Link], T]) -> list[T]:
+        """What `visit` returns for each link, newest first, until it has cleared every `need`."""
         wanted = need.copy()
 
-        def move(links: Sequence[Link]) -> list[Segment]:
+        def walk(links: Sequence[Link]) -> list[T]:
             need[:] = wanted
-            segments: list[Segment] = []
-            for link in links:
-                if need.any():
-                    segments += link.take(first_row, need)
+            visited = [visit(link) for link in links if need.any()]
             self._check_complete(links, first_row, need)
-            return segments
+            return visited
 
-        return self._reading(move)
+        return self._reading(walk)
 
     def _reading(self, read: Callable[[Sequence[Link]], T]) -> T:
         """What `read` finds in the links. Retries once if a fold replaced the chain meanwhile."""

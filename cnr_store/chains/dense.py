@@ -64,10 +64,13 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
     # The first chunk is read before memory is taken, so that a small object can't claim a large array.
     data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
     out = allocate(grid.shape, grid.dtype, f"version {record.id}, {path}")
+    along = out.reshape(grid.shape or 1)  # a scalar is its own only chunk
     for index in range(grid.chunks):
         if index:
             data = dense_object(catalog, record, path, grid, index)
-        _place_chunk(out, grid, index, memoryview(data)[:-4])
+        values = np.frombuffer(memoryview(data)[:-4], grid.dtype).reshape(grid.chunk or 1)
+        first = index * len(values)
+        along[first : first + len(values)] = values[: len(along) - first]  # the last chunk is padded
     return out, grid.torch_dtype
 
 
@@ -93,13 +96,3 @@ def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, i
     except ShardError as error:
         raise CorruptionError(f"{what}: {error}") from error
     return data
-
-
-def _place_chunk(out: Array, grid: DenseGrid, index: int, data: memoryview) -> None:
-    values = np.frombuffer(data, grid.dtype).reshape(grid.chunk)
-    if not grid.shape:
-        out[...] = values
-        return
-    first = index * grid.chunk[0]
-    rows = min(grid.chunk[0], grid.shape[0] - first)
-    out[first : first + rows] = values[:rows]

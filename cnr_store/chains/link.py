@@ -126,15 +126,15 @@ class WrittenLink(Link):
                 self._decode(payload, chunk, first_row, out, needs[chunk.column // self.grid.chunk_columns])
         if any(not np.array_equal(needs[0], other) for other in needs[1:]):
             raise CorruptionError(
-                f"{self.shards.where(first_row, len(out))}: columns of one row were not all written"
+                f"{self.shards.where(first_row, first_row + len(out) - 1)}: columns of one row were not all written"
             )
         need[:] = needs[0]
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         if self.grid.chunk_columns != self.grid.columns:
             raise FormatError(
-                f"{self.shards.where(first_row, len(need))}: chunks of {self.grid.chunk_columns} columns for "
-                f"{self.grid.columns}; only rows in one piece can be moved as they are stored"
+                f"{self.shards.where(first_row, first_row + len(need) - 1)}: chunks of {self.grid.chunk_columns} "
+                f"columns for {self.grid.columns}; only rows in one piece can be moved as they are stored"
             )
         segments: list[Segment] = []
         for shard, chunks in self._wanted(first_row, need).items():
@@ -177,18 +177,14 @@ class WrittenLink(Link):
                 yield chunk, payload
         missing = self.shards.present(shard, missing) if missing else []
         if len(missing) == 1:  # many readers want the same one at once: that chunk spans many of theirs
-            (chunk,) = missing
-            yield chunk, cache.fetch((key, chunk.slot), lambda: self._fetch(shard, chunk))
+            read = self.shards.read(shard, missing)
+            yield missing[0], cache.fetch((key, missing[0].slot), lambda: self._prove(*next(read)))
         elif missing:
             for chunk, data in self.shards.read(shard, missing):
                 # Copied: what is kept must not hold on to all that came with one request.
                 payload = self._prove(chunk, memoryview(bytes(data)))
                 cache.put((key, chunk.slot), payload)
                 yield chunk, payload
-
-    def _fetch(self, shard: int, chunk: Chunk) -> Payload:
-        ((_, data),) = self.shards.read(shard, [chunk])
-        return self._prove(chunk, data)
 
     def _prove(self, chunk: Chunk, data: memoryview) -> Payload:
         """The payload in the bytes of a chunk, which must say that it is that chunk's."""
@@ -227,7 +223,7 @@ class WrittenLink(Link):
         target[rows] = padded[rows, :width]
 
     def _where(self, chunk: Chunk) -> str:
-        return self.shards.where(chunk.row, self.grid.chunk_rows)
+        return self.shards.where(chunk.row, chunk.row + self.grid.chunk_rows - 1)
 
 
 def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -74,10 +74,9 @@ class ShardReader:
         first_row = shard // self.grid.shard_grid[1] * self.grid.shard_rows
         return first_row, min(first_row + self.grid.shard_rows, self.grid.rows) - 1
 
-    def where(self, first_row: int, rows: int) -> str:
-        """What a message names: the version or fold, the array and its rows."""
-        last_row = min(first_row + rows, self.grid.rows) - 1
-        return f"{self._record.home}, {self._path}, rows {first_row} to {last_row}"
+    def where(self, first_row: int, last_row: int) -> str:
+        """What a message names: the version or fold, the array and its rows, as far as it has them."""
+        return f"{self._record.home}, {self._path}, rows {first_row} to {min(last_row, self.grid.rows - 1)}"
 
     def present(self, shard: int, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Those of the chunks that the shard holds, in the order of their bytes."""
@@ -128,23 +127,18 @@ class ShardReader:
         except ObjectNotFoundError as error:
             raise CorruptionError(f"{self._where(shard)}: {key} is lost") from error
         except StorageError as error:
-            # A cut object ends before the bytes that were asked for; otherwise the storage may answer later.
-            nbytes, committed = self._size(key), self.parts[shard].nbytes
-            if nbytes is None or nbytes == committed:
+            # A cut object ends before the bytes that were asked for. Otherwise the storage may answer later.
+            nbytes = committed = self.parts[shard].nbytes
+            with suppress(StorageError):
+                nbytes = self._backend.size(key)
+            if nbytes == committed:
                 raise
             raise CorruptionError(
                 f"{self._where(shard)}: {key} has {nbytes} bytes, {committed} were committed"
             ) from error
 
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._backend.size(key)
-        except StorageError:
-            return None
-
     def _where(self, shard: int) -> str:
-        first_row, last_row = self.rows_of(shard)
-        return self.where(first_row, last_row + 1 - first_row)
+        return self.where(*self.rows_of(shard))
 
 
 def _present(index: ShardIndex, chunks: Iterable[Chunk]) -> list[Chunk]:

@@ -101,14 +101,12 @@ class _Encoder:
                 f"state{path[:_SHOWN_PATH]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it"
             )
         kind = type(value)
-        if isinstance(value, list) and kind is list:
+        if isinstance(value, list | tuple) and kind in (list, tuple):
             if depth < MAX_DEPTH and _are_small_integers(value):
-                return list(value)
-            return [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and kind is tuple:
-            if depth < MAX_DEPTH and _are_small_integers(value):
-                return {"$tuple": list(value)}
-            return {"$tuple": [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
+                items = list(value)
+            else:
+                items = [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
         if isinstance(value, dict) and kind in _MAPPINGS:
             if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
                 return {

@@ -142,27 +142,23 @@ def decide(
         weights. Without an offer it decides as ``intermittent`` does.
     """
     sizes = tuple(sizes_bytes)
+    since: Since = "previous" if policy == "consecutive" else "baseline"
     if full:
-        is_full, since, reason = True, _usual(policy), "asked for"
+        is_full, reason = True, "asked for"
     elif not sizes:
-        is_full, since, reason = True, _usual(policy), "nothing to build on"
+        is_full, reason = True, "nothing to build on"
     elif policy == "full":
-        is_full, since, reason = True, _usual(policy), "every version is full"
+        is_full, reason = True, "every version is full"
     elif policy == "auto":
         known = tuple(deltas)[: len(sizes) - 1]
         known += tuple(Delta("baseline", size) for size in sizes[1 + len(known) :])
         is_full, since, reason = _weigh(_Epoch(sizes, known), offer, costs or Costs())
         return Decision(is_full, since, policy, sizes, reason, known, offer, costs)
     elif policy == "intermittent":
-        (is_full, reason), since = _predict(sizes), _usual(policy)
+        is_full, reason = _predict(sizes)
     else:
-        is_full, since = False, _usual(policy)
-        reason = f"changed since the {since}"
+        is_full, reason = False, f"changed since the {since}"
     return Decision(is_full, since, policy, sizes, reason)
-
-
-def _usual(policy: PolicyName) -> Since:
-    return "previous" if policy == "consecutive" else "baseline"
 
 
 def _predict(sizes: Sequence[int]) -> tuple[bool, str]:

@@ -134,14 +134,13 @@ def choose_bits(bits: Bits, table: str, table_bytes: int, auto: int = WITHOUT_EX
 
     `auto` is the width that ``"auto"`` stands for: see `auto_bits`.
     """
-    if isinstance(bits, Mapping):
-        chosen = match_pattern(bits, table)
-        if chosen is not None:
-            return auto if chosen == "auto" else int(chosen)
-        return choose_bits("auto", table, table_bytes, auto)
-    if table_bytes < LOSSLESS_BELOW_BYTES:
-        return LOSSLESS
-    return auto if bits == "auto" else int(bits)
+    patterns: Mapping[str, int | str] = bits if isinstance(bits, Mapping) else {}
+    width = match_pattern(patterns, table)
+    if width is None:
+        if table_bytes < LOSSLESS_BELOW_BYTES:
+            return LOSSLESS
+        width = "auto" if isinstance(bits, Mapping) else bits
+    return auto if width == "auto" else int(width)
 
 
 def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:

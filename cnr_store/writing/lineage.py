@@ -73,13 +73,11 @@ class Lineage:
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
         """The lineage of a run that has just loaded `record`."""
-        lines = {}
-        for path, entry in record.arrays.items():
-            if entry.kind == "dense":
-                continue
-            links = ArrayReader(catalog, record, path).links
-            written = tuple(link.version for link in links if isinstance(link, WrittenLink))
-            lines[path] = ArrayLine(written, entry.shape, entry.element)
+        lines = {
+            path: ArrayLine(_written_versions(catalog, record, path), entry.shape, entry.element)
+            for path, entry in record.arrays.items()
+            if entry.kind != "dense"
+        }
         return cls(record.id, lines, *_past(record), record.restores + 1)
 
     def folded(self, version: str) -> Lineage:
@@ -104,6 +102,11 @@ class Lineage:
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
+
+
+def _written_versions(catalog: Catalog, record: Record, path: str) -> tuple[str, ...]:
+    links = ArrayReader(catalog, record, path).links
+    return tuple(link.version for link in links if isinstance(link, WrittenLink))
 
 
 def _past(record: Record) -> tuple[tuple[int, ...], tuple[Delta, ...]]:

@@ -47,9 +47,6 @@ class Staged:
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
     nbytes: int = 0
 
-    def array_bytes(self, path: str) -> int:
-        return sum(part.nbytes for part in self.parts.get(path, {}).values())
-
 
 def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Staged:
     """Put every object of a version but its manifest, state and record.
@@ -74,7 +71,8 @@ def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Sta
             if made.path is not None:
                 staged.parts.setdefault(made.path, {})[made.index] = part
     for path, entry in staged.arrays.items():
-        staged.arrays[path] = replace(entry, nbytes=staged.array_bytes(path))
+        parts = staged.parts.get(path, {}).values()
+        staged.arrays[path] = replace(entry, nbytes=sum(part.nbytes for part in parts))
     return staged
 
 
