@@ -10,11 +10,11 @@
     │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
-    │   │   ├── SkippedError                      another save was under way; the next one has its rows
-    │   │   ├── BaseLostError                     what it leans on is gone; the next one is whole
-    │   │   └── TrackingError                     rows changed unseen; their table is whole in the next one
+    │   │   ├── SkippedError                      another save was under way; the next save has its rows
+    │   │   ├── BaseLostError                     what it depends on is gone; the next save is whole
+    │   │   └── TrackingError                     rows changed untracked; the next save has their table whole
     │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
-    │   ├── BusyError             (RuntimeError)  called again from within itself
+    │   ├── BusyError             (RuntimeError)  the checkpointer was called from within its own call
     │   └── ClosedError           (ValueError)    the checkpointer was closed
     └── arguments: change the call or the model
         ├── OptionError           (ValueError)    a policy, width, pattern or number out of range
@@ -46,7 +46,7 @@ class VersionNotFoundError(CheckpointError, KeyError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """The place holds something else, or needs a newer reader."""
+    """The URL holds something else than a checkpoint store, or what needs a newer reader."""
 
 
 class CorruptionError(CheckpointError, OSError):
@@ -58,23 +58,23 @@ class SaveError(CheckpointError, OSError):
 
 
 class SkippedError(SaveError):
-    """A save was left out because another was under way, as ``overlap="skip"`` asks. Its rows are in the next one."""
+    """A save was skipped because another was under way, as ``overlap="skip"`` asks. The next save has its rows."""
 
 
 class BaseLostError(SaveError):
-    """The store, or a version that the save leans on, was removed. The next save is whole."""
+    """The store, or a version that the save depends on, was removed. The next save is whole."""
 
 
 class TrackingError(SaveError):
-    """Rows of a table changed although nothing told of them. Nothing was written; the table is next saved whole."""
+    """Rows of a table changed without being tracked. Nothing was written; the next save has the table whole."""
 
 
 class BusyError(CheckpointError, RuntimeError):
-    """The checkpointer was called from within one of its own calls, as by a signal handler."""
+    """The checkpointer was called from within one of its own calls, such as by a signal handler."""
 
 
 class SupersededError(CheckpointError, RuntimeError):
-    """A newer writer has claimed the store; this one may not commit any more."""
+    """A newer writer has claimed the store. This one may not commit any more."""
 
 
 class ClosedError(CheckpointError, ValueError):
@@ -86,7 +86,7 @@ class OptionError(CheckpointError, ValueError):
 
 
 class ReadOnlyError(CheckpointError, PermissionError, ValueError):
-    """Somebody wrote into a view of a version. Versions never change."""
+    """Something tried to write into a version, or into a view of one. Versions never change."""
 
 
 class ModelMismatchError(CheckpointError, ValueError):
@@ -94,8 +94,8 @@ class ModelMismatchError(CheckpointError, ValueError):
 
 
 class UnsupportedModelError(CheckpointError, ValueError):
-    """The model has something that can't be checkpointed."""
+    """A part of the model can't be checkpointed."""
 
 
 class StateError(CheckpointError, TypeError):
-    """A state holds a value that strict JSON with tags can't carry exactly."""
+    """A state holds a value that strict JSON with tags can't store exactly."""
