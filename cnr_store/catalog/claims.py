@@ -62,8 +62,10 @@ def next_claim_id(backend: Backend, after: ClaimId | None = None, tried: Collect
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
+    # A claim of this writer's own that landed unnoticed is no other writer's.
     if after is not None:
         _refuse_newer(backend, [claim for claim in list_claims(backend) if claim not in tried], after)
+    # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
     newest = max([*_generations(backend), *tried], default=ClaimId(0, ""))
     generation = newest.generation + 1
     if generation > layout.MAX_GENERATION:

@@ -172,6 +172,7 @@ class ArrayReader:
                     f"version {self.version}, {self.path}: {newest.shape} {newest.element} depends on version "
                     f"{link.version}, which has {link.entry.shape} {link.entry.element}"
                 )
+        # Before memory is taken: a record may claim any number of rows, its objects can't.
         if sum(link.most_rows for link in links) < newest.shape[0]:
             raise CorruptionError(
                 f"version {self.version}, {self.path}: {newest.shape[0]} rows are recorded, more than the objects of "
@@ -241,6 +242,7 @@ def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:
 
 
 def _base(catalog: Catalog, record: Record, path: str, base: str) -> tuple[Record, ArrayEntry]:
+    # A base is always older, so a chain that was forged into a circle ends here.
     if base >= record.id:
         raise CorruptionError(f"version {record.id}, {path}: depends on {base}, which is not older")
     older = catalog.find_record(base)

@@ -239,6 +239,7 @@ def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCach
     CorruptionError, FormatError
         Its metadata, its manifest and its entry in the record contradict each other, or one of them is not sound.
     """
+    # All that readers rely on is proven here, before an object is read or memory is taken for its rows.
     where, entry, parts = f"{record.home}, {path}", record.arrays[path], catalog.manifest(record).parts(path)
     link = Link(record, path, parts)
     if path in record.nodes:

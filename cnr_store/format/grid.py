@@ -75,9 +75,11 @@ def choose_grid(
     most_rows = _power_below(MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
     whole = _power_above(rows)
     chunk_rows = min(_power_below(TARGET_CHUNK_BYTES / (bytes_per_row * density)), most_rows, whole)
+    # Rows may crowd in a few chunks, which the average density does not show.
     while chunk_rows > 1 and _fullest(ids, rows, chunk_rows) * bytes_per_row > MAX_CHUNK_BYTES:
         chunk_rows //= 2
     shard_rows = max(chunk_rows, min(_power_below(TARGET_SHARD_BYTES / (bytes_per_row * density)), whole))
+    # A reader holds the index of a shard, 16 bytes a chunk, before it reads any of its rows.
     shard_rows = min(shard_rows, chunk_rows * MAX_CHUNKS_PER_SHARD)
     while shard_rows > chunk_rows and _fullest(ids, rows, shard_rows) * bytes_per_row > MAX_SHARD_BYTES:
         shard_rows //= 2

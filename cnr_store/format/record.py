@@ -121,6 +121,7 @@ class Record:
         """Key of one of its objects; of the record itself without parts."""
         if not parts:
             return record_key(self.id, self.prefix)
+        # Several attempts at a fold may run at once, and only one record tells which of them is the fold.
         folder = (self.nonce,) if self.prefix == FOLDS else ()
         return version_key(self.id, *folder, *parts, prefix=self.prefix)
 

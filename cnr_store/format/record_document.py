@@ -21,10 +21,13 @@ from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
 
+# The digest is that of the record with this in its place, since no text can hold its own.
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
+"""Of a record's object, which is read whole before any of it is proven."""
+
 _ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
 _SHOWN = 200
 

@@ -100,6 +100,7 @@ def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayL
     raw = base64.b64decode(body["data"], validate=True)
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"its {len(raw)} bytes do not fit its shape")
+    # Copied, because what comes from a buffer can't be written into, as a state's arrays could.
     return ArrayLeaf(np.frombuffer(raw, dtype).reshape(shape).copy(), kind, torch_dtype)
 
 

@@ -280,6 +280,7 @@ def _weigh(epoch: _Epoch, offer: Offer | None, costs: Costs) -> tuple[bool, Sinc
 
 def _saves_to_come(sizes: tuple[int, ...]) -> int:
     """Saves until a full one is due, if deltas go on growing as they did. At most `_HORIZON_SAVES`."""
+    # By a straight line through the first and the last delta.
     growth = (sizes[-1] - sizes[1]) / (len(sizes) - 2) if len(sizes) > 2 else 0.0
     total, last, count = float(sum(sizes)), float(sizes[-1]), len(sizes)
     for save in range(1, _HORIZON_SAVES):

@@ -66,6 +66,7 @@ class Lineage:
             if entry.kind == "dense":
                 continue
             older = self.lines[path].over(entry.base) if entry.base is not None else ()
+            # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element)
         return Lineage(record.id, lines, *_past(record), self.restores)
