@@ -8,7 +8,7 @@ from cnr_codecs import most_packed_bytes
 from cnr_codecs.compressed import MAX_FOLLOWERS
 from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS
-from cnr_store.format import arrays, grid, layout, manifest, record, state, state_arrays, validate
+from cnr_store.format import arrays, grid, layout, manifest, record_document, state, state_arrays, validate
 from cnr_store.training.saving.snapshot import MAX_METADATA_BYTES
 
 _WORDS = ("no", "one", "two", "three", "four", "five")
@@ -58,9 +58,9 @@ _MAX_ATTEMPT = _greatest(_is_attempt)
 
 PHRASES = (
     f"the caller's; at most {_size(MAX_METADATA_BYTES)}; without references",
-    f"The record has at most {_size(record.MAX_RECORD_BYTES)}.",
+    f"The record has at most {_size(record_document.MAX_RECORD_BYTES)}.",
     f"numbers are integers from 0 to {_power(validate.MOST)}, times before the year 10000.",
-    f"The text has at most {_size(manifest.MAX_MANIFEST_BYTES)}, and at most {_size(manifest._most_inflated(0))} and "
+    f"The text has at most {_size(manifest.MAX_MANIFEST_BYTES)}, and at most {_size(manifest._max_inflated(0))} and "
     f"{manifest.MAX_RATIO} times the stream's bytes",
     f"of at most {_size(state.MAX_DOCUMENT_BYTES)}. The tree that it stands for",
     f"Integers have at most {state.MAX_INTEGER_BITS:,} bits.",
@@ -89,7 +89,7 @@ ROWS = {
     "size along an axis of an array": _power(_MAX_AXIS),
     "values of an array": _power(_MAX_VALUES),
     "TABLE, SLOT, NAME": f"{layout.MAX_SEGMENT_BYTES} bytes",
-    "record": _size(record.MAX_RECORD_BYTES),
+    "record": _size(record_document.MAX_RECORD_BYTES),
     "manifest, inflated": _size(manifest.MAX_MANIFEST_BYTES),
     "state, without the arrays beside it": _size(state.MAX_DOCUMENT_BYTES),
     "metadata": _size(MAX_METADATA_BYTES),
