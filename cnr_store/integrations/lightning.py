@@ -12,7 +12,7 @@ from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.reading.opening import Url
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.data.tracked_reader import TrackedReader
-from cnr_store.training.model.arguments import Overlap, count
+from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CnrCheckpoint(Callback):
 
     def __init__(self, url: Url, every_n_steps: int, *, resume: bool = False, **options: Any) -> None:
         self._url = url
-        self._every = count("every_n_steps", every_n_steps, least=1)
+        self._every = check_count("every_n_steps", every_n_steps, minimum=1)
         self._resume = resume
         self._options = options
         self._checkpointer: Checkpointer | None = None

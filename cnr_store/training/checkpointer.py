@@ -32,7 +32,14 @@ from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.restored import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
-from cnr_store.training.model.arguments import Overlap, callback, check_overlap, count, module, stateful
+from cnr_store.training.model.arguments import (
+    Overlap,
+    check_callback,
+    check_count,
+    check_model,
+    check_overlap,
+    check_stateful,
+)
 from cnr_store.training.model.optimizer_state import as_list, table_slots
 from cnr_store.training.model.row_arrays import row_arrays
 from cnr_store.training.model.tables import find_tables
@@ -136,19 +143,19 @@ class Checkpointer:
         trusted_optimizers: Collection[type[Optimizer]] = (),
     ) -> None:
         rules = Rules(keep_last, keep_every)
-        workers = count("workers", workers, least=1)
-        max_chain = None if max_chain is None else count("max_chain", max_chain, least=1)
-        snapshot_bytes = count("snapshot_bytes", snapshot_bytes, least=0)
+        workers = check_count("workers", workers, minimum=1)
+        max_chain = None if max_chain is None else check_count("max_chain", max_chain, minimum=1)
+        snapshot_bytes = check_count("snapshot_bytes", snapshot_bytes, minimum=0)
         self._overlap = check_overlap(overlap)
-        on_done = callback("on_done", on_done)
+        on_done = check_callback("on_done", on_done)
         trusted = trusted_classes(trusted_optimizers)
         policy = check_policy(policy)
         costs = Costs(keep_last, restores_per_save)
         codecs = CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits)
-        self._objects = stateful(state or {})
+        self._objects = check_stateful(state or {})
         self._rng = rng
         self._audit = Audit.from_option(audit)
-        self._model = module(model)
+        self._model = check_model(model)
         self._optimizers = as_list(optimizer)
         self._tables = find_tables(model)
         self._places = ModelStructure(model)
@@ -220,7 +227,7 @@ class Checkpointer:
         """
         with self._turn.take("save"):
             self._check_open()
-            step = count("step", step, least=0)
+            step = check_count("step", step, minimum=0)
             overlap = self._overlap if overlap is None else check_overlap(overlap)
             began = time.perf_counter()
             latest = self._saves.latest

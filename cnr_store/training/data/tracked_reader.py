@@ -14,7 +14,7 @@ from cnr_store.training.data.generators import (
     set_generators,
 )
 from cnr_store.training.data.loader_replay import source_of
-from cnr_store.training.model.arguments import count
+from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class TrackedReader(Generic[T]):
         OptionError
             `batches` is no count, or (while iterating) an epoch has no batch at all.
         """
-        return self._emit(count("batches", batches, least=0))
+        return self._emit(check_count("batches", batches, minimum=0))
 
     def _emit(self, batches: int) -> Iterator[T]:
         while batches:

@@ -6,48 +6,49 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
+import torch
 from torch import nn
 
-from cnr_store.errors import OptionError, UnsupportedModelError
+from cnr_store.errors import ModelMismatchError, OptionError, UnsupportedModelError
 from cnr_store.format.validate import MOST
 
 Overlap = Literal["wait", "skip"]
 IGNORE = 'load(strict="ignore"), which loads'
-"""How messages offer it; what it loads follows."""
-Called = TypeVar("Called", bound=Callable[..., object])
+"""The advice in messages, which go on with what it loads."""
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def check_overlap(overlap: object) -> Overlap:
-    """What a save does while another is being written."""
+    """What a save does while another one is being written."""
     if overlap not in get_args(Overlap):
         raise OptionError(f"overlap={overlap!r}: give {' or '.join(map(repr, get_args(Overlap)))}")
-    return overlap  # type: ignore[return-value]  # just proven
+    return overlap  # type: ignore[return-value]  # just checked
 
 
-def callback(name: str, function: Called | None) -> Called | None:
-    """Something to call, or None."""
+def check_callback(name: str, function: Function | None) -> Function | None:
+    """A function, or None."""
     if function is not None and not callable(function):
         raise OptionError(f"{name}={function!r}: give a function")
     return function
 
 
-def count(name: str, value: object, least: int) -> int:
-    """An integer of at least `least` that a commit record can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= MOST:
+def check_count(name: str, value: object, minimum: int) -> int:
+    """An integer from `minimum` to what a commit record can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= MOST:
         hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
-        raise OptionError(f"{name}={value!r}: give an integer of at least {least} and at most 2**62{hint}")
+        raise OptionError(f"{name}={value!r}: give an integer of at least {minimum} and at most 2**62{hint}")
     return int(value)
 
 
-def module(model: object) -> nn.Module:
-    """A model that torch knows as one."""
+def check_model(model: object) -> nn.Module:
+    """A model of torch."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"the model is of type {type(model).__name__}; give a torch.nn.Module")
     return model
 
 
-def stateful(objects: object) -> dict[str, Any]:
-    """Objects with a state, by name."""
+def check_stateful(objects: object) -> dict[str, Any]:
+    """Objects that have a state to save and load, by name."""
     if not isinstance(objects, Mapping):
         raise OptionError(
             f"state is of type {type(objects).__name__}; give {{name: object with a state_dict}}"
@@ -57,10 +58,30 @@ def stateful(objects: object) -> dict[str, Any]:
             raise OptionError(f"state: the name {name!r} is of type {type(name).__name__}; give a string")
         if isinstance(value, type):
             raise OptionError(f"state {name!r}: {value.__qualname__} is a class; give an object of it")
-        if not (
-            callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-        ):
+        methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
+        if not all(map(callable, methods)):
             raise OptionError(
                 f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict"
             )
-    return {str(name): value for name, value in objects.items()}
+    return {str(name): value for name, value in objects.items()}  # a string's subclass would not be stored
+
+
+def check_row_ids(table: str, ids: object, rows: int) -> torch.Tensor:
+    """Row numbers of a table as a tensor of their shape: int64, or empty of any type."""
+    try:
+        tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelMismatchError(f"table {table!r}: ids are no numbers ({error}); give integers") from error
+    if not tensor.numel():
+        return tensor
+    if tensor.dtype is torch.bool:
+        raise ModelMismatchError(
+            f"table {table!r}: ids are a mask of torch.bool; give row numbers, as with mask.nonzero()"
+        )
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise ModelMismatchError(f"table {table!r}: ids are {tensor.dtype}; give integers")
+    tensor = tensor.to(torch.int64)  # torch finds no minimum of unsigned ones
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < 0 or high >= rows:
+        raise ModelMismatchError(f"table {table!r}: ids from {low} to {high}, but it has {rows} rows")
+    return tensor

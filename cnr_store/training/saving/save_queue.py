@@ -155,7 +155,7 @@ class SaveQueue:
             self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
         )
         if not decision.full:  # or all is written, whatever is believed of it
-            self._audit.check(arrays, dirty, self._tracker.distrust)
+            self._audit.check(arrays, dirty, self._tracker.make_whole)
         self._audit.renew(arrays, dirty)
         return decision
 

@@ -1,9 +1,9 @@
-"""Proves by samples that rows believed unchanged are: what tracks rows can't see every way of changing them.
+"""Checks by samples that rows without a flag did not change, because hooks can't see every way of changing them.
 
-At each save the raw bits of some rows are kept. At the next, those of them that nothing flagged since must be the
-same. The rows most at risk are those that change: a third of the sample are sampled rows that were flagged in the
-last interval (they tend to change in each), a third are drawn from all that were flagged, and the rest from the
-whole table, for rows that never are.
+Each save keeps the bits of some rows. At the next one, those of them that were not flagged since must be the same.
+Rows that change are the most at risk. So a third of the sample are rows of the last one that were flagged since, which
+tend to change in each interval. A third are drawn from all rows that were flagged. The rest are drawn from the whole
+table, for rows that never are.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import TrackingError
-from cnr_store.training.model import arguments
+from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
 from cnr_store.training.tracking.device_bitmap import as_integers
 
 DEFAULT_BYTES = 1 << 20
-"""Of samples of all tables: 4,096 rows of 64 floats. If 230 of them change in an interval, 99 of 100 trackers that
-forget one changed row in a thousand are caught within 20 saves; on Zipf's ids a third of a sample does."""
+"""For the samples of all tables: 4,096 rows of 64 floats. If 230 of them change in an interval, 99 of 100 trackers that
+forget one changed row in a thousand are caught within 20 saves; of ids with Zipf's distribution a third of a sample
+changes."""
 
 _SHOWN = 5
-_SPARSE = 8  # rows flagged are listed if they are fewer than one of so many, and else met by chance
+_SPARSE = 8  # flagged rows are listed if they are fewer than one in so many, and else hit by chance
 _LIKELY = (
     "likely by a write through .data or numpy, an operator of your own, an optimizer that moves rows without a "
     "gradient, or replays of a CUDA graph"
@@ -38,11 +39,11 @@ _LIKELY = (
 
 @dataclass(frozen=True)
 class _Sample:
-    """Rows of one table: `ids` ascending, ``(n,)``, and by array path their bits, ``(n, k)`` integers."""
+    """Rows of one table: `ids`, ``(n,)`` ascending, and by array path their bits, ``(n, k)`` integers."""
 
     rows: int
     ids: Rows
-    kept: Mapping[str, torch.Tensor]
+    bits: Mapping[str, torch.Tensor]
 
 
 class Audit:
@@ -53,7 +54,7 @@ class Audit:
     limit_bytes
         For the samples of all tables, shared evenly among those that don't fit whole; 0 keeps none.
     seed
-        Of the choice of rows; None for another one in each run.
+        Of the random choice of rows; None for another one in each run.
     """
 
     def __init__(self, limit_bytes: int = DEFAULT_BYTES, seed: int | None = None) -> None:
@@ -63,16 +64,16 @@ class Audit:
 
     @classmethod
     def from_option(cls, audit: bool | int) -> Self:
-        """As a caller asks for it: True for `DEFAULT_BYTES`, False for none, or the bytes.
+        """From what a caller gave: True for `DEFAULT_BYTES`, False for none, or the bytes.
 
         Raises
         ------
         OptionError
-            It is neither a truth value nor such a number.
+            It is neither a truth value nor a number of bytes.
         """
         if isinstance(audit, bool):
             return cls(DEFAULT_BYTES if audit else 0)
-        return cls(arguments.count("audit", audit, least=0))
+        return cls(check_count("audit", audit, minimum=0))
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""
@@ -82,46 +83,47 @@ class Audit:
         self,
         arrays: Sequence[RowArray],
         flagged: Mapping[str, Bitmap],
-        distrust: Callable[[str, str], object],
+        make_whole: Callable[[str, str], object],
     ) -> None:
         """Compare the sampled rows that are not flagged with those in the model.
 
         Parameters
         ----------
         arrays
-            As `row_arrays` gives them.
+            From `row_arrays`.
         flagged
             Packed, by table name: the rows that may have changed since the samples were taken.
-        distrust
-            Called with the name of each table found wrong, and why its next version must be whole.
+        make_whole
+            Called with the name of each table that fails, and the reason why its next version must be whole.
 
         Raises
         ------
         TrackingError
-            Some differ. It names all of these tables.
+            Some rows differ. It names all of these tables.
         """
-        found = []
-        for name, of_table in _by_table(arrays):
+        failures = []
+        for name, table_arrays in _by_table(arrays):
             sample = self._samples.get(name)
-            if sample is None or sample.rows != of_table[0].table.rows:
+            if sample is None or sample.rows != table_arrays[0].table.rows:
                 continue
-            moved = _moved(sample, of_table, np.flatnonzero(~_are_set(flagged[name], sample.ids)))
-            for path, rows in moved.items():
-                found.append(f"table {name!r}: {_some(rows)} of {path}")
-            if moved:
-                distrust(name, "rows that nothing flagged had changed")
-        if found:
+            changed = _changed(sample, table_arrays, np.flatnonzero(~_are_set(flagged[name], sample.ids)))
+            failures += [f"table {name!r}: {_listed(rows)} of {path}" for path, rows in changed.items()]
+            if changed:
+                make_whole(name, "rows changed without being tracked")
+        if failures:
             raise TrackingError(
-                f"changed since the last save although nothing told of it, {_LIKELY}: {'; '.join(found)}. Nothing "
-                "was written, and the next save of these tables is whole. Tell of each such change with "
-                "Checkpointer.touch after it, or save with full=True"
+                f"changed since the last save without being tracked, {_LIKELY}: {'; '.join(failures)}. Nothing was "
+                "written, and the next save of these tables is whole. Call Checkpointer.touch after each such change, "
+                "or save with full=True"
             )
 
     def renew(self, arrays: Sequence[RowArray], flagged: Mapping[str, Bitmap] | None = None) -> None:
-        """Take new samples of the model as it is: it is being saved, or was just loaded.
+        """Take new samples of the model, which is being saved or was just loaded.
 
         Parameters
         ----------
+        arrays
+            From `row_arrays`.
         flagged
             The rows that are likely to change again; None if that is not known.
         """
@@ -129,16 +131,17 @@ class Audit:
             return
         tables = dict(_by_table(arrays))
         samples = {}
-        for name, rows in _sizes(tables, self._limit_bytes).items():
-            of_table = tables[name]
-            total = of_table[0].table.rows
-            ids = self._draw(name, total, rows, None if flagged is None else flagged[name])
-            samples[name] = _Sample(total, ids, {array.path: _bits(array.tensor, ids) for array in of_table})
+        for name, size in _sample_sizes(tables, self._limit_bytes).items():
+            rows = tables[name][0].table.rows
+            ids = self._draw(name, rows, size, None if flagged is None else flagged[name])
+            samples[name] = _Sample(
+                rows, ids, {array.path: _bits(array.tensor, ids) for array in tables[name]}
+            )
         self._samples = samples
 
-    def _draw(self, name: str, rows: int, wanted: int, flagged: Bitmap | None) -> Rows:
-        """At most `wanted` of a table's rows, ascending."""
-        if wanted >= rows:
+    def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> Rows:
+        """At most `size` of a table's rows, ascending."""
+        if size >= rows:
             return np.arange(rows)
         parts = []
         dirty = 0 if flagged is None else count(flagged)
@@ -146,87 +149,89 @@ class Audit:
             former = self._samples.get(name)
             if former is not None and former.rows == rows:
                 again = former.ids[_are_set(flagged, former.ids)]
-                parts.append(self._random.permutation(again)[: wanted // 3])
-            parts.append(self._flagged(flagged, rows, dirty, wanted // 3))
-        left = wanted - sum(map(len, parts))
+                parts.append(self._random.permutation(again)[: size // 3])
+            parts.append(self._draw_flagged(flagged, rows, dirty, size // 3))
+        left = size - sum(map(len, parts))
         return np.unique(np.concatenate([*parts, self._random.integers(rows, size=left)]))
 
-    def _flagged(self, flagged: Bitmap, rows: int, dirty: int, wanted: int) -> Rows:
-        """About `wanted` of the rows that are set, at random."""
+    def _draw_flagged(self, flagged: Bitmap, rows: int, dirty: int, size: int) -> Rows:
+        """About `size` of the `dirty` rows that are set, at random."""
         if dirty * _SPARSE < rows:
-            return self._random.choice(rows_of(flagged, rows), wanted)
-        tried = self._random.integers(rows, size=2 * _SPARSE * wanted)
-        return tried[_are_set(flagged, tried)][:wanted]
+            return self._random.choice(rows_of(flagged, rows), size)
+        tried = self._random.integers(rows, size=2 * _SPARSE * size)
+        return tried[_are_set(flagged, tried)][:size]
 
 
 def _by_table(arrays: Iterable[RowArray]) -> list[tuple[str, list[RowArray]]]:
-    """Arrays of a table stand beside each other."""
+    """The arrays of each table, which are next to each other."""
     return [(name, list(group)) for name, group in groupby(arrays, key=lambda array: array.table.name)]
 
 
-def _sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) -> dict[str, int]:
-    """Rows to sample of each table: what small tables leave of their share goes to the others."""
-    row_bytes = {name: sum(array.row_bytes for array in of_table) for name, of_table in tables.items()}
-    whole = {name: of_table[0].table.rows * row_bytes[name] for name, of_table in tables.items()}
+def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) -> dict[str, int]:
+    """Rows to sample of each table. What small tables leave of their share goes to the others."""
+    row_bytes = {name: sum(array.row_bytes for array in arrays) for name, arrays in tables.items()}
+    table_bytes = {name: arrays[0].table.rows * row_bytes[name] for name, arrays in tables.items()}
     sizes = {}
-    for position, name in enumerate(sorted(whole, key=whole.__getitem__)):
-        share = limit_bytes // (len(whole) - position)
-        sizes[name] = max(1, min(whole[name], share) // row_bytes[name])
+    for position, name in enumerate(sorted(table_bytes, key=table_bytes.__getitem__)):
+        share = limit_bytes // (len(table_bytes) - position)
+        sizes[name] = max(1, min(table_bytes[name], share) // row_bytes[name])
         limit_bytes = max(0, limit_bytes - sizes[name] * row_bytes[name])
     return sizes
 
 
 def _are_set(flagged: Bitmap, ids: Rows) -> npt.NDArray[np.bool_]:
-    byte, bit = flagged[ids >> 3], (1 << (ids & 7)).astype(np.uint8)
-    found: npt.NDArray[np.bool_] = byte & bit != 0
-    return found
+    are_set: npt.NDArray[np.bool_] = (flagged[ids >> 3] >> (ids & 7)) & 1 != 0
+    return are_set
 
 
 def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:
-    """The bits of some rows, on the tensor's own device: the host need not hold them."""
+    """The bits of some rows, on the tensor's own device, so that the host need not hold them."""
     index = torch.from_numpy(ids).to(tensor.device)
-    taken = torch.index_select(as_integers(tensor), 0, index)
-    return taken.reshape(ids.size, taken[:1].numel())
+    rows = torch.index_select(as_integers(tensor), 0, index)
+    return rows.reshape(ids.size, rows[:1].numel())
 
 
-def _moved(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[str, Rows]:
-    """By array path, the rows that differ although they are clean: `clean` are their positions in the sample."""
-    ids, found = sample.ids[clean], {}
+def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[str, Rows]:
+    """By array path, the rows that differ without a flag: `clean` are the positions in the sample without one."""
+    ids, changed = sample.ids[clean], {}
     for array in arrays:
-        kept = sample.kept.get(array.path)
-        if kept is None or not ids.size:  # state made since is written whole
+        bits = sample.bits.get(array.path)
+        if bits is None or not ids.size:  # state made since is written whole
             continue
-        before, now = kept[torch.from_numpy(clean).to(kept.device)], _bits(array.tensor, ids)
-        # Of another width or type it is written whole, too.
+        before, now = bits[torch.from_numpy(clean).to(bits.device)], _bits(array.tensor, ids)
+        # State that got another width or type is written whole, too.
         comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
         if comparable and not torch.equal(before, now):
             differs = _differ(before, now, array.tensor.dtype).any(dim=1).cpu().numpy()
             if differs.any():
-                found[array.path] = ids[differs]
-    return found
+                changed[array.path] = ids[differs]
+    return changed
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where bits differ, but for what steps do to any row: torch gives NaNs of bfloat16 other bits at each one, and
-    subnormal numbers become zero at the first one after ``torch.set_flush_denormal(True)``."""
+    """Where bits differ, but for what a step does to any row.
+
+    Each step gives NaNs of bfloat16 other bits. The first one after ``torch.set_flush_denormal(True)`` turns subnormal
+    numbers into zero.
+    """
     differs = before != now
     if dtype.is_floating_point:
         differs &= ~(before.view(dtype).isnan() & now.view(dtype).isnan())
-        differs &= ~(_magnitude(before) < _least_normal(dtype)) | (_magnitude(now) != 0)
+        differs &= ~(_magnitude(before) < _smallest_normal(dtype)) | (_magnitude(now) != 0)
     return differs
 
 
 def _magnitude(bits: torch.Tensor) -> torch.Tensor:
-    """Without the sign; as integers, since subnormal numbers may count as zero in arithmetic."""
+    """The bits without the sign. As integers, because arithmetic may take subnormal numbers for zero."""
     return bits & torch.iinfo(bits.dtype).max
 
 
-def _least_normal(dtype: torch.dtype) -> int:
-    """The bits of the least positive number of a type that is not subnormal: an exponent of 1 above the fraction."""
+def _smallest_normal(dtype: torch.dtype) -> int:
+    """The bits of the smallest positive normal number of a type: an exponent of 1 above the fraction."""
     return 1 << round(-math.log2(torch.finfo(dtype).eps))
 
 
-def _some(rows: Rows) -> str:
+def _listed(rows: Rows) -> str:
     shown = ", ".join(map(str, rows[:_SHOWN].tolist()))
     more = f" and {rows.size - _SHOWN} more sampled" if rows.size > _SHOWN else ""
     return f"{'row' if rows.size == 1 else 'rows'} {shown}{more}"

@@ -1,8 +1,7 @@
 """Packed bitmaps of rows: bit ``i & 7`` of byte ``i >> 3`` stands for row ``i``.
 
-Every bitmap is a ``uint8`` array of ``ceil(rows / 8)`` bytes whose bits past the last row are zero. Kernels
-are serial and release the GIL. The ``*_reference`` functions say the same in plain numpy; tests compare
-the two.
+Every bitmap is a ``uint8`` array of ``ceil(rows / 8)`` bytes whose bits past the last row are zero. Kernels are serial
+and release the GIL. The ``*_reference`` functions do the same in plain numpy; tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AnyArray = np.ndarray[Any, Any]
 
 
 def bitmap_bytes(rows: int) -> int:
-    """Bytes of a bitmap of `rows` rows."""
+    """The size of a bitmap of `rows` rows, in bytes."""
     return (rows + 7) // 8
 
 
@@ -52,7 +51,9 @@ def _mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
 def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     """Set the bits of `ids`, an ``(n,)`` array of integers.
 
-    Returns -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
+    Returns
+    -------
+    -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
     """
     return int(_mark(bitmap, rows, ids))
 
@@ -64,7 +65,7 @@ def _typed_pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-# The pointer to an address, in kernels.
+# Makes a pointer from an address, in kernels.
 _pointer: Any = intrinsic(_typed_pointer)
 
 
@@ -75,14 +76,15 @@ def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> in
 
 
 def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
-    """`mark` for a bitmap of `rows` rows and `count` int64 ids that lie one after the other at these addresses.
+    """`mark` for a bitmap of `rows` rows and `count` contiguous int64 ids at these addresses.
 
-    An array takes more time to make than few ids take to mark. The caller keeps both memories alive.
+    Making arrays of them would take longer than marking a few ids. The caller keeps both memories alive.
     """
     return _mark_at(bitmap_address, rows, ids_address, count)
 
 
 def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
+    """`mark` in numpy."""
     outside = np.flatnonzero((ids < 0) | (ids >= rows))
     good = ids[: outside[0]] if outside.size else ids
     np.bitwise_or.at(bitmap, good >> 3, (1 << (good & 7)).astype(np.uint8))
@@ -106,11 +108,13 @@ def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
 
 
 def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
+    """`mark_nonzero` in numpy."""
     bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
 
 
 @njit(nogil=True, cache=True)
 def _popcount(word: Any) -> Any:
+    # Sums of bits side by side, in fields of 2, 4 and 8 bits; the product adds up the eight bytes.
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -128,17 +132,18 @@ def _count(words: npt.NDArray[np.uint64], tail: Bitmap) -> int:
 
 
 def _words(bitmap: Bitmap) -> tuple[npt.NDArray[np.uint64], Bitmap]:
-    """The bitmap as whole 64-bit words and the bytes behind them."""
-    whole = bitmap.size // 8 * 8
-    return bitmap[:whole].view(np.uint64), bitmap[whole:]
+    """The bitmap as 64-bit words, and the bytes left after them."""
+    end = bitmap.size // 8 * 8
+    return bitmap[:end].view(np.uint64), bitmap[end:]
 
 
 def count(bitmap: Bitmap) -> int:
-    """Rows that are set."""
+    """The number of rows that are set."""
     return int(_count(*_words(bitmap)))
 
 
 def count_reference(bitmap: Bitmap) -> int:
+    """`count` in numpy."""
     return int(np.unpackbits(bitmap).sum())
 
 
@@ -147,7 +152,7 @@ def _rows_of(words: npt.NDArray[np.uint64], tail: Bitmap, out: Rows) -> None:
     filled = 0
     for index in range(words.size):
         word = words[index]
-        # From one set bit to the next: a branch for each bit, taken at random, costs ten times as much.
+        # From one set bit to the next: a branch for each bit is mispredicted, and takes ten times as long.
         while word != 0:
             lowest = word & (~word + np.uint64(1))
             out[filled] = index * 64 + np.int64(_popcount(lowest - np.uint64(1)))
@@ -168,9 +173,5 @@ def rows_of(bitmap: Bitmap, rows: int) -> Rows:
 
 
 def rows_of_reference(bitmap: Bitmap, rows: int) -> Rows:
+    """`rows_of` in numpy."""
     return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:rows]).astype(np.int64)
-
-
-def or_into(target: Bitmap, source: Bitmap) -> None:
-    """Set in `target` every bit that is set in `source`; both have the same size."""
-    np.bitwise_or(target, source, out=target)

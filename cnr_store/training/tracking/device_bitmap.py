@@ -1,4 +1,4 @@
-"""The bitmap of one table on the device where its ids are, so that marking never waits for the device."""
+"""The bitmap of one table, on the table's device, so that marking never waits for the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def mark_on_device(bits: torch.Tensor, ids: torch.Tensor) -> None:
     """Set the bits of `ids`, integers in ``[0, rows)`` of any shape; the host does not wait for the device.
 
-    `bits` is ``(ceil(rows / 8) + 1,)`` uint8 on the device of `ids`; its last byte takes what is thrown away.
+    `bits` is ``(ceil(rows / 8) + 1,)`` uint8 on the device of `ids`; its last byte is scratch.
     """
     flat = ids.detach().reshape(-1).to(torch.int64)
     byte, bit = flat >> 3, flat & 7
-    nowhere = torch.full_like(byte, bits.numel() - 1)
-    # Bit by bit, so that ids that meet in one byte all write the same value.
+    scratch = torch.full_like(byte, bits.numel() - 1)
+    # Bit by bit, so that ids of one byte all write the same value.
     for position in range(8):
-        index = torch.where(bit == position, byte, nowhere)
+        index = torch.where(bit == position, byte, scratch)
         bits[index] = bits[index] | (1 << position)
 
 
@@ -34,18 +34,18 @@ def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
-    """The bits of a strided tensor as integers of its shape, in the same memory."""
+    """A view of a strided tensor's bits as integers of its shape."""
     return values.detach().view(_INTEGERS[values.element_size()])
 
 
 def _host_memory(rows: int) -> tuple[Bitmap, int]:
-    """A bitmap and its address: in one, so that an interrupt never leaves the address of memory that was given up."""
+    """A bitmap and its address, in one value, so that an interrupt never leaves the address of freed memory."""
     memory = bitmap.empty_bitmap(rows)
     return memory, memory.ctypes.data
 
 
 class RowBits:
-    """One bit a row: host memory and compiled kernels for tables on the CPU, tensors elsewhere."""
+    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; in tensors elsewhere."""
 
     __slots__ = ("_bits", "_host", "device", "rows")
 
@@ -53,16 +53,22 @@ class RowBits:
         self.rows, self.device = rows, device
         self._host = _host_memory(rows) if device.type == "cpu" else None
         size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
-        with torch.inference_mode(False):  # to be marked outside of it, too
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be marked outside of it
             self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
 
-        Returns False if one is out of range, on the host; on another device ids must be in range. As torch does,
-        it raises a RuntimeError for tensors without values, such as those of a function that is transformed.
+        Returns
+        -------
+        False if an id is out of range, on the host. On another device all must be in range.
+
+        Raises
+        ------
+        RuntimeError
+            torch's own, or its like, for tensors without values, such as those of a function being transformed.
         """
-        # What nearly all ids are. Only a plain tensor surely has its values where it says.
+        # Nearly all ids are such. Only a plain tensor is sure to have its values at its address.
         host, plain = self._host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
         if plain and host is not None and ids.is_contiguous():
             address, count = ids.data_ptr(), ids.numel()
@@ -75,9 +81,9 @@ class RowBits:
         return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
-        """Set the bits of the rows that `gradient`, ``(rows, dim)`` dense or sparse, may change.
+        """Set the bits of the rows that `gradient`, ``(rows, dim)``, may change.
 
-        Of a sparse gradient these are the rows it holds; of a dense one, those with a value that is not +0.
+        A sparse gradient may change the rows it holds, a dense one those with a value that is not +0.
         """
         if gradient.is_sparse:
             indices = gradient._indices()
@@ -88,11 +94,11 @@ class RowBits:
             bitmap.mark_nonzero(self._host[0], as_integers(gradient).cpu().numpy())
 
     def read(self) -> Bitmap:
-        """The bits in host memory; it may be the memory that the next marks write to."""
+        """The bits in host memory, which later marks may write to."""
         return self._bits[:-1].cpu().numpy() if self._host is None else self._host[0]
 
     def take(self) -> Bitmap:
-        """The bits in host memory; none is set afterwards."""
+        """The bits in host memory of their own; none is set here afterwards."""
         taken = self.read()
         if self._host is None:
             self._bits.zero_()

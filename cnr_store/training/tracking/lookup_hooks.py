@@ -1,92 +1,104 @@
-"""Hooks on the modules that look rows up. They flag the ids of each lookup, also of those in compiled code.
+"""Hooks on the modules that look up rows. They flag the ids of each lookup, in compiled code too.
 
-Compiled code has the hooks that a module had when it was compiled, as part of the graph. What they do there is one
-operator without a result, which the compiler neither looks into nor leaves out nor breaks the graph for. When it
-runs, it asks the module for its present hooks: a tracker that is newer than the compiled code is told, too.
+A module's hooks become part of the graph when the module is compiled. There, the hook after a lookup is one operator
+without a result, which the compiler neither inspects nor removes nor breaks the graph for. When it runs, it calls the
+hooks that the module has by then, so a tracker that is newer than the compiled code sees the lookup too.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from cnr_store.training.model.tables import Lookup
-from cnr_store.training.tracking.step_hooks import Handle, Local
 from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-# A captured CUDA graph replays kernels, and would leave the operator out; releases without this tag capture none
-# beside tensors of the host, such as `_AfterLookup._order`.
+# A captured CUDA graph replays kernels only, and would skip the operator. Releases of torch without this tag capture
+# no graph with a tensor of the host in it, such as `_AfterLookup._order`.
 _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
 
-# An exported program is no training job's, and must run where this package is not. `bool()`, False, answers for
-# releases of torch that can't tell.
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+_NO_VALUES = (
+    "ids without values were looked up, as within torch.jit.trace, torch.func.vmap or under fake tensors"
+)
 
-_is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
+# Exported programs must run where this package is not installed, so they get no hooks. Releases of torch without
+# `is_exporting` are answered by `bool()`, which is False.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 _modules: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary()
 
 
-def hook_lookups(module: Lookup, watch: TableTracker, handles: list[Handle]) -> None:
-    """Tell `watch` of the rows that `module` looks up from now on, and of state dicts loaded into it.
+def hook_lookups(module: Lookup, tracker: TableTracker, hooks: ExitStack) -> None:
+    """Tell `tracker` which rows `module` looks up, and that a state dict was loaded into it.
 
-    `handles` are those of the hooks, also of such as must be added later.
+    `hooks` removes the hooks when it is closed, also those that are added later.
     """
-    register_loaded: Callable[..., Handle] = module.register_load_state_dict_post_hook
-    after = _AfterLookup(module, watch, handles)
+    register_after_load: Callable[..., Any] = module.register_load_state_dict_post_hook
+    after = _AfterLookup(module, tracker, hooks)
     if module.max_norm is not None:
         after.check_before()
-    handles += [
-        module.register_forward_hook(after, with_kwargs=True),
-        register_loaded(_AfterLoad(watch)),
-    ]
+    hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+    hooks.callback(register_after_load(_AfterLoad(tracker)).remove)
 
 
-class _AfterLoad(Local):
-    __slots__ = ("_watch",)
+class _TableHook:
+    """A hook of one module for one table tracker.
 
-    def __init__(self, watch: TableTracker) -> None:
-        self._watch = watch
+    A copy of a model (for averaging, say) copies its hooks; the copied ones do nothing.
+    """
+
+    __slots__ = ("_tracker",)
+
+    def __init__(self, tracker: TableTracker) -> None:
+        self._tracker = tracker
+
+    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
+        return _CopiedHook, ()
+
+
+class _CopiedHook:
+    def __call__(self, *_: object) -> None:
+        return None
+
+
+class _AfterLoad(_TableHook):
+    __slots__ = ()
 
     def __call__(self, *_: object) -> None:
-        self._watch.make_whole("a state dict was loaded into it")
+        self._tracker.make_whole("a state dict was loaded into it")
 
 
-class _BeforeLookup(Local):
-    """Sees what changed before a lookup with ``max_norm``, which changes rows itself."""
+class _BeforeLookup(_TableHook):
+    """Looks for changes from elsewhere before a lookup with ``max_norm``, which changes rows itself."""
 
-    __slots__ = ("_watch",)
-
-    def __init__(self, watch: TableTracker) -> None:
-        self._watch = watch
+    __slots__ = ()
 
     def __call__(self, module: Lookup, *_: object) -> None:
-        if module.max_norm is not None:
-            if not torch.compiler.is_compiling():
-                _check_max_norm(self._watch)
-            elif not _is_exporting():
-                _before_max_norm(self._watch)
+        if module.max_norm is not None and not _is_exporting():
+            _check_max_norm(self._tracker)
 
 
-class _AfterLookup(Local):
-    __slots__ = ("_checked", "_handles", "_module", "_order", "_watch")
+class _AfterLookup(_TableHook):
+    __slots__ = ("_checks_before", "_hooks", "_module", "_order")
 
-    def __init__(self, module: Lookup, watch: TableTracker, handles: list[Handle]) -> None:
-        self._module, self._watch, self._handles = module, watch, handles
-        self._checked = False
-        # What the operator in compiled code claims to change, so that it is kept and stays in order.
+    def __init__(self, module: Lookup, tracker: TableTracker, hooks: ExitStack) -> None:
+        super().__init__(tracker)
+        self._module, self._hooks = module, hooks
+        self._checks_before = False
+        # The operator in compiled code claims to change this tensor, so that it is kept, and in its place.
         self._order = torch.zeros(1, dtype=torch.uint8, device="cpu")
         _modules[id(module)] = module
 
     def check_before(self) -> None:
-        """Look at the table before lookups as well, since they change rows themselves."""
-        self._checked = True
-        self._handles.append(self._module.register_forward_pre_hook(_BeforeLookup(self._watch)))
+        """Check the table before each lookup too, because lookups with ``max_norm`` change rows."""
+        self._checks_before = True
+        self._hooks.callback(self._module.register_forward_pre_hook(_BeforeLookup(self._tracker)).remove)
 
     def __call__(
         self, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _output: object
@@ -94,95 +106,94 @@ class _AfterLookup(Local):
         renorms = module.max_norm is not None
         if not (renorms or torch.is_grad_enabled()):
             return
-        ids = args[0] if args else kwargs["input"]
-        own = module._parameters.get("weight") is self._watch.table.parameter
+        ids = args[0] if args else kwargs.get("input")
+        if not isinstance(ids, torch.Tensor):  # a forward of its own takes anything
+            ids = None
+        elif ids.is_nested:  # neither the operator nor numpy takes ragged ids
+            ids = ids.values()
+        is_own_weight = module._parameters.get("weight") is self._tracker.table.parameter
         if not torch.compiler.is_compiling():
-            self.note(module, ids, own, renorms)
+            self.flag(module, ids, is_own_weight, renorms)
         elif _is_exporting():
             return
         elif renorms:
-            _after_max_norm(self, module, ids, own)
+            _flag_after_max_norm(self, module, ids, is_own_weight, renorms)
         else:
-            plain = ids.values() if ids.is_nested else ids
-            torch.ops.cnr_store.looked_up(self._order, plain, id(module), own)
+            torch.ops.cnr_store.looked_up(self._order, ids, id(module), is_own_weight)
 
-    def note(self, module: Lookup, ids: torch.Tensor, own: bool, renorms: bool = False) -> None:
-        """Flag the rows `ids`, and account for what this lookup changed itself where it `renorms`.
+    def flag(
+        self, module: Lookup, ids: torch.Tensor | None, is_own_weight: bool, renorms: bool = False
+    ) -> None:
+        """Flag the rows `ids` that `module` looked up.
 
-        `own` tells whether they were looked up in the module's own parameter.
+        Parameters
+        ----------
+        ids
+            None if the module was not called with a tensor.
+        is_own_weight
+            Whether the lookup was in the module's own parameter.
+        renorms
+            Whether the lookup itself changed rows, because the module has a ``max_norm``.
         """
-        watch = self._watch
-        if renorms and not self._checked:
-            watch.make_whole("max_norm of a module that looks rows up was set meanwhile")
+        tracker = self._tracker
+        if renorms and not self._checks_before:
+            tracker.make_whole("max_norm of a module that looks up its rows was set after tracking began")
             self.check_before()
-        if not own:
-            watch.make_whole("a module looked up another tensor in its place")
-        elif type(module).forward not in _FORWARDS or "forward" in module.__dict__:
-            # Its ids need not be rows. Steps still flag what they change; nothing else would.
-            if renorms or not watch.owned:
-                kind = type(module).__name__
-                watch.make_whole(f"{kind} has a forward of its own, so its rows are not known")
-        else:
-            _mark(watch, ids)
+        if not is_own_weight:
+            tracker.make_whole("a module looked up rows of another tensor in its place")
+        elif (reason := _unknown_rows(tracker, module, ids)) and (renorms or not tracker.has_optimizer):
+            # Where a given optimizer owns the table, its steps flag what they change.
+            tracker.make_whole(reason)
         if renorms:
-            watch.account()
+            tracker.acknowledge()
 
 
-def _mark(watch: TableTracker, ids: torch.Tensor) -> None:
+def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | None) -> str | None:
+    """Flag the rows `ids`, or return why the rows that were looked up are not known."""
+    if ids is None or type(module).forward not in _FORWARDS or "forward" in module.__dict__:
+        return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
+    if torch._C._is_tracing():
+        return _NO_VALUES
     try:
-        if not _is_tracing():
-            watch.mark(ids)
-            return
+        tracker.mark(ids)
     except RuntimeError:
-        if ids.is_nested:
-            watch.mark(ids.values())
-            return
-    # While a function is traced or transformed, ids have no values. Steps still flag what they change.
-    if not watch.owned:
-        watch.make_whole("ids were looked up that can't be read, as in a trace or within torch.func.vmap")
+        return _NO_VALUES
+    return None
 
 
-def _looked_up(order: torch.Tensor, ids: torch.Tensor, module: int, own: bool) -> None:
-    """Tell the hooks of the module with this id of the rows that compiled code looked up in it."""
-    found = _modules.get(module)
-    if found is not None:
-        for hook in list(found._forward_hooks.values()):
+def _looked_up(order: torch.Tensor, ids: torch.Tensor | None, module_id: int, is_own_weight: bool) -> None:
+    """Call the hooks of the module with this id, in which compiled code looked up `ids`."""
+    module = _modules.get(module_id)
+    if module is not None:
+        for hook in list(module._forward_hooks.values()):
             if isinstance(hook, _AfterLookup):
-                hook.note(found, ids, own)
+                hook.flag(module, ids, is_own_weight)
 
 
-def _looked_up_by_the_compiler(order: torch.Tensor, ids: torch.Tensor, module: int, own: bool) -> None:
-    """While code is compiled nothing is looked up."""
-
-
-def _looked_up_at_once(
-    _info: object, _dims: object, order: torch.Tensor, ids: torch.Tensor, module: int, own: bool
-) -> tuple[None, None]:
-    """Within ``torch.func.vmap``: the ids of all of its calls."""
-    torch.ops.cnr_store.looked_up(order, ids, module, own)
-    return None, None
-
-
-# Not `torch.library.custom_op`: that counts a change of `order` at each call, which activations that are computed
-# again take for a mistake. Nothing reads it.
+# Not `torch.library.custom_op`: that counts a change of `order` at each call, which activation checkpointing, when it
+# computes the activations again, takes for an error. Nothing reads `order`.
 torch.library.define(
-    "cnr_store::looked_up", "(Tensor(a!) order, Tensor ids, int module, bool own) -> ()", tags=_TAGS
+    "cnr_store::looked_up",
+    "(Tensor(a!) order, Tensor? ids, int module_id, bool is_own_weight) -> ()",
+    tags=_TAGS,
 )
 torch.library.impl("cnr_store::looked_up", "default", _looked_up)
-torch.library.register_fake("cnr_store::looked_up", _looked_up_by_the_compiler)
-if hasattr(torch.library, "register_vmap"):  # from 2.5 on
-    torch.library.register_vmap("cnr_store::looked_up", _looked_up_at_once)
+torch.library.register_fake("cnr_store::looked_up", lambda *_: None)  # compiling looks nothing up
+if hasattr(torch.library, "register_vmap"):  # from torch 2.5 on
+    # One call for the ids of all calls that `torch.func.vmap` makes one of.
+    torch.library.register_vmap(
+        "cnr_store::looked_up", lambda _info, _dims, *args: (torch.ops.cnr_store.looked_up(*args), None)
+    )
 
 
-def _check_max_norm(watch: TableTracker) -> None:
-    if watch.changed_elsewhere:
-        watch.make_whole(OUTSIDE)
+# A lookup with max_norm changes the table between its two hooks. These must see the counter right before and after
+# it, so compiled code breaks its graph for them.
 
 
-def _note_max_norm(hook: _AfterLookup, module: Lookup, ids: torch.Tensor, own: bool) -> None:
-    hook.note(module, ids, own, renorms=True)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_max_norm(tracker: TableTracker) -> None:
+    if tracker.changed_elsewhere:
+        tracker.make_whole(OUTSIDE)
 
 
-# Such a lookup changes the table between the two hooks. They must see when, so compiled code is left here.
-_before_max_norm: Callable[..., None] = torch.compiler.disable(_check_max_norm)  # type: ignore[no-untyped-call]
-_after_max_norm: Callable[..., None] = torch.compiler.disable(_note_max_norm)  # type: ignore[no-untyped-call]
+_flag_after_max_norm: Callable[..., None] = torch.compiler.disable(_AfterLookup.flag)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Which optimizers leave rows without a gradient, and what is kept beside these, as they are."""
+"""Which optimizers move neither rows without a gradient nor the state that they keep for these."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from cnr_store.errors import OptionError
 
 _ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
-"""Module and qualified name of torchrec's class, which is known without torchrec."""
+"""Module and qualified name of torchrec's class, which is recognized without torchrec installed."""
 
 Classes = Collection[type[Optimizer]]
 
 
 def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
-    """The classes that a caller trusts, without those known here: these are judged by their settings all the same.
+    """The classes that a caller trusts, without those known here, which are judged by their settings all the same.
 
     Raises
     ------
     OptionError
-        They are no collection of optimizer classes.
+        `classes` is no collection of optimizer classes.
     """
     if not isinstance(classes, Collection):
         raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
@@ -43,10 +43,10 @@ def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
 def may_move_untouched_rows(
     optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes = ()
 ) -> str | None:
-    """Why a step may move rows of `dtype` that have no gradient in one parameter group; None if it can't.
+    """Why a step may move rows of `dtype` without a gradient in the parameter group at `position`; None if it can't.
 
-    Exact classes alone are believed: those whose update is known, with their present settings, and the caller's
-    `trusted` ones, whatever their settings.
+    Only exact classes are believed: those whose update is known, with their present settings, and the caller's
+    `trusted` ones with any settings.
     """
     group, kind = optimizer.param_groups[position], type(optimizer)
     where = f"{kind.__name__}, parameter group {position}"
@@ -58,7 +58,7 @@ def may_move_untouched_rows(
     for setting in ("momentum", "weight_decay"):
         if group.get(setting, 0) != 0:
             return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
-    # What is added to a row without a gradient must be -0.0 or, beside other values than -0.0, 0.0.
+    # A step adds -lr * 0.0 to a row without a gradient. Only -0.0 leaves every value as it is: 0.0 turns -0.0 into 0.0.
     if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
         return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
     if not math.isfinite(group["lr"]):
@@ -70,7 +70,7 @@ def _adagrad_moves(group: dict[str, Any], where: str, dtype: torch.dtype) -> str
     eps, decay, first = (
         float(group.get(name, 0)) for name in ("eps", "lr_decay", "initial_accumulator_value")
     )
-    # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the table's own precision.
+    # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the precision of the table.
     if not 0 < eps < math.inf or _vanishes(eps, dtype):
         return f"{where}: with eps={eps} in {dtype} rows without a gradient become NaN, or -0.0 in them 0.0"
     if not 0 <= decay < math.inf:
@@ -85,7 +85,7 @@ def _is_rowwise_adagrad(kind: type) -> bool:
 
 
 def _advice(kind: type) -> str:
-    """What to do about a class that is not trusted. All of torch's own that are not known here do move rows."""
+    """What to do about a class that is not trusted. All of torch's own that are not known here move every row."""
     if kind.__module__.startswith("torch.optim."):
         return ""
     return "; if it never moves rows without a gradient, name it in the Checkpointer's trusted_optimizers"
@@ -97,11 +97,11 @@ def _vanishes(eps: float, dtype: torch.dtype) -> bool:
 
 
 def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()) -> float:
-    """How often a step of a believed optimizer raises the version counter of a parameter in this group, or of a slot
-    beside it that was there before, at most.
+    """How often, at most, a step of a believed optimizer raises the version counter of a parameter in this group.
 
-    Once, and never with fused kernels, which change tensors behind the counter's back. What goes beyond it is
-    someone else's change, such as a step hook's. For the caller's `trusted` classes there is no limit.
+    The same holds for each slot that was there before the step. It is once, and never with fused kernels, which change
+    tensors without counting. More is someone else's change, such as a step hook's. The caller's `trusted` classes have
+    no limit.
     """
     if type(optimizer) in trusted:
         return math.inf
@@ -109,16 +109,5 @@ def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()
 
 
 def is_noop_step(optimizer: Optimizer, gradient: torch.Tensor) -> bool:
-    """Whether a step changes nothing of a parameter with this sparse gradient, as it holds no rows."""
+    """Whether a step skips a parameter with this sparse gradient, because it holds no rows."""
     return type(optimizer) is SparseAdam and not gradient._nnz()
-
-
-def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-    """Why a step may move rows of `parameter` that have no gradient; None if they surely stay where they are.
-
-    Also None if the optimizer does not own the parameter. Settings are read at each call: they change.
-    """
-    for position, group in enumerate(optimizer.param_groups):
-        if any(owned is parameter for owned in group["params"]):
-            return may_move_untouched_rows(optimizer, position, parameter.dtype)
-    return None

@@ -1,4 +1,4 @@
-"""Which tables an optimizer steps, without looking through all its parameters at each step."""
+"""Which tables an optimizer steps, without a search through all its parameters at each step."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ Stepped = list[tuple[int, TableTracker]]
 
 
 class SteppedTables:
-    """Finds the watched tables among the parameters of an optimizer.
+    """Finds the tracked tables among the parameters of an optimizer.
 
-    What was found is kept for as long as the groups hold the same parameters. They are told apart by id: that of a
-    table's parameter is never another's, as its watch keeps it alive.
+    The result is kept while the groups hold the same parameters. Parameters are compared by id: a table's tracker keeps
+    its parameter alive, so no other one gets that id.
     """
 
-    def __init__(self, watches: Iterable[TableTracker]) -> None:
-        self._watches = {id(watch.table.parameter): watch for watch in watches}
-        self._found: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Stepped]] = (
+    def __init__(self, trackers: Iterable[TableTracker]) -> None:
+        self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Stepped]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, optimizer: Optimizer) -> Stepped:
-        """The tables of an optimizer, each with the position of its parameter group."""
+    def by(self, optimizer: Optimizer) -> Stepped:
+        """The tables that an optimizer steps, each with the position of its parameter group."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        before, found = self._found.get(optimizer, (None, []))
-        if ids != before:
-            found = [
-                (position, self._watches[parameter])
+        ids_before, stepped = self._stepped.get(optimizer, (None, []))
+        if ids != ids_before:
+            stepped = [
+                (position, self._trackers[parameter])
                 for position, group in enumerate(ids)
                 for parameter in group
-                if parameter in self._watches
+                if parameter in self._trackers
             ]
-            self._found[optimizer] = ids, found
-        return found
+            self._stepped[optimizer] = ids, stepped
+        return stepped
 
-    def follow(self, watch: TableTracker, parameter: object) -> None:
-        """From now on, `parameter` is that of the watch's table."""
-        self._watches.pop(id(watch.table.parameter), None)
-        self._watches[id(parameter)] = watch
-        self._found.clear()
+    def replace_parameter(self, tracker: TableTracker, parameter: object) -> None:
+        """Look for `parameter` instead of the one that the tracker's table had."""
+        self._trackers.pop(id(tracker.table.parameter), None)
+        self._trackers[id(parameter)] = tracker
+        self._stepped.clear()

@@ -15,17 +15,23 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import VersionCounter
 
-OUTSIDE = "it was changed outside lookups and optimizer steps (tell of changes made by hand with Checkpointer.touch)"
+OUTSIDE = (
+    "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
+)
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
+_RESIZED = "its number of rows changed"
 
 
 class TableTracker:
-    """Flags of one table, and how far its changes, and those of what optimizers keep beside it, are accounted for.
+    """The rows flagged of one table, and how many changes of it and of its slots the flags explain.
+
+    A change is *acknowledged* once its rows are flagged, or the table is whole. Its slots are the state that optimizers
+    keep for its rows.
 
     Parameters
     ----------
     table
-        What is watched.
+        The table that is tracked.
     optimizers
         Those whose state is saved with the table.
 
@@ -33,57 +39,72 @@ class TableTracker:
     ----------
     bits
         Rows flagged in this interval.
-    carried
-        Rows flagged although not in this interval: looked up in the last one, or given back by a failed save.
-    owned
-        Whether an optimizer whose state is saved with the table updates it.
+    carried_over
+        Rows flagged before this interval: looked up in the last one, or given back by a failed save.
+    has_optimizer
+        Whether one of `optimizers` updates the table.
     whole
         Why the rows that changed in this interval are not known; None if they are.
     """
 
     # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
     __slots__ = (
-        "_marked",
+        "_counter",
+        "_flagged_any",
         "_optimizers",
-        "_seen",
-        "_seen_slots",
+        "_slot_counters",
         "_stepped",
         "bits",
-        "carried",
-        "owned",
+        "carried_over",
+        "has_optimizer",
         "table",
         "whole",
     )
 
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
-        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
-        self._seen_slots: dict[int, _Slots] = {}
-        self.owned = self._stepped = False
+        self._optimizers = list(optimizers)
+        self.has_optimizer = self._stepped = False
         self.bits = RowBits(table.rows, table.parameter.device)
-        self._seen = VersionCounter(table.parameter)
-        self.begin()
+        self._counter = VersionCounter(table.parameter)
+        self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}
+        self.begin_interval()
 
     def flagged(self, whole: bool) -> Bitmap:
-        """All rows, or those flagged in this interval or carried into it; in memory of its own."""
-        return bitmap.full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried
+        """All rows, or those flagged in this interval or carried over into it; in memory of its own."""
+        return bitmap.full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried_over
 
-    def begin(self, carry: bool = False) -> None:
-        """Begin a new interval; with `carry`, the rows flagged in the last one are flagged in this one, too.
+    def begin_interval(self, carry_over: bool = False) -> None:
+        """Begin a new interval; with `carry_over`, the rows flagged in the last one are flagged in this one too.
 
         The table may have got another size or device since.
         """
         rows, device = self.table.rows, self.table.parameter.device
-        taken = self.bits.take()
+        flagged = self.bits.take()
         if self.resized:
-            taken = bitmap.full_bitmap(rows)
+            flagged = bitmap.full_bitmap(rows)
         # Before the bits: were this interrupted, the table would still count as resized.
-        self.carried = taken if carry else bitmap.empty_bitmap(rows)
+        self.carried_over = flagged if carry_over else bitmap.empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
         self.whole: str | None = None
-        self._marked = False
-        self.account_all()
+        self._flagged_any = False
+        self.acknowledge_all()
+
+    @property
+    def whole_reason(self) -> str | None:
+        """Why the table is saved whole if the interval ends now; None if the rows that changed are flagged."""
+        if self.whole is not None:
+            return self.whole
+        table = self.table
+        reasons = {
+            f"its memory is shared with {', '.join(table.shared_with)}": bool(table.shared_with),
+            "it was made in inference mode, where torch counts no changes": table.parameter.is_inference(),
+            _RESIZED: self.resized,
+            OUTSIDE: self.changed_elsewhere,
+            STATE_OUTSIDE: self._most_slot_changes > 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     @property
     def resized(self) -> bool:
@@ -92,82 +113,75 @@ class TableTracker:
 
     @property
     def changes(self) -> float:
-        """How often the parameter changed in place since that was last accounted for; see `VersionCounter`."""
-        return self._seen.changes_in(self.table.parameter)
+        """Changes of the parameter that are not acknowledged; see `VersionCounter.count_changes`."""
+        return self._counter.count_changes(self.table.parameter)
 
     @property
     def changed_elsewhere(self) -> bool:
-        """Whether the parameter changed by something that flags no rows."""
+        """Whether the parameter was changed by something that flags no rows."""
         if not self.changes:
             return False
-        # With no optimizer given, who updates a table is unknown until a step is seen: its lookups are trusted if
-        # there are any. With some, and of a table that takes no gradient, a change that no step made is another's:
-        # an average's, say.
-        trusted = not (self._optimizers or self._stepped) and self.table.parameter.requires_grad
-        return not (trusted and (self._marked or self.carried.any()))
+        # With no optimizer given, who updates a table is unknown until a step is seen: if it has lookups, they are
+        # trusted. With some, and of a table that takes no gradient, a change that no step made is another's: an
+        # average's, say.
+        trusts_lookups = not (self._optimizers or self._stepped) and self.table.parameter.requires_grad
+        return not (trusts_lookups and (self._flagged_any or self.carried_over.any()))
 
-    def account(self) -> None:
-        """Declare every change so far flagged."""
-        if not self._seen.followed(self.table.parameter):
-            self._seen = VersionCounter(self.table.parameter)
+    def acknowledge(self) -> None:
+        """Take every change of the parameter so far as flagged."""
+        if not self._counter.catch_up(self.table.parameter):
+            self._counter = VersionCounter(self.table.parameter)
 
     def slot_changes(self, optimizer: Optimizer) -> float:
-        """The most changes of one slot of `optimizer` in place since they were last accounted for.
+        """The most changes of one slot of `optimizer` that are not acknowledged.
 
-        Infinity if one was replaced or is gone. Slots that were not there then don't count: what was never saved
-        is saved whole. 0 if the optimizer is none of those that are saved.
+        Infinity if a slot was replaced or is gone. New slots don't count: what was never saved is saved whole. 0 if
+        the state of `optimizer` is not saved.
         """
-        seen = self._seen_slots.get(id(optimizer))
-        if seen is None:
-            return 0
-        state = optimizer.state.get(self.table.parameter, {})
-        most: float = 0
-        for slot, fingerprint in seen.fingerprints.items():
-            changes = _changes(fingerprint, state.get(slot))
-            if changes > most:
-                most = changes
-        return most
+        counters = self._slot_counters.get(id(optimizer))
+        return (
+            0 if counters is None else counters.count_changes(optimizer.state.get(self.table.parameter, {}))
+        )
 
     @property
-    def slots_changed(self) -> bool:
-        """Whether any optimizer's slots changed since they were last accounted for."""
-        return any(self.slot_changes(optimizer) for optimizer in self._optimizers.values())
+    def _most_slot_changes(self) -> float:
+        return max(map(self.slot_changes, self._optimizers), default=0)
 
-    def account_slots(self, optimizer: Optimizer) -> None:
-        """Declare that every change so far of `optimizer`'s slots is in rows that are flagged."""
-        seen = self._seen_slots.get(id(optimizer))
-        if id(optimizer) not in self._optimizers or (seen is None and not optimizer.state):
-            return
-        state = optimizer.state.get(self.table.parameter, {})
-        if seen is None or not seen.followed(state):
-            slots = row_slots(optimizer, self.table.parameter)
-            prints = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
-            self._seen_slots[id(optimizer)] = _Slots(len(state), prints)
+    def acknowledge_slots(self, optimizer: Optimizer) -> None:
+        """Take every change of the slots of `optimizer` so far as flagged."""
+        counters, parameter = self._slot_counters.get(id(optimizer)), self.table.parameter
+        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {})):
+            self._slot_counters[id(optimizer)] = _SlotCounters(optimizer, parameter)
 
     @property
     def replaced(self) -> bool:
-        """Whether the parameter or a slot has other memory than when its changes were last accounted for."""
-        slots = (self.slot_changes(optimizer) for optimizer in self._optimizers.values())
-        return math.isinf(max(self.changes, *slots, 0))
+        """Whether the parameter or a slot has other memory than when its changes were last acknowledged."""
+        return math.isinf(max(self.changes, self._most_slot_changes))
 
-    def account_all(self) -> None:
-        """Declare every change so far of the parameter and its slots flagged."""
-        self.account()
-        for optimizer in self._optimizers.values():
-            self.account_slots(optimizer)
+    def acknowledge_all(self) -> None:
+        """Take every change of the parameter and of all slots so far as flagged."""
+        self.acknowledge()
+        for optimizer in self._optimizers:
+            self.acknowledge_slots(optimizer)
 
     def mark(self, ids: torch.Tensor) -> None:
-        """Flag the rows `ids`, integers of any shape, in the table as it is now."""
-        self._marked = True
+        """Flag the rows `ids`, integers of any shape, in the table as it is now.
+
+        Raises
+        ------
+        RuntimeError
+            torch's own, if the ids have no values.
+        """
+        self._flagged_any = True
         bits = self.bits
         if bits.rows != self.table.parameter.shape[0]:
-            self.make_whole("its number of rows changed")
+            self.make_whole(_RESIZED)
         elif not bits.mark(ids):
             self.make_whole("an id out of range was looked up")
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
-        self._marked = self._stepped = True
+        self._flagged_any = self._stepped = True
         self.bits.mark_gradient(gradient)
 
     def make_whole(self, reason: str) -> None:
@@ -177,31 +191,34 @@ class TableTracker:
 
     def give_back(self, flagged: Bitmap) -> None:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
-        if flagged.shape == self.carried.shape and not self.resized:
+        if flagged.shape == self.carried_over.shape and not self.resized:
             # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
-            self.carried = (self.carried | flagged) & bitmap.full_bitmap(self.table.rows)
+            self.carried_over = (self.carried_over | flagged) & bitmap.full_bitmap(self.table.rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
 
 
-class _Slots:
-    """What an optimizer keeps for a table's rows, by slot, and how many entries it keeps for the table in all."""
+class _SlotCounters:
+    """The version counters of what one optimizer keeps for the rows of a table."""
 
-    __slots__ = ("_entries", "fingerprints")
+    __slots__ = ("_counters", "_entries")
 
-    def __init__(self, entries: int, fingerprints: dict[str, VersionCounter]) -> None:
-        self._entries, self.fingerprints = entries, fingerprints
+    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        slots = row_slots(optimizer, parameter)
+        self._counters = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
+        self._entries = len(optimizer.state.get(parameter, {}))
 
-    def followed(self, state: Mapping[str, object]) -> bool:
-        """Bring the fingerprints up to date; False if these are not all slots, or other tensors now."""
-        if len(state) != self._entries:
-            return False
-        for slot, fingerprint in self.fingerprints.items():
-            value = state.get(slot)
-            if not isinstance(value, torch.Tensor) or not fingerprint.followed(value):
-                return False
-        return True
+    def count_changes(self, state: Mapping[str, object]) -> float:
+        """The most changes of one slot in `state`, the optimizer's for this parameter."""
+        most: float = 0
+        for slot, counter in self._counters.items():
+            changes = counter.count_changes(state.get(slot))
+            if changes > most:  # `max` takes longer, and steps ask
+                most = changes
+        return most
 
-
-def _changes(seen: VersionCounter, slot: object) -> float:
-    return seen.changes_in(slot) if isinstance(slot, torch.Tensor) else math.inf
+    def catch_up(self, state: Mapping[str, object]) -> bool:
+        """Count from now on; False if the slots were replaced, or others may have been added."""
+        return len(state) == self._entries and all(
+            counter.catch_up(state.get(slot)) for slot, counter in self._counters.items()
+        )

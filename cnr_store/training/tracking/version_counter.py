@@ -9,41 +9,43 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class VersionCounter:
-    """Where the values of a tensor are, and how often they were changed in place, at one moment.
+    """The memory of a tensor's values, and how often they had been changed in place, at one moment.
 
-    Torch raises a tensor's version counter at every change in place. It does not when the tensor is given other
-    memory (``tensor.data = other``), and freed memory soon comes back at the same address: so the storage itself
-    is told apart, by a weak reference that keeps its identity from being used again.
+    torch raises a tensor's version counter at every change in place, but not when the tensor is given other memory
+    (``tensor.data = other``). Freed memory soon comes back at the same address, so the storage itself is compared: a
+    weak reference keeps its identity from being used again.
     """
 
-    __slots__ = ("_memory", "_pointer", "_reference", "_strides", "_version")
+    __slots__ = ("_pointer", "_reference", "_storage", "_strides", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._memory = storage._cdata
+        self._storage = storage._cdata
         self._pointer = tensor.data_ptr()
         self._strides = tensor.stride()
+        # torch counts no changes of a tensor that was made in inference mode.
         self._version = None if tensor.is_inference() else tensor._version
 
-    def changes_in(self, tensor: torch.Tensor) -> float:
+    def count_changes(self, tensor: object) -> float:
         """How often `tensor` was changed in place since.
 
-        Infinity if it has other memory now, or was made in inference mode, where torch counts no changes.
+        Infinity if its changes can't be counted: it has other memory now, was made in inference mode, or is no tensor.
         """
-        # Asked at each step for each table, so nothing here is a call that need not be one.
+        # Called at each step for each table, so it makes as few calls as it can.
         if (
             self._version is None
-            or tensor.untyped_storage()._cdata != self._memory
+            or not isinstance(tensor, torch.Tensor)
+            or tensor.untyped_storage()._cdata != self._storage
             or tensor.data_ptr() != self._pointer
             or tensor.stride() != self._strides
         ):
             return math.inf
         return tensor._version - self._version
 
-    def followed(self, tensor: torch.Tensor) -> bool:
-        """Bring this up to date with `tensor`; False, and nothing changes, if it has other memory."""
-        changes = self.changes_in(tensor)
+    def catch_up(self, tensor: object) -> bool:
+        """Count from now on. False, and nothing is done, if the changes of `tensor` can't be counted."""
+        changes = self.count_changes(tensor)
         if self._version is None or changes == math.inf:
             return False
         self._version += int(changes)

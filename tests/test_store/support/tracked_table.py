@@ -11,6 +11,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.bitmap import Bitmap, rows_of
+from cnr_store.training.tracking.optimizer_rules import may_move_untouched_rows
 from cnr_store.training.tracking.tracker import Tracker
 
 ROWS = 40
@@ -39,6 +40,14 @@ def listed(bitmap: Bitmap, rows: int = ROWS) -> list[int]:
 
 def backward(loss: Any) -> None:
     loss.backward()
+
+
+def moves_untouched(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
+    """Why a step may move rows of `parameter` without a gradient; None if it can't, or steps another parameter."""
+    for position, group in enumerate(optimizer.param_groups):
+        if any(owned is parameter for owned in group["params"]):
+            return may_move_untouched_rows(optimizer, position, parameter.dtype)
+    return None
 
 
 class Bench:

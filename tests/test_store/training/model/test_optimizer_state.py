@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAda
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
 from cnr_store.training.model.optimizer_state import as_list, load_optimizer, optimizer_tree, row_slots
 from cnr_store.training.model.tables import find_tables, parameter_names
-from cnr_store.training.tracking.optimizer_rules import moves_untouched
 from tests.test_store.support.rowwise_optimizers import RowWiseAdagrad
+from tests.test_store.support.tracked_table import moves_untouched
 
 Make = Callable[[Any], Optimizer]
 

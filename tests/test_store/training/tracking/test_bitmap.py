@@ -35,7 +35,7 @@ def test_bitmaps_are_sets_of_rows(one: tuple[int, list[int]], two: tuple[int, li
     assert bitmap.mark(right, rows, np.array(two[1], np.int32)) == -1
     assert bitmap.rows_of(left, rows).tolist() == sorted({*one[1]})
     assert bitmap.count(left) == len({*one[1]})
-    bitmap.or_into(left, right)
+    left |= right
     assert bitmap.rows_of(left, rows).tolist() == sorted({*one[1], *two[1]})
     assert bitmap.rows_of(right, rows).tolist() == sorted({*two[1]})
 

@@ -17,7 +17,6 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 import cnr_store
 from cnr_store import Checkpointer, OptionError, TrackingError
 from cnr_store.training.model.tables import find_tables
-from cnr_store.training.tracking.optimizer_rules import moves_untouched
 from cnr_store.training.tracking.tracker import Tracker
 from tests.test_store.support.rowwise_optimizers import (
     OWN,
@@ -28,7 +27,7 @@ from tests.test_store.support.rowwise_optimizers import (
     RowWiseAdagrad,
     TwoChanges,
 )
-from tests.test_store.support.tracked_table import listed
+from tests.test_store.support.tracked_table import listed, moves_untouched
 
 ROWS, DIM = 500, 4
 
