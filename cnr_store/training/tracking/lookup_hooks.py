@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cnr_store.training.model.tables import Lookup
+from cnr_store.training.tracking.step_hooks import outside_graphs
 from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
@@ -30,6 +31,8 @@ _NO_VALUES = (
 # Exported programs must run where this package is not installed, so they get no hooks. Releases of torch without
 # `is_exporting` are answered by `bool()`, which is False.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 _modules: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary()
 
@@ -107,10 +110,8 @@ class _AfterLookup(_TableHook):
         if not (renorms or torch.is_grad_enabled()):
             return
         ids = args[0] if args else kwargs.get("input")
-        if not isinstance(ids, torch.Tensor):  # a forward of its own takes anything
-            ids = None
-        elif ids.is_nested:  # neither the operator nor numpy takes ragged ids
-            ids = ids.values()
+        if type(ids) is not torch.Tensor:
+            ids = _plain(ids)
         is_own_weight = module._parameters.get("weight") is self._tracker.table.parameter
         if not torch.compiler.is_compiling():
             self.flag(module, ids, is_own_weight, renorms)
@@ -148,11 +149,18 @@ class _AfterLookup(_TableHook):
             tracker.acknowledge()
 
 
+def _plain(ids: object) -> torch.Tensor | None:
+    """Ragged ids as a plain tensor, which the operator and numpy take. None for what is no tensor."""
+    if not isinstance(ids, torch.Tensor):
+        return None
+    return ids.values() if ids.is_nested else ids
+
+
 def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | None) -> str | None:
     """Flag the rows `ids`, or return why the rows that were looked up are not known."""
     if ids is None or type(module).forward not in _FORWARDS or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
-    if torch._C._is_tracing():
+    if _is_tracing():
         return _NO_VALUES
     try:
         tracker.mark(ids)
@@ -190,7 +198,7 @@ if hasattr(torch.library, "register_vmap"):  # from torch 2.5 on
 # it, so compiled code breaks its graph for them.
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def _check_max_norm(tracker: TableTracker) -> None:
     if tracker.changed_elsewhere:
         tracker.make_whole(OUTSIDE)

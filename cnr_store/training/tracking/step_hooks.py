@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+P = ParamSpec("P")
+
+
+def outside_graphs(function: Callable[P, None]) -> Callable[P, None]:
+    """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
+    uncompiled: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        # Eager code is spared the wrapper, which takes longer than most of what it calls.
+        (uncompiled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 class StepListener(Protocol):
@@ -40,10 +55,7 @@ def _hook_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-# Compiled steps break their graph for these two, because the compiler can't trace through numba's kernels.
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     listeners = list(_listeners)
     if listeners:
@@ -52,7 +64,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         listener.before_step(optimizer)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for listener in list(_listeners):
         listener.after_step(optimizer)

@@ -94,17 +94,19 @@ class TableTracker:
     @property
     def whole_reason(self) -> str | None:
         """Why the table is saved whole if the interval ends now; None if the rows that changed are flagged."""
-        if self.whole is not None:
-            return self.whole
         table = self.table
-        reasons = {
-            f"its memory is shared with {', '.join(table.shared_with)}": bool(table.shared_with),
-            "it was made in inference mode, where torch counts no changes": table.parameter.is_inference(),
-            _RESIZED: self.resized,
-            OUTSIDE: self.changed_elsewhere,
-            STATE_OUTSIDE: self._most_slot_changes > 0,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return (
+            self.whole
+            or (table.shared_with and f"its memory is shared with {', '.join(table.shared_with)}")
+            or (
+                table.parameter.is_inference()
+                and "it was made in inference mode, where torch counts no changes"
+            )
+            or (self.resized and _RESIZED)
+            or (self.changed_elsewhere and OUTSIDE)
+            or (self._most_slot_changes > 0 and STATE_OUTSIDE)
+            or None
+        )
 
     @property
     def resized(self) -> bool:
@@ -212,13 +214,18 @@ class _SlotCounters:
         """The most changes of one slot in `state`, the optimizer's for this parameter."""
         most: float = 0
         for slot, counter in self._counters.items():
-            changes = counter.count_changes(state.get(slot))
-            if changes > most:  # `max` takes longer, and steps ask
+            tensor = state.get(slot)
+            changes = counter.count_changes(tensor) if isinstance(tensor, torch.Tensor) else math.inf
+            if changes > most:  # `max` takes longer, and every step asks
                 most = changes
         return most
 
     def catch_up(self, state: Mapping[str, object]) -> bool:
-        """Count from now on; False if the slots were replaced, or others may have been added."""
-        return len(state) == self._entries and all(
-            counter.catch_up(state.get(slot)) for slot, counter in self._counters.items()
-        )
+        """Count from now on; False if slots were replaced, or others may have been added."""
+        if len(state) != self._entries:
+            return False
+        for slot, counter in self._counters.items():
+            tensor = state.get(slot)
+            if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):
+                return False
+        return True

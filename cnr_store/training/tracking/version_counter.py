@@ -21,32 +21,30 @@ class VersionCounter:
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._storage = storage._cdata
+        # torch counts no changes of a tensor that was made in inference mode: it never has this storage.
+        self._storage = None if tensor.is_inference() else storage._cdata
         self._pointer = tensor.data_ptr()
         self._strides = tensor.stride()
-        # torch counts no changes of a tensor that was made in inference mode.
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version: float = 0 if tensor.is_inference() else tensor._version
 
-    def count_changes(self, tensor: object) -> float:
+    def count_changes(self, tensor: torch.Tensor) -> float:
         """How often `tensor` was changed in place since.
 
-        Infinity if its changes can't be counted: it has other memory now, was made in inference mode, or is no tensor.
+        Infinity if that can't be counted: it has other memory now, or was made in inference mode.
         """
         # Called at each step for each table, so it makes as few calls as it can.
         if (
-            self._version is None
-            or not isinstance(tensor, torch.Tensor)
-            or tensor.untyped_storage()._cdata != self._storage
+            tensor.untyped_storage()._cdata != self._storage
             or tensor.data_ptr() != self._pointer
             or tensor.stride() != self._strides
         ):
             return math.inf
         return tensor._version - self._version
 
-    def catch_up(self, tensor: object) -> bool:
+    def catch_up(self, tensor: torch.Tensor) -> bool:
         """Count from now on. False, and nothing is done, if the changes of `tensor` can't be counted."""
         changes = self.count_changes(tensor)
-        if self._version is None or changes == math.inf:
+        if changes == math.inf:
             return False
-        self._version += int(changes)
+        self._version += changes
         return True

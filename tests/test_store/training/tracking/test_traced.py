@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.tracker import Tracker
-from tests.test_store.support.tracked_table import ALL, Bench, backward, ids
+from tests.test_store.support.tracked_table import ALL, Bench, backward, ids, listed
 
 
 def ragged() -> torch.Tensor:
@@ -128,3 +128,31 @@ def test_compiled_lookups_of_such_ids_are_marked(program: Callable[[nn.Embedding
     bench = Bench("sgd", given=False)
     program(bench.table)
     assert bench.swap() == [1, 2, 3]
+
+
+class FromBatch(nn.Embedding):
+    """Takes a batch, not ids."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.embedding(batch["ids"], self.weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_forward_of_its_own_takes_anything_by_any_name(given: bool, compiled: bool) -> None:
+    torch.compiler.reset()
+    table = FromBatch(40, 3)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    tracker = Tracker(find_tables(nn.ModuleDict({"t": table})), [optimizer] if given else [])
+    program: Any = torch.compile(table, backend="eager", fullgraph=True) if compiled else table
+    for call in (lambda: program(batch={"ids": ids(1, 2)}), lambda: program({"ids": ids(1, 2)})):
+        backward(call().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    reasons = tracker.whole_reasons()
+    if given:
+        assert reasons == {}
+        assert listed(tracker.swap()["t"]) == [1, 2]
+    else:
+        assert "FromBatch has a forward of its own" in reasons["t"]
