@@ -19,7 +19,8 @@ from cnr_store.reading.opening import model_arrays
 from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
-from cnr_store.training.model.tables import check_extra_state, dense_tensors, find_tables, load_extra_state
+from cnr_store.training.model.dense_state import check_extra_state, dense_tensors, load_extra_state
+from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     assign_ids,
     dense_tensor,

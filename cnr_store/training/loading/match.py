@@ -17,7 +17,8 @@ from cnr_store.format.layout import decode_name, dense_path
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.training.loading.selection import Ids, Patterns, Selection
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.tables import Table, dense_tensors
+from cnr_store.training.model.dense_state import dense_tensors
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_name, dtype_named
 
 log = logging.getLogger("cnr_store")

@@ -26,16 +26,12 @@ from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import check_slots, check_tree
 from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
+from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import set_rng_state
 from cnr_store.training.model.row_arrays import row_arrays
-from cnr_store.training.model.tables import (
-    Table,
-    check_extra_state,
-    extra_state,
-    load_extra_state,
-    parameter_names,
-)
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dense_tensor, overwriting
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage

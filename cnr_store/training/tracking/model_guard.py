@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.model.tables import Lookup, check_weight, clean_name, wrapper_paths
+from cnr_store.training.model.names import clean_name, wrapper_paths
+from cnr_store.training.model.tables import Lookup, check_weight
 
 _Place = tuple[str, int, int]
 _Named = dict[str, tuple[int, frozenset[str]]]

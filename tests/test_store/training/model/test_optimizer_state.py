@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import as_list, load_optimizer, optimizer_tree, row_slots
-from cnr_store.training.model.tables import find_tables, parameter_names
+from cnr_store.training.model.tables import find_tables
 from tests.test_store.support.rowwise_optimizers import RowWiseAdagrad
 from tests.test_store.support.tracked_table import moves_untouched
 

@@ -11,16 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
-from cnr_store.training.model.tables import (
-    clean_name,
-    dense_items,
-    dense_tensors,
-    extra_state,
-    find_tables,
-    load_extra_state,
-    parameter_names,
-    state_names,
-)
+from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state, load_extra_state
+from cnr_store.training.model.names import clean_name, parameter_names, state_names
+from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     array_dtype,
     assign_rows,

@@ -1,0 +1,114 @@
+"""What a model holds beside its tables: dense tensors, and the extra state of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
+from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tensors import may_overlap_itself
+
+_EXTRA_STATE = "_extra_state"
+
+
+def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Each entry of the state dict that is no table and no extra state.
+
+    Returns
+    -------
+    Its name, the first name of the same tensor, and the tensor.
+
+    Raises
+    ------
+    UnsupportedModelError
+        An entry is no dense tensor with values, its elements share memory, or two entries have one name.
+    """
+    state = model.state_dict(keep_vars=True)
+    names = state_names(model, state)
+    of_tables = {id(table.parameter) for table in tables}
+    first_names: dict[int, str] = {}
+    for key, value in state.items():
+        if id(value) not in of_tables and not _is_extra_state(key):
+            _check_dense(key, value)
+            yield names[key], first_names.setdefault(id(value), names[key]), value
+
+
+def _check_dense(key: str, value: object) -> None:
+    """Check that an entry of a state dict can be stored."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{key!r} of the model's state dict is of type {type(value).__name__}, neither a tensor nor extra "
+            "state; return it from get_extra_state"
+        )
+    if value.is_meta or is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
+        raise UnsupportedModelError(
+            f"{key!r} of the model is not a dense tensor with values: layout {value.layout}, device "
+            f"{value.device}; convert or materialize it before"
+        )
+    if may_overlap_itself(value):
+        raise UnsupportedModelError(
+            f"{key!r} of the model: elements share memory, as in an expanded tensor, so it could not be loaded; "
+            "give it memory of its own with clone()"
+        )
+
+
+def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers that are no tables, by name: the model's own tensors, tied ones once.
+
+    Raises
+    ------
+    UnsupportedModelError
+        See `dense_items`.
+    """
+    return {name: tensor for name, first, tensor in dense_items(model, tables) if name == first}
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+def extra_state(model: nn.Module) -> dict[str, object]:
+    """What the model's modules return from ``get_extra_state``, by name (ending in ``_extra_state``)."""
+    state = model.state_dict(keep_vars=True)
+    names = state_names(model, state)
+    return {names[key]: value for key, value in state.items() if _is_extra_state(key)}
+
+
+def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[str, nn.Module]:
+    """The modules of a model that have extra state, by the name of that state.
+
+    Raises
+    ------
+    ModelMismatchError
+        The names are not those of `values`.
+    """
+    wrappers = wrapper_paths(model)
+    owners = {
+        clean_name(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE, wrappers): module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+    if owners.keys() != values.keys():
+        raise ModelMismatchError(
+            f"extra state of the model ({sorted(owners)}) is not that of the checkpoint ({sorted(values)}); give "
+            f"the model that was saved, or {IGNORE} the rest"
+        )
+    return owners
+
+
+def load_extra_state(model: nn.Module, values: Mapping[str, object]) -> None:
+    """Give every module its extra state back.
+
+    Raises
+    ------
+    ModelMismatchError
+        The model's modules with extra state are not those of `values`; nothing was set.
+    """
+    for name, module in check_extra_state(model, values).items():
+        module.set_extra_state(values[name])

@@ -1,0 +1,76 @@
+"""What the entries of a model's state dict are called in the store.
+
+A name is the key in ``model.state_dict()`` without what wrappers add (``module.`` of DistributedDataParallel,
+``_orig_mod.`` of ``torch.compile``), so that wrapped and bare models share checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from cnr_store.errors import UnsupportedModelError
+
+_WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
+
+
+def wrapper_paths(model: nn.Module) -> frozenset[str]:
+    """Paths of the ``module`` attributes of wrappers.
+
+    Wrappers are known by their class. A class of the user's own that has nothing but a ``module`` may get a metric or a
+    loss later, and its names must not change then.
+    """
+    return frozenset(
+        f"{path}.module" if path else "module"
+        for path, parent in model.named_modules(remove_duplicate=False)
+        if isinstance(parent, _WRAPPERS)
+    )
+
+
+def clean_name(key: str, wrappers: Collection[str] = ()) -> str:
+    """`key` without ``_orig_mod`` and without the components at the paths in `wrappers`."""
+    path, kept = "", []
+    for part in key.split("."):
+        path = f"{path}.{part}" if path else part
+        if part != "_orig_mod" and path not in wrappers:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def state_names(model: nn.Module, keys: Collection[str] | None = None) -> dict[str, str]:
+    """The stored name of every key of ``model.state_dict()``, in its order.
+
+    Parameters
+    ----------
+    keys
+        The keys of the state dict, where the caller has it.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Two keys have the same name.
+    """
+    wrappers = wrapper_paths(model)
+    names = {
+        key: clean_name(key, wrappers) for key in (model.state_dict(keep_vars=True) if keys is None else keys)
+    }
+    first_keys: dict[str, str] = {}
+    for key, name in names.items():
+        if first_keys.setdefault(name, key) != key:
+            raise UnsupportedModelError(
+                f"{first_keys[name]!r} and {key!r} of the model's state dict are both called {name!r} without "
+                "wrapper prefixes; rename one of the modules"
+            )
+    return names
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The stored name of each parameter by its id; the first one of tied parameters."""
+    wrappers = wrapper_paths(model)
+    names: dict[int, str] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), clean_name(key, wrappers))
+    return names
