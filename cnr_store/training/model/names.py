@@ -32,6 +32,8 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
 
 def clean_name(key: str, wrappers: Collection[str] = ()) -> str:
     """`key` without ``_orig_mod`` and without the components at the paths in `wrappers`."""
+    if not wrappers and "_orig_mod" not in key:  # nearly all keys, looked at in each save
+        return key
     path, kept = "", []
     for part in key.split("."):
         path = f"{path}.{part}" if path else part

@@ -1,7 +1,8 @@
-"""The state of optimizers as a tree: row by row where it follows rows, else by name."""
+"""The state of optimizers as a tree: by rows where it follows a table's rows, else by parameter name."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,33 +26,30 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     Raises
     ------
     StateError
-        Something in it is not a `torch.optim.Optimizer`.
+        Something in it is no `torch.optim.Optimizer`.
     """
     if optimizer is None:
         return []
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    return [_proven(one) for one in several]
-
-
-def _proven(one: object) -> Optimizer:
-    if not isinstance(one, Optimizer):
-        raise StateError(
-            f"optimizer is of type {type(one).__name__}; give a torch.optim.Optimizer or several"
-        )
-    return one
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise StateError(
+                f"optimizer is of type {type(each).__name__}; give a torch.optim.Optimizer or several"
+            )
+    return optimizers
 
 
 def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The optimizer's state tensors that follow the rows of `parameter`, by the optimizer's own key.
+    """The optimizer's own state tensors that follow the rows of `parameter`, by the optimizer's key.
 
-    They are ``(rows,)``, ``(rows, k)`` or of the parameter's shape. The tensors are the optimizer's own.
+    They are ``(rows,)``, ``(rows, k)`` or of the parameter's shape.
     """
     state = optimizer.state.get(parameter, {})
     return {key: value for key, value in state.items() if _follows_rows(key, value, parameter)}
 
 
 def table_slots(optimizers: Sequence[Optimizer], tables: Sequence[Table]) -> dict[str, set[str]]:
-    """By table, the keys of what optimizers keep for its rows."""
+    """The keys of what optimizers keep for a table's rows, by table name."""
     return {
         table.name: {slot for optimizer in optimizers for slot in row_slots(optimizer, table.parameter)}
         for table in tables
@@ -63,7 +61,7 @@ def _follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
         return False
     if value.layout is not torch.strided or value.dtype not in SLOT_DTYPES:
         return False
-    # One number is no row state, even beside a table of one row; unless the parameter is one number, too.
+    # One number is no row state, even for a table of one row, unless the parameter is one number, too.
     if value.shape == parameter.shape:
         return True
     return value.ndim in (1, 2) and value.shape[0] == parameter.shape[0] and value.numel() > 1
@@ -83,14 +81,14 @@ def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[s
 
 
 def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Sequence[Table]) -> Tree:
-    """The optimizer's state without the slots of tables, by parameter name.
+    """The optimizer's state by parameter name, without the slots of tables.
 
     Parameters
     ----------
     names
-        ``id(parameter)`` to name, see `tables.parameter_names`.
+        From `parameter_names`.
     tables
-        Their `row_slots` are left out, and only named.
+        Their `row_slots` are not in the result, only the slots' names are.
 
     Returns
     -------
@@ -102,21 +100,26 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     UnsupportedModelError
         The optimizer has a parameter that is not in the model.
     StateError
-        It can't tell its state now.
+        Its ``state_dict`` fails.
     """
     groups = _named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
-    state = _state_dict(optimizer)
-    name_of = dict(_numbers(state["param_groups"], groups))
+    try:
+        state = optimizer.state_dict()
+    except RuntimeError as error:  # of one that is spread over ranks, say, and was not consolidated
+        raise StateError(f"{type(optimizer).__name__} can't tell its state: {error}") from error
+    name_of = {
+        number: name
+        for group, params in zip(state["param_groups"], groups, strict=True)
+        for number, name in zip(group["params"], params, strict=True)
+    }
     by_name: dict[str, dict[str, Any]] = {}
     other: dict[Any, Any] = {}
     for number, values in state["state"].items():
-        name = name_of.get(number)
-        if name is None:
+        if (name := name_of.get(number)) is None:
             other[number] = values
         else:
-            left_out = slots.get(name, {})
-            by_name[name] = {key: value for key, value in values.items() if key not in left_out}
+            by_name[name] = {key: value for key, value in values.items() if key not in slots.get(name, {})}
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
@@ -130,22 +133,6 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     }
 
 
-def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    try:
-        return optimizer.state_dict()
-    except RuntimeError as error:  # as of one that is spread over ranks and has not been brought together
-        raise StateError(f"{type(optimizer).__name__} can't tell its state: {error}") from error
-
-
-def _numbers(groups: Sequence[Group], named: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
-    """torch's number of each parameter beside its name."""
-    return [
-        pair
-        for group, params in zip(groups, named, strict=True)
-        for pair in zip(group["params"], params, strict=True)
-    ]
-
-
 def load_optimizer(
     optimizer: Optimizer,
     names: Mapping[int, str],
@@ -154,13 +141,19 @@ def load_optimizer(
     slots: Mapping[str, Mapping[str, torch.Tensor]],
     converted: Collection[str] = (),
 ) -> None:
-    """Give an optimizer the state that `optimizer_tree` took, through its own ``load_state_dict``.
+    """Load the state that `optimizer_tree` took, through the optimizer's own ``load_state_dict``.
 
     Parameters
     ----------
+    names
+        From `parameter_names`.
+    tables
+        The tables whose slots are in `slots`.
+    tree
+        From `optimizer_tree`.
     slots
         ``{table name: {slot: tensor}}``. A tensor on the parameter's device becomes the optimizer's own without a
-        copy. State that is not there yet is made.
+        copy. An optimizer without state gets it.
     converted
         Names of parameters of another element type than the tree's: see `load_uncast`.
 
@@ -184,21 +177,20 @@ def load_optimizer(
         if name in tree["state"] or by_table.get(name)
     }
     state = {number: values[name] for number, name in numbered.items() if name in values}
-    saved = _match_groups(tree["param_groups"], groups)
-    start = 0
-    for group in saved:
-        size = len(group["params"])
-        group["params"] = list(range(start, start + size))
-        start += size
+    numbers = itertools.count()  # torch's, in the order of the optimizer's groups
+    saved_groups = [
+        {**group, "params": [next(numbers) for _ in group["params"]]}
+        for group in _match_groups(tree["param_groups"], groups)
+    ]
     load_uncast(
         optimizer,
-        {"state": {**state, **tree["other"]}, "param_groups": saved},
+        {"state": {**state, **tree["other"]}, "param_groups": saved_groups},
         {number for number, name in numbered.items() if name in converted},
     )
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:
-    """Prove that `load_optimizer` would find each group of the optimizer in the tree.
+    """Check that the tree has each parameter group of the optimizer, and no other.
 
     Raises
     ------
@@ -227,20 +219,20 @@ def _slots_of(
 
 
 def _match_groups(saved: Sequence[Group], groups: Sequence[Sequence[str]]) -> list[Group]:
-    """For each group of names, a copy of the saved group with the same names; their order may differ."""
-    left = list(saved)
+    """For each group of names, a copy of the saved group with the same names in any order."""
+    unmatched = list(saved)
     matched = []
     for position, params in enumerate(groups):
-        found = next((group for group in left if set(group["params"]) == set(params)), None)
-        if found is None:
+        match = next((group for group in unmatched if set(group["params"]) == set(params)), None)
+        if match is None:
             raise ModelMismatchError(_group_difference(position, params, saved))
-        # By identity: groups hold tensors, which have no truth value when compared.
-        left = [group for group in left if group is not found]
-        matched.append({**found, "params": list(params)})
-    if left:
+        # By identity: groups hold tensors, and the comparison of two has no truth value.
+        unmatched = [group for group in unmatched if group is not match]
+        matched.append({**match, "params": list(params)})
+    if unmatched:
         raise ModelMismatchError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(groups)}; it "
-            f"lacks a group of {_some(left[0]['params'])}; give the groups that were saved, or {IGNORE} all "
+            f"lacks a group of {_listed(unmatched[0]['params'])}; give the groups that were saved, or {IGNORE} all "
             "but settings"
         )
     return matched
@@ -251,12 +243,12 @@ def _group_difference(position: int, params: Sequence[str], saved: Sequence[Grou
     nearest = max(held, key=lambda names: len({*names} & {*params}), default=[])
     return (
         f"the optimizer's parameter group {position} is in no group of the checkpoint; against the most "
-        f"similar one, it adds {_some([name for name in params if name not in nearest])} and lacks "
-        f"{_some([name for name in nearest if name not in params])}; give the groups that were saved, or {IGNORE} all "
-        "but settings"
+        f"similar one, it adds {_listed([name for name in params if name not in nearest])} and lacks "
+        f"{_listed([name for name in nearest if name not in params])}; give the groups that were saved, or "
+        f"{IGNORE} all but settings"
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:_SHOWN])) or "nothing"
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

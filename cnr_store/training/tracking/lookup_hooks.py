@@ -112,27 +112,24 @@ class _AfterLookup(_TableHook):
         ids = args[0] if args else kwargs.get("input")
         if type(ids) is not torch.Tensor:
             ids = _plain(ids)
-        is_own_weight = module._parameters.get("weight") is self._tracker.table.parameter
+        if module._parameters.get("weight") is not self._tracker.table.parameter:
+            ids = None
         if not torch.compiler.is_compiling():
-            self.flag(module, ids, is_own_weight, renorms)
+            self.flag(module, ids, renorms)
         elif _is_exporting():
             return
         elif renorms:
-            _flag_after_max_norm(self, module, ids, is_own_weight, renorms)
+            _flag_after_max_norm(self, module, ids, renorms)
         else:
-            torch.ops.cnr_store.looked_up(self._order, ids, id(module), is_own_weight)
+            torch.ops.cnr_store.looked_up(self._order, ids, id(module))
 
-    def flag(
-        self, module: Lookup, ids: torch.Tensor | None, is_own_weight: bool, renorms: bool = False
-    ) -> None:
+    def flag(self, module: Lookup, ids: torch.Tensor | None, renorms: bool = False) -> None:
         """Flag the rows `ids` that `module` looked up.
 
         Parameters
         ----------
         ids
-            None if the module was not called with a tensor.
-        is_own_weight
-            Whether the lookup was in the module's own parameter.
+            None if they are no rows of the table: the module was not called with a tensor, or had another weight.
         renorms
             Whether the lookup itself changed rows, because the module has a ``max_norm``.
         """
@@ -140,9 +137,7 @@ class _AfterLookup(_TableHook):
         if renorms and not self._checks_before:
             tracker.make_whole("max_norm of a module that looks up its rows was set after tracking began")
             self.check_before()
-        if not is_own_weight:
-            tracker.make_whole("a module looked up rows of another tensor in its place")
-        elif (reason := _unknown_rows(tracker, module, ids)) and (renorms or not tracker.has_optimizer):
+        if (reason := _unknown_rows(tracker, module, ids)) and (renorms or not tracker.has_optimizer):
             # Where a given optimizer owns the table, its steps flag what they change.
             tracker.make_whole(reason)
         if renorms:
@@ -158,8 +153,10 @@ def _plain(ids: object) -> torch.Tensor | None:
 
 def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | None) -> str | None:
     """Flag the rows `ids`, or return why the rows that were looked up are not known."""
-    if ids is None or type(module).forward not in _FORWARDS or "forward" in module.__dict__:
+    if type(module).forward not in _FORWARDS or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
+    if ids is None:
+        return "rows of another tensor were looked up in its place"
     if _is_tracing():
         return _NO_VALUES
     try:
@@ -169,21 +166,19 @@ def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | Non
     return None
 
 
-def _looked_up(order: torch.Tensor, ids: torch.Tensor | None, module_id: int, is_own_weight: bool) -> None:
+def _looked_up(order: torch.Tensor, ids: torch.Tensor | None, module_id: int) -> None:
     """Call the hooks of the module with this id, in which compiled code looked up `ids`."""
     module = _modules.get(module_id)
     if module is not None:
         for hook in list(module._forward_hooks.values()):
             if isinstance(hook, _AfterLookup):
-                hook.flag(module, ids, is_own_weight)
+                hook.flag(module, ids)
 
 
 # Not `torch.library.custom_op`: that counts a change of `order` at each call, which activation checkpointing, when it
 # computes the activations again, takes for an error. Nothing reads `order`.
 torch.library.define(
-    "cnr_store::looked_up",
-    "(Tensor(a!) order, Tensor? ids, int module_id, bool is_own_weight) -> ()",
-    tags=_TAGS,
+    "cnr_store::looked_up", "(Tensor(a!) order, Tensor? ids, int module_id) -> ()", tags=_TAGS
 )
 torch.library.impl("cnr_store::looked_up", "default", _looked_up)
 torch.library.register_fake("cnr_store::looked_up", lambda *_: None)  # compiling looks nothing up

@@ -1,8 +1,6 @@
-"""Proves that a model's tables still are what they were, where they were, when its checkpointer was made."""
+"""Checks that a model's tables still are what and where they were when its checkpointer was made."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import nn
 
@@ -10,22 +8,20 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.training.model.names import clean_name, wrapper_paths
 from cnr_store.training.model.tables import Lookup, check_weight
 
-_Place = tuple[str, int, int]
-_Named = dict[str, tuple[int, frozenset[str]]]
+_Layout = dict[str, tuple[int, set[str]]]
 
 
 class ModelStructure:
-    """Where the tables of a model are: which modules have their parameters, under which names.
+    """Which modules of a model have its tables' parameters, and under which names.
 
-    A table that is put in another's place has no hooks, and what was saved of that one is not its own. Other
-    parameters in the same modules are not meant: those a tracker follows.
+    A table that is put in another one's place has no hooks, and what was saved of that one is not its own. Another
+    parameter in the same modules is no change here: the tracker follows it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = list(model.modules())  # kept, or another one might get an id of theirs
-        self._places = _places(model)
-        self._named = _by_name(model, self._places)
+        self._modules = list(model.modules())  # kept, or a new module might get the id of an old one
+        self._layout = _layout(model)
 
     def check(self) -> None:
         """Look through the model again.
@@ -35,48 +31,39 @@ class ModelStructure:
         UnsupportedModelError
             A table can't be stored as it is now: its element type, shape, layout or device.
         ModelMismatchError
-            A table was added, removed, put elsewhere or is another module's, or modules share parameters otherwise.
+            A table was added, removed, renamed, or is in another module, or other modules share its parameter.
         """
-        for path, module in self._model.named_modules():
-            if isinstance(module, Lookup) and (weight := module._parameters.get("weight")) is not None:
-                check_weight(path, weight)
-        now = _places(self._model)
-        if now == self._places:
-            return
-        named = _by_name(self._model, now)
-        if named != self._named:  # but for wrappers, which change no names
-            raise ModelMismatchError(f"{_difference(self._named, named)}; make a new checkpointer")
-        self._places, self._modules = now, list(self._model.modules())
+        layout = _layout(self._model)
+        if layout != self._layout:
+            raise ModelMismatchError(f"{_difference(self._layout, layout)}; make a new checkpointer")
 
 
-def _places(model: nn.Module) -> list[_Place]:
-    """Key, id of the module, and number of each parameter that is a table's; a number stands for a parameter."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    lookups = (module for _, module in modules if isinstance(module, Lookup))
-    weights = (module._parameters.get("weight") for module in lookups)
-    numbers: dict[int, int] = {}
-    for weight in weights:
-        if weight is not None:
-            numbers.setdefault(id(weight), len(numbers))
-    return [
-        (f"{path}.{attribute}" if path else attribute, id(module), numbers[id(parameter)])
-        for path, module in modules
-        for attribute, parameter in module._parameters.items()
-        if id(parameter) in numbers
-    ]
+def _layout(model: nn.Module) -> _Layout:
+    """By stored name of each parameter that is a table: the id of its module, and all names of that parameter.
 
-
-def _by_name(model: nn.Module, places: Sequence[_Place]) -> _Named:
-    """By name without wrappers, the id of the module, and the names that have the same parameter."""
+    Raises
+    ------
+    UnsupportedModelError
+        A table can't be stored.
+    """
     wrappers = wrapper_paths(model)
-    named = [(clean_name(key, wrappers), module, number) for key, module, number in places]
-    sharing: dict[int, set[str]] = {}
-    for name, _, number in named:
-        sharing.setdefault(number, set()).add(name)
-    return {name: (module, frozenset(sharing[number])) for name, module, number in named}
+    modules = list(model.named_modules(remove_duplicate=False))
+    names: dict[int, set[str]] = {}
+    for path, module in modules:
+        if isinstance(module, Lookup) and (weight := module._parameters.get("weight")) is not None:
+            check_weight(path, weight)
+            names[id(weight)] = set()
+    layout: _Layout = {}
+    for path, module in modules:
+        for attribute, parameter in module._parameters.items():
+            if id(parameter) in names:
+                name = clean_name(f"{path}.{attribute}" if path else attribute, wrappers)
+                names[id(parameter)].add(name)
+                layout[name] = id(module), names[id(parameter)]
+    return layout
 
 
-def _difference(before: _Named, now: _Named) -> str:
+def _difference(before: _Layout, now: _Layout) -> str:
     if gone := sorted({*before} - {*now}):
         return f"the model no longer has the table parameter {gone[0]!r} that this checkpointer was made for"
     if new := sorted({*now} - {*before}):
