@@ -1,1 +1,1 @@
-"""What a model and its optimizers hold, and how it is called in a store."""
+"""What a model and its optimizers hold, and the names of it in a store."""

@@ -113,13 +113,14 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         for group, params in zip(state["param_groups"], groups, strict=True)
         for number, name in zip(group["params"], params, strict=True)
     }
-    by_name: dict[str, dict[str, Any]] = {}
-    other: dict[Any, Any] = {}
-    for number, values in state["state"].items():
-        if (name := name_of.get(number)) is None:
-            other[number] = values
-        else:
-            by_name[name] = {key: value for key, value in values.items() if key not in slots.get(name, {})}
+    by_name = {
+        (name := name_of[number]): {
+            key: kept for key, kept in values.items() if key not in slots.get(name, {})
+        }
+        for number, values in state["state"].items()
+        if number in name_of
+    }
+    other = {number: values for number, values in state["state"].items() if number not in name_of}
     return {
         "class": type(optimizer).__name__,
         "param_groups": [

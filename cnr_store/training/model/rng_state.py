@@ -15,23 +15,23 @@ from cnr_store.errors import UnsupportedModelError
 _TWISTER = "MT19937"
 _WORDS = 624
 _PYTHON_VERSION = 3
-# Seed, how many words are left, whether it is seeded, which one is next: the head of torch's state.
+# The head of torch's state: the seed, the number of words left, whether it is seeded, the next word.
 _TORCH_HEAD = struct.Struct("<QiiQ")
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global random number generators.
+    """The state of the global random number generators.
 
     Raises
     ------
     UnsupportedModelError
-        numpy's global generator was replaced by one of another kind.
+        numpy's global generator was replaced by one of another class.
     """
     numpy_state = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != _TWISTER:
         raise UnsupportedModelError(
-            f"numpy's global random generator is {numpy_state['bit_generator']}, not {_TWISTER}; give rng=False and "
-            "keep its state through `state=`"
+            f"numpy's global random generator is {numpy_state['bit_generator']}, not {_TWISTER}; give rng=False, and "
+            "save its state with `state=`"
         )
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -44,7 +44,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Give the generators a state that `check_rng_state` has proven."""
+    """Give the generators a state that has passed `check_rng_state`."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -53,9 +53,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def check_rng_state(state: Mapping[str, Any]) -> None:
-    """Prove that `set_rng_state` can take a state, and that drawing then stays inside it.
+    """Check that `set_rng_state` can take a state, and that drawing numbers then stays inside of it.
 
-    numpy takes any position and reads memory there, so nothing is tried on the generators themselves.
+    numpy takes any position and reads memory there, so the state is not tried on the generators themselves.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def _bytes_tensor(state: Any) -> torch.Tensor:
 
 
 def check_torch(state: Any) -> None:
-    """Prove the state of a CPU generator of torch; see `check_rng_state`."""
+    """Check the state of a CPU generator of torch; see `check_rng_state`."""
     torch.Generator().set_state(_bytes_tensor(state))
     _, left, _, following = _TORCH_HEAD.unpack_from(state.numpy().tobytes())
     if not 1 <= left <= _WORDS or following + left > _WORDS + 1:
@@ -89,7 +89,7 @@ def check_torch(state: Any) -> None:
 
 
 def check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any) -> None:
-    """Prove the state of a generator of numpy's older kind; see `check_rng_state`."""
+    """Check the state of a ``numpy.random.RandomState``; see `check_rng_state`."""
     if (
         name != _TWISTER
         or not isinstance(key, np.ndarray)
@@ -98,16 +98,20 @@ def check_numpy(name: Any, key: Any, position: Any, has_gauss: Any, gauss: Any) 
     ):
         raise ValueError(f"numpy's generator is no {_TWISTER} of {_WORDS} words")
     if type(position) is not int or not 0 <= position <= _WORDS:
-        raise ValueError(f"numpy's generator stands beyond its {_WORDS} words")
+        raise ValueError(f"numpy's generator has no position in its {_WORDS} words")
     if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
-        raise ValueError("numpy's generator keeps no number for later")
+        raise ValueError("numpy's generator has no valid next normal number")
 
 
 def check_python(version: Any, words: Any, gauss: Any) -> None:
-    """Prove the state of a generator of Python's; see `check_rng_state`."""
+    """Check the state of a ``random.Random``; see `check_rng_state`."""
     if version != _PYTHON_VERSION or type(words) is not tuple or len(words) != _WORDS + 1:
-        raise ValueError(f"Python's generator is not one of version {_PYTHON_VERSION}")
+        raise ValueError(
+            f"Python's generator is no version {_PYTHON_VERSION} of {_WORDS} words and a position"
+        )
     if any(type(word) is not int or not 0 <= word < 1 << 32 for word in words) or words[-1] > _WORDS:
-        raise ValueError(f"Python's generator stands beyond its {_WORDS} words")
+        raise ValueError(
+            f"Python's generator has a word beyond 32 bits, or no position in its {_WORDS} words"
+        )
     if gauss is not None and type(gauss) is not float:
-        raise ValueError("Python's generator keeps no number for later")
+        raise ValueError("Python's generator has no valid next normal number")

@@ -1,4 +1,4 @@
-"""The live tensors whose rows are stored: tables, and what optimizers keep beside their rows."""
+"""The model's tensors that are stored by rows: tables, and what optimizers keep for their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from cnr_store.training.model.tensors import array_dtype, dtype_name
 
 @dataclass(frozen=True)
 class RowArray:
-    """A live tensor whose rows belong to a table: its weight, or optimizer state that follows it."""
+    """A tensor of the model or an optimizer whose rows are a table's: its weight, or state that follows its rows.
+
+    Attributes
+    ----------
+    table
+        The table.
+    path
+        The array's path in a version: ``tables/NAME/SLOT``.
+    tensor
+        ``(rows,)``, ``(rows, k)`` or of the table's shape; not a copy.
+    element
+        torch's name of its element type.
+    """
 
     table: Table
     path: str
@@ -31,27 +43,27 @@ class RowArray:
 
     @property
     def slot(self) -> str:
-        """The array's name beside the table: ``weight``, or the optimizer's key."""
+        """The array's name in the table's group: ``weight``, or the optimizer's key."""
         return decode_name(self.path.rsplit("/", 1)[1])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the array type."""
+        """The size of a row in the array type."""
         return math.prod(self.shape[1:]) * array_dtype(self.tensor.dtype).itemsize
 
 
 def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[RowArray]:
-    """Every array that is stored by rows: the tables' weights and what their optimizers keep beside each row.
+    """Every array that is stored by rows, those of a table next to each other.
 
     Raises
     ------
     UnsupportedModelError
-        Two optimizers keep state of one name for one table, or one calls it as the rows themselves are called.
+        Two optimizers keep state of one name for one table, or state has the name of the table's own rows.
     """
-    found: dict[str, RowArray] = {}
+    arrays: dict[str, RowArray] = {}
     for table in tables:
         weight = RowArray(table, slot_path(table.name, "weight"), table.parameter, table.element)
-        found[weight.path] = weight
+        arrays[weight.path] = weight
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():
                 path = slot_path(table.name, slot)
@@ -60,9 +72,9 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
                         f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
                         "rows are called in the store; give that state another name"
                     )
-                if path in found:
+                if path in arrays:
                     raise UnsupportedModelError(
                         f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
                     )
-                found[path] = RowArray(table, path, tensor, dtype_name(tensor.dtype))
-    return list(found.values())
+                arrays[path] = RowArray(table, path, tensor, dtype_name(tensor.dtype))
+    return list(arrays.values())

@@ -1,4 +1,4 @@
-"""What objects return as their state, and the tensors and arrays in it."""
+"""The state of objects, and the tensors and arrays in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cnr_store.training.model.tensors import dense_numpy
 
 
 def tensor_leaf(value: object) -> ArrayLeaf | None:
-    """A tensor or a numpy array as a leaf of a state; it owns its memory.
+    """A copy of a tensor or a numpy array as a leaf of a state.
 
-    None for subclasses, whose masks, units or shards would be lost.
+    None for subclasses, because their masks, units or shards would be lost, and for anything else.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):

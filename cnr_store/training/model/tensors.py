@@ -1,7 +1,7 @@
 """Rows and values between torch tensors and numpy arrays.
 
-Tables appear to the store in an *array type*: float32 and float16 as they are, bfloat16 widened exactly to
-float32, integers as they are. Tensors made here are on the CPU, whatever torch's default device is.
+The store sees rows in an *array type*: float32, float16 and integers as they are, bfloat16 widened exactly to float32.
+Tensors made here are on the CPU, whatever torch's default device is.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's own name without its prefix: ``"bfloat16"``."""
+    """torch's own name without its prefix: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch element type of that name.
+    """torch's element type of that name.
 
     Raises
     ------
@@ -44,8 +44,8 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ModelMismatchError(
-            f"a stored tensor has the element type {name!r}, which torch {torch.__version__} does not have: "
-            "install the torch it was saved with"
+            f"a stored tensor has the element type {name!r}, which torch {torch.__version__} does not have; "
+            "install the torch that saved it"
         )
     return dtype
 
@@ -60,15 +60,15 @@ def has_numpy_type(dtype: torch.dtype) -> bool:
 
 
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The array type that stands for rows of a tensor of `dtype`."""
+    """The array type for rows of a tensor of `dtype`."""
     if dtype is torch.bfloat16:
         return np.dtype(np.float32)
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a strided tensor may share memory, as those of an expanded one do."""
-    span = 1  # of the dimensions with smaller strides, in elements
+    """Whether elements of a strided tensor may share memory, as in an expanded tensor."""
+    span = 1  # elements that the dimensions with smaller strides span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < span:
@@ -78,10 +78,10 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 
 def numpy_view(tensor: torch.Tensor) -> AnyArray:
-    """The same memory as a numpy array, without a copy.
+    """A view of a tensor on the CPU as a numpy array.
 
-    The tensor is on the CPU. Element types without a numpy equal (bfloat16, float8) appear as unsigned
-    integers of their size. Whoever writes to it calls `note_change` afterwards.
+    Element types that numpy lacks (bfloat16, float8) appear as unsigned integers of their size. Call `note_change`
+    after writing to it.
     """
     plain = tensor.detach()
     if not has_numpy_type(plain.dtype):
@@ -99,7 +99,7 @@ def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | Non
     ids
         ``(n,)`` int64, each in ``[0, rows)``.
     out
-        Where to put them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
+        Takes them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | Non
 
 @contextmanager
 def overwriting(tensor: torch.Tensor) -> Iterator[None]:
-    """Where `tensor` may be written: without autograd, and in inference mode if it was made there, but only then."""
+    """A context in which `tensor` may be written: without autograd, and in inference mode only if it was made there."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         yield
 
@@ -127,7 +127,7 @@ def overwriting(tensor: torch.Tensor) -> Iterator[None]:
 def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
     """Write `values`, ``(n, ...)`` of the array type, over the rows ``start`` to ``start + n`` of a tensor.
 
-    float32 is rounded to nearest even for a bfloat16 tensor; values that came from one, NaNs included, are
+    float32 is rounded to the nearest bfloat16, ties to even; values that came from bfloat16, NaNs included, are
     restored bit for bit.
     """
     source = np.ascontiguousarray(values)
@@ -139,7 +139,7 @@ def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
 
 
 def assign_ids(tensor: torch.Tensor, ids: AnyArray, values: AnyArray) -> None:
-    """Write `values`, (n, dim) of the array type, over the rows `ids`, (n,) ascending, of a tensor on any device."""
+    """Write `values`, ``(n, dim)`` of the array type, over the rows `ids`, ``(n,)`` ascending, of a tensor."""
     if ids[-1] - ids[0] == len(ids) - 1:
         assign_rows(tensor, int(ids[0]), values)
         return
@@ -150,21 +150,21 @@ def assign_ids(tensor: torch.Tensor, ids: AnyArray, values: AnyArray) -> None:
 
 
 def _keep_nans(target: torch.Tensor, source: npt.NDArray[np.float32]) -> None:
-    """Give a bfloat16 tensor the sign and payload of each NaN of `source`, which torch makes all alike."""
+    """Give a bfloat16 tensor the sign and payload of each NaN of `source`, because torch makes all NaNs alike."""
     where = np.isnan(source)
     if not where.any():
         return
     high = (source.view(np.uint32)[where] >> 16).astype(np.uint16)
-    # Of a NaN whose payload lies in the lower half alone, the upper half by itself would be infinity.
+    # The upper half of a NaN whose payload is all in the lower half would be infinity.
     high[high & 0x7F == 0] |= 0x40
     bits = torch.from_numpy(high.view(np.int16)).to(target.device)
     target.view(torch.int16)[torch.from_numpy(where).to(target.device)] = bits
 
 
 def note_change(tensor: torch.Tensor) -> None:
-    """Let torch count a change of `tensor` that was written through `numpy_view`, so that all who watch see it.
+    """Have torch count a change of `tensor` that was written through `numpy_view`, so that trackers see it.
 
-    Tensors made in inference mode count none.
+    No changes are counted of tensors made in inference mode.
     """
     if not tensor.is_inference():
         increment_version(tensor)
@@ -173,8 +173,10 @@ def note_change(tensor: torch.Tensor) -> None:
 def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     """A copy of a strided tensor of any element type as a C-contiguous numpy array of the same shape.
 
-    Returns the array and, where numpy lacks the element type and the array is a view as unsigned integers,
-    torch's name of it (``"bfloat16"``); None elsewhere.
+    Returns
+    -------
+    The array, and None. Where numpy lacks the element type, the array has unsigned integers, and beside it is torch's
+    name of the type (``"bfloat16"``).
 
     Raises
     ------
@@ -190,12 +192,12 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
     name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)
-    # A tensor without dimensions can be viewed as another type only through one with a dimension.
+    # torch gives a tensor without dimensions no view of another type.
     return numpy_view(copy.reshape(-1)).reshape(tuple(plain.shape)), name
 
 
 def dense_tensor(array: AnyArray, torch_dtype: str | None) -> torch.Tensor:
-    """The tensor that `dense_numpy` took; it shares the memory of a writable, C-contiguous array.
+    """The tensor that `dense_numpy` copied; it shares the memory of a writable, C-contiguous array.
 
     Raises
     ------

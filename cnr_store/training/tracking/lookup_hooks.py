@@ -24,10 +24,6 @@ _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 # no graph with a tensor of the host in it, such as `_AfterLookup._order`.
 _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
 
-_NO_VALUES = (
-    "ids without values were looked up, as within torch.jit.trace, torch.func.vmap or under fake tensors"
-)
-
 # Exported programs must run where this package is not installed, so they get no hooks. Releases of torch without
 # `is_exporting` are answered by `bool()`, which is False.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
@@ -157,13 +153,13 @@ def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | Non
         return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
     if ids is None:
         return "rows of another tensor were looked up in its place"
-    if _is_tracing():
-        return _NO_VALUES
     try:
-        tracker.mark(ids)
-    except RuntimeError:
-        return _NO_VALUES
-    return None
+        if not _is_tracing():
+            tracker.mark(ids)
+            return None
+    except RuntimeError:  # torch's, for a tensor without values
+        pass
+    return "ids without values were looked up, as in torch.jit.trace, torch.func.vmap or a fake tensor mode"
 
 
 def _looked_up(order: torch.Tensor, ids: torch.Tensor | None, module_id: int) -> None:

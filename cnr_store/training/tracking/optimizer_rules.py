@@ -30,12 +30,11 @@ def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
         raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            shown = (
-                f"the class {kind.__qualname__}"
-                if isinstance(kind, type)
-                else f"an object of type {type(kind).__name__}"
+            is_class = isinstance(kind, type)
+            raise OptionError(
+                f"trusted_optimizers holds {'the class' if is_class else 'an object of type'} "
+                f"{(kind if is_class else type(kind)).__qualname__}: give subclasses of torch.optim.Optimizer"
             )
-            raise OptionError(f"trusted_optimizers holds {shown}: give subclasses of torch.optim.Optimizer")
     known = (SGD, Adagrad, SparseAdam)
     return frozenset(kind for kind in classes if kind not in known and not _is_rowwise_adagrad(kind))
 

@@ -80,9 +80,7 @@ class TableTracker:
         The table may have got another size or device since.
         """
         rows, device = self.table.rows, self.table.parameter.device
-        flagged = self.bits.take()
-        if self.resized:
-            flagged = bitmap.full_bitmap(rows)
+        flagged = bitmap.full_bitmap(rows) if self.resized else self.bits.take()
         # Before the bits: were this interrupted, the table would still count as resized.
         self.carried_over = flagged if carry_over else bitmap.empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):

@@ -156,3 +156,21 @@ def test_a_forward_of_its_own_takes_anything_by_any_name(given: bool, compiled: 
         assert listed(tracker.swap()["t"]) == [1, 2]
     else:
         assert "FromBatch has a forward of its own" in reasons["t"]
+
+
+def test_a_lookup_in_another_tensor_is_left_to_the_steps_of_a_given_optimizer() -> None:
+    bench = Bench("sgd")
+    other = {"weight": bench.table.weight * 2}
+    backward(torch.func.functional_call(bench.table, other, (ids(1, 2),)).sum())
+    assert bench.swap() == []
+    bench.step()
+    assert bench.swap() == [1, 2]
+    bench = Bench(given=False)
+    torch.func.functional_call(bench.table, {"weight": torch.ones(40, 3)}, (ids(1, 2),))
+    assert "another tensor" in bench.tracker.whole_reasons()["t"]
+
+
+def test_a_lookup_with_max_norm_in_another_tensor_makes_the_table_whole() -> None:
+    bench = Bench(max_norm=0.5)
+    torch.func.functional_call(bench.table, {"weight": torch.ones(40, 3)}, (ids(1, 2),))
+    assert "another tensor" in bench.tracker.whole_reasons()["t"]
