@@ -17,6 +17,7 @@ from numba.np.numpy_support import carray
 
 Bitmap = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 AnyArray = np.ndarray[Any, Any]
 
 
@@ -122,19 +123,17 @@ def _popcount(word: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _count(words: npt.NDArray[np.uint64], tail: Bitmap) -> int:
-    total = np.uint64(0)
+def _count(words: Words, last: np.uint64) -> int:
+    total = _popcount(last)
     for word in words:
         total += _popcount(word)
-    for byte in tail:
-        total += _popcount(np.uint64(byte))
     return np.int64(total)  # type: ignore[return-value]  # numba's integer
 
 
-def _words(bitmap: Bitmap) -> tuple[npt.NDArray[np.uint64], Bitmap]:
-    """The bitmap as 64-bit words, and the bytes left after them."""
+def _words(bitmap: Bitmap) -> tuple[Words, np.uint64]:
+    """The bitmap as 64-bit words, and the bytes left after them as one more."""
     end = bitmap.size // 8 * 8
-    return bitmap[:end].view(np.uint64), bitmap[end:]
+    return bitmap[:end].view(np.uint64), np.uint64(int.from_bytes(bitmap[end:].tobytes(), "little"))
 
 
 def count(bitmap: Bitmap) -> int:
@@ -148,21 +147,16 @@ def count_reference(bitmap: Bitmap) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _rows_of(words: npt.NDArray[np.uint64], tail: Bitmap, out: Rows) -> None:
+def _rows_of(words: Words, last: np.uint64, out: Rows) -> None:
     filled = 0
-    for index in range(words.size):
-        word = words[index]
+    for index in range(words.size + 1):
+        word = words[index] if index < words.size else last
         # From one set bit to the next: a branch for each bit is mispredicted, and takes ten times as long.
         while word != 0:
             lowest = word & (~word + np.uint64(1))
             out[filled] = index * 64 + np.int64(_popcount(lowest - np.uint64(1)))
             filled += 1
             word ^= lowest
-    for index in range(tail.size):
-        for bit in range(8):
-            if (tail[index] >> bit) & 1:
-                out[filled] = (words.size * 8 + index) * 8 + bit
-                filled += 1
 
 
 def rows_of(bitmap: Bitmap, rows: int) -> Rows:

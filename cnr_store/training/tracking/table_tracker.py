@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import Table
-from cnr_store.training.tracking import bitmap
-from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import VersionCounter
 
@@ -72,7 +71,7 @@ class TableTracker:
 
     def flagged(self, whole: bool) -> Bitmap:
         """All rows, or those flagged in this interval or carried over into it; in memory of its own."""
-        return bitmap.full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried_over
+        return full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried_over
 
     def begin_interval(self, carry_over: bool = False) -> None:
         """Begin a new interval; with `carry_over`, the rows flagged in the last one are flagged in this one too.
@@ -80,9 +79,9 @@ class TableTracker:
         The table may have got another size or device since.
         """
         rows, device = self.table.rows, self.table.parameter.device
-        flagged = bitmap.full_bitmap(rows) if self.resized else self.bits.take()
+        flagged = full_bitmap(rows) if self.resized else self.bits.take()
         # Before the bits: were this interrupted, the table would still count as resized.
-        self.carried_over = flagged if carry_over else bitmap.empty_bitmap(rows)
+        self.carried_over = flagged if carry_over else empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
         self.whole: str | None = None
@@ -193,7 +192,7 @@ class TableTracker:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
         if flagged.shape == self.carried_over.shape and not self.resized:
             # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
-            self.carried_over = (self.carried_over | flagged) & bitmap.full_bitmap(self.table.rows)
+            self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
 
