@@ -5,23 +5,23 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, Protocol
+from typing import Protocol, TypeVarTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 
 
-def outside_graphs(function: Callable[P, None]) -> Callable[P, None]:
+def outside_graphs(function: Callable[[*Args], None]) -> Callable[[*Args], None]:
     """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
-    uncompiled: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    uncompiled: Callable[[*Args], None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        # Eager code is spared the wrapper, which takes longer than most of what it calls.
-        (uncompiled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    def call(*args: *Args) -> None:
+        # Eager code is spared torch's wrapper, which takes longer than a small table's hook.
+        (uncompiled if torch.compiler.is_compiling() else function)(*args)
 
     return call
 
