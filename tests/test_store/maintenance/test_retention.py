@@ -236,7 +236,7 @@ def test_a_pinned_version_stays_with_what_it_leans_on(backend):
 
 def test_a_doomed_version_can_not_be_pinned(backend):
     made = save_many(backend, [1, 2], policy="full")
-    backend.put(version_key(made[0], "0", room="tombstones"), b"{}")
+    backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     with pytest.raises(VersionNotFoundError, match=made[0]):
         cnr_store.pin(backend, made[0])
     assert not list(backend.list_keys("pins"))
@@ -326,7 +326,7 @@ def test_a_late_commit_of_a_stopped_writer_loses(backend):
 def test_a_writer_finds_what_it_leans_on_doomed_and_goes_on_whole(backend):
     trainer = Trainer(backend)
     made = [trainer.save(1), trainer.save(2)]
-    backend.put(version_key(made[0], "0", room="tombstones"), b"{}")
+    backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     trainer.train()
     with pytest.raises(BaseLostError, match=made[0]):
         trainer.checkpointer.save(3).result(60)
@@ -340,7 +340,7 @@ def test_a_writer_finds_what_it_leans_on_doomed_and_goes_on_whole(backend):
 
 def test_a_doomed_version_loads_and_nothing_leans_on_it(backend):
     made = save_many(backend, [1, 2])
-    backend.put(version_key(made[0], "0", room="tombstones"), b"{}")
+    backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     trainer = Trainer(backend, seed=2)
     assert trainer.checkpointer.load().version.id == made[1]
     third = Catalog(backend).record(trainer.save(3))
@@ -451,7 +451,7 @@ def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend):
 def test_a_writer_goes_on_under_a_new_claim_only_if_nobody_else_has_claimed(backend):
     trainer = Trainer(backend)
     made = [trainer.save(1), trainer.save(2)]
-    backend.put(version_key(made[0], "0", room="tombstones"), b"{}")
+    backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     trainer.train()
     with pytest.raises(BaseLostError):
         trainer.checkpointer.save(3).result(60)
