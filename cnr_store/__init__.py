@@ -42,10 +42,11 @@ from cnr_store.reading.opening import open_version as open  # noqa: A004 - `cnr_
 from cnr_store.reading.opening import state_dict, versions, view
 
 if TYPE_CHECKING:
-    from cnr_store.training.checkpointer import Checkpointer, load, save
+    from cnr_store.training.checkpointer import Checkpointer
     from cnr_store.training.data.tracked_reader import TrackedReader
     from cnr_store.training.importing.import_file import import_file
     from cnr_store.training.loading.restored import Restored
+    from cnr_store.training.once import load, save
     from cnr_store.training.preemption import Preemption
     from cnr_store.training.saving.pending_save import PendingSave
 
@@ -54,8 +55,8 @@ _TRAINING = {
     "Checkpointer": "checkpointer",
     "PendingSave": "saving.pending_save",
     "Preemption": "preemption",
-    "save": "checkpointer",
-    "load": "checkpointer",
+    "save": "once",
+    "load": "once",
     "Restored": "loading.restored",
     "TrackedReader": "data.tracked_reader",
     "import_file": "importing.import_file",

@@ -1,4 +1,4 @@
-"""Notices that the machine is about to be taken away, so that training can save and stop between two steps."""
+"""Turns termination signals into a flag, so that training can save and stop between two steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger("cnr_store")
 
 
 class Preemption:
-    """True once one of the signals has come.
+    """True once one of the signals has arrived.
 
     Attributes
     ----------
     signal
-        The first that came; None before. ``sys.exit(128 + signal)`` is how a process says that it ended by it.
+        The first signal that arrived, or None. ``sys.exit(128 + signal)`` reports it to whoever started the process.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Preemption:
         return self.signal is not None
 
     def _notice(self, number: int, _: object) -> None:
-        # A handler runs between any two lines, within a step or a save: it must not do more than this.
+        # A handler may run between any two lines, inside a step or a save, so it only sets the flag.
         if os.getpid() != self._process:
-            # A fork, as a data loader's worker is, asks nobody whether it is to end: it does so as others do.
+            # A fork, such as a data loader's worker, never tests the flag: it must end as if there were no handler.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif self.signal is None:
@@ -42,26 +42,26 @@ class Preemption:
 
 @contextmanager
 def watch_signals(signals: Iterable[int]) -> Iterator[Preemption]:
-    """Turn signals into a flag while the block runs; then whoever handled them before does so again.
+    """Turn signals into a flag while the block runs, then restore the previous handlers.
 
     Raises
     ------
     OptionError
-        These are not signals that can be handled, or this is not the main thread, which alone can handle any.
+        One is not a signal that can be handled, or this is not the main thread; no other can handle signals.
     """
     numbers = _numbers(signals)
     if threading.current_thread() is not threading.main_thread():
-        raise OptionError("signals can be watched for on the main thread alone; enter the block there")
-    noticed = Preemption()
-    former: dict[signal.Signals, object] = {}
+        raise OptionError("signals can be handled on the main thread alone; enter the block there")
+    preempted = Preemption()
+    previous: dict[signal.Signals, object] = {}
     try:
         for number in numbers:
-            former[number] = signal.getsignal(number)
-            signal.signal(number, noticed._notice)
-        yield noticed
+            previous[number] = signal.getsignal(number)
+            signal.signal(number, preempted._notice)
+        yield preempted
     finally:
-        for number, handler in former.items():
-            # None: not Python's, so it can't be put back.
+        for number, handler in previous.items():
+            # None stands for a handler that Python did not install and can't restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
 

@@ -1,9 +1,9 @@
-"""Random number generators of a data loader's own: found, saved and set."""
+"""Random number generators that a data loader owns: finds, saves and restores them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from cnr_store.training.model.rng_state import check_numpy, check_python, check_
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
-# What numpy's bit generators take at their word: places in a buffer, and what a number is kept in.
-_BELOW = {
+# Numbers that numpy's bit generators don't check: positions in a buffer, and values kept in fixed widths.
+_UPPER_BOUNDS = {
     "pos": 625,
     "buffer_pos": 5,
     "has_uint32": 2,
@@ -28,15 +28,16 @@ _BELOW = {
 
 def find_generators(loader: object) -> dict[str, Generator]:
     """Generators that a loader, its samplers and its dataset hold as attributes, by path."""
-    found: dict[str, Generator] = {}
+    generators: dict[str, Generator] = {}
     for path, part in _parts(loader, "loader", []):
         for name, value in getattr(part, "__dict__", {}).items():
-            if _is_generator(value) and not any(value is known for known in found.values()):
-                found[f"{path}.{name}"] = value
-    return found
+            if _is_generator(value) and not any(value is known for known in generators.values()):
+                generators[f"{path}.{name}"] = value
+    return generators
 
 
 def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, object]]:
+    # By identity: datasets may compare in ways of their own, and may refer to each other in circles.
     if part is None or any(part is one for one in seen):
         return
     seen.append(part)
@@ -52,12 +53,12 @@ def _is_generator(value: object) -> bool:
 
 
 def check_generators(generators: Mapping[str, Any]) -> dict[str, Generator]:
-    """Generators that a caller gives by name.
+    """Check the generators that a caller gives by name.
 
     Raises
     ------
     OptionError
-        Something else is among them.
+        One is not a generator whose state can be saved.
     """
     for name, value in generators.items():
         if not _is_generator(value):
@@ -70,30 +71,36 @@ def check_generators(generators: Mapping[str, Any]) -> dict[str, Generator]:
 
 def generator_states(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Their states, by name, as plain values."""
-    return {name: _state(generator) for name, generator in generators.items()}
+    return {name: _accessors(generator)[0]() for name, generator in generators.items()}
 
 
-def _state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
+def set_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Give generators the states that `check_generator_states` has checked."""
+    for name, generator in generators.items():
+        _accessors(generator)[1](states[name])
+
+
+def _accessors(generator: Generator) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """What returns a generator's state, and what sets it."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    return generator.get_state, generator.set_state
 
 
 def check_generator_states(generators: Mapping[str, Generator], states: Any) -> None:
-    """Prove that `set_generators` can take these states.
+    """Check that `set_generators` can take these states.
 
     Raises
     ------
     ValueError, TypeError, KeyError, RuntimeError
-        What is wrong with them.
+        They are damaged, or belong to other generators.
     """
     if not isinstance(states, Mapping) or states.keys() != generators.keys():
-        held = sorted(states) if isinstance(states, Mapping) else states
-        raise ValueError(f"it has the generators {held!r:.200}, and the loader {sorted(generators)!r:.200}")
+        names = sorted(states) if isinstance(states, Mapping) else states
+        raise ValueError(f"it has the generators {names!r:.200}, and the loader {sorted(generators)!r:.200}")
     for name, generator in generators.items():
         state = states[name]
         if isinstance(generator, torch.Generator):
@@ -106,34 +113,20 @@ def check_generator_states(generators: Mapping[str, Generator], states: Any) -> 
             check_python(*state)
 
 
-def _check_like(state: Any, like: Any, name: str) -> None:
-    """A bit generator's state has the parts of its present one, and no number that leads out of it."""
-    if type(state) is not type(like):
+def _check_like(state: Any, current: Any, name: str) -> None:
+    """Check that a bit generator's state has the parts of its current one, and every number in its range."""
+    if type(state) is not type(current):
         raise ValueError(f"{name} of a numpy generator is of type {type(state).__name__}")
-    if isinstance(like, dict):
-        if state.keys() != like.keys():
+    if isinstance(current, dict):
+        if state.keys() != current.keys():
             raise ValueError(f"{name} of a numpy generator has {sorted(state)!r:.200}")
-        for key in like:
-            _check_like(state[key], like[key], key)
-    elif isinstance(like, np.ndarray):
-        if (state.dtype, state.shape) != (like.dtype, like.shape):
+        for key in current:
+            _check_like(state[key], current[key], key)
+    elif isinstance(current, np.ndarray):
+        if (state.dtype, state.shape) != (current.dtype, current.shape):
             raise ValueError(f"{name} of a numpy generator is {state.dtype} {state.shape}")
-    elif isinstance(like, str):
-        if state != like:
-            raise ValueError(f"a numpy generator is {like}, not {state!r:.200}")
-    elif not 0 <= state < _BELOW.get(name, 1 << 64):
+    elif isinstance(current, str):
+        if state != current:
+            raise ValueError(f"a numpy generator is {current}, not {state!r:.200}")
+    elif not 0 <= state < _UPPER_BOUNDS.get(name, 1 << 64):
         raise ValueError(f"{name} of a numpy generator is out of range")
-
-
-def set_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
-    """Give generators the states that `check_generator_states` has proven."""
-    for name, generator in generators.items():
-        state = states[name]
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state)
-        else:
-            generator.setstate(state)

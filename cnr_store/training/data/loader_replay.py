@@ -1,4 +1,4 @@
-"""How epochs of a loader are begun, and begun again behind the batches that were taken."""
+"""Begins epochs of a loader, and resumes them after the batches that were taken."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from cnr_store.errors import OptionError
 
 
-def source_of(loader: Iterable[Any], replay: bool) -> Source:
-    """How to begin epochs of this loader.
+def open_source(loader: Iterable[Any], replay: bool) -> Source:
+    """What begins and resumes epochs of this loader.
 
     Raises
     ------
@@ -33,44 +33,44 @@ def source_of(loader: Iterable[Any], replay: bool) -> Source:
 
 
 class Source:
-    """Any iterable: an epoch is one iteration, and batches already taken are read again and dropped."""
+    """Any iterable: an epoch is one iteration. To resume it, batches already taken are read again and dropped."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._begun = False
 
     @property
-    def reuses_workers(self) -> bool:
-        """Whether the next epoch goes to workers that are there already."""
+    def has_workers(self) -> bool:
+        """Whether workers of an earlier epoch still run, and will serve the next one."""
         return False
 
     def kind(self) -> dict[str, Any]:
-        """What must be alike for a position to mean the same batch."""
+        """What must be equal for a position to mean the same batch."""
         return {"kind": "iterable"}
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # what has no length says so itself
+        return len(self._loader)  # type: ignore[arg-type]  # without a length, its TypeError is the right one
 
-    def tell_epoch(self, epoch: int) -> None:
-        """Before each epoch: for samplers and datasets that shuffle by its number."""
+    def set_epoch(self, epoch: int) -> None:
+        """Tell samplers and datasets that shuffle by epoch its number, before it begins."""
 
     def begin(self, reused: bool) -> Iterator[Any]:
-        """A new epoch; `reused` as in `resume`."""
+        """Begin an epoch; `reused` as in `resume`."""
         self._begun = True
         return iter(self._loader)
 
     def resume(self, batches: int, reused: bool) -> Iterator[Any]:
-        """An epoch behind its first batches. The random number generators stand as they did when it was begun.
+        """Resume an epoch after its first `batches`. The global random numbers are those that the epoch began with.
 
         Parameters
         ----------
         reused
-            Whether it was begun with workers that were there before.
+            Whether the epoch was begun with workers of an earlier one.
 
         Raises
         ------
         OptionError
-            There are fewer batches, or they can be read only once.
+            The epoch has fewer batches, or the loader can be read only once.
         """
         live = iter(self._loader)
         if live is self._loader and self._begun:
@@ -78,11 +78,11 @@ class Source:
                 f"the {type(live).__name__} can be read only once: make a new one, and a reader for it, to go back"
             )
         self._begun = True
-        return _behind(live, batches)
+        return _drop_batches(live, batches)
 
 
 class LoaderSource(Source):
-    """A `DataLoader`, used through a copy whose sampler can begin behind the batches taken."""
+    """A `DataLoader`, used through a copy whose sampler can skip the batches that were taken."""
 
     def __init__(self, loader: DataLoader[Any], replay: bool) -> None:
         if loader.num_workers and not getattr(loader, "in_order", True):
@@ -95,33 +95,34 @@ class LoaderSource(Source):
         super().__init__(self._copy)
         self._epoch = 0
         self._is_map = not isinstance(loader.dataset, IterableDataset)
-        self._batches = _Batches(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        self._skips = self._is_map and not replay and type(loader).__iter__ is DataLoader.__iter__
-        if self._skips:
-            self._set("sampler" if loader.batch_sampler is None else "batch_sampler", self._batches)
+        sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler = _SkippingSampler(getattr(loader, sampler))
+        self._can_skip = self._is_map and not replay and type(loader).__iter__ is DataLoader.__iter__
+        if self._can_skip:
+            self._set(sampler, self._sampler)
 
     def _set(self, name: str, value: Any) -> None:
-        # Past the loader's own refusal to change: this copy of it is ours.
+        # DataLoader refuses to change these attributes, and this copy of it is ours.
         self._copy.__dict__[name] = value
 
     @property
-    def reuses_workers(self) -> bool:
+    def has_workers(self) -> bool:
         return self._copy._iterator is not None
 
     def kind(self) -> dict[str, Any]:
         batch, drop = self._copy.batch_size, self._copy.drop_last
         if self._is_map:
-            batches = _length(self._batches.sampler)
+            batches = _length(self._sampler.sampler)
             return {"kind": "map", "batch_size": batch, "drop_last": drop, "batches": batches}
         return {"kind": "stream", "batch_size": batch, "drop_last": drop, "workers": self._copy.num_workers}
 
-    def tell_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        part: Any = self._batches.sampler
+        part: Any = self._sampler.sampler
         while part is not None:
-            _tell(part, epoch)
-            part = getattr(part, "__dict__", {}).get("sampler")
-        _tell(self._copy.dataset, epoch)
+            _set_epoch(part, epoch)
+            part = getattr(part, "__dict__", {}).get("sampler")  # asked now: set_epoch may have replaced it
+        _set_epoch(self._copy.dataset, epoch)
 
     def begin(self, reused: bool) -> Iterator[Any]:
         if not reused:
@@ -129,27 +130,34 @@ class LoaderSource(Source):
         return self._iterate(reused)
 
     def resume(self, batches: int, reused: bool) -> Iterator[Any]:
-        self._set("_iterator", None)
-        if not self._skips:
-            return _behind(self._iterate(reused), batches)
-        self._batches.skip = batches
+        self._set("_iterator", None)  # workers that still run have fetched batches ahead of the position
+        if not self._can_skip:
+            return _drop_batches(self._iterate(reused), batches)
+        self._sampler.skip = batches
         try:
             live = self._iterate(reused)
-            self._batches.newest.advance()
+            self._sampler.latest.drop()  # without workers nothing was drawn yet, and a missing batch is an error now
         finally:
-            self._batches.skip = 0
+            self._sampler.skip = 0
         return live
 
     def _iterate(self, reused: bool) -> Iterator[Any]:
-        """Workers that are reused draw no seed, which is taken from the loader's generator: new ones in their place
-        must not either."""
+        """Iterate the loader, drawing from its generator what the epoch drew as it began.
+
+        Workers that are reused draw no seed from it, so new workers that replace them must not either.
+        """
         generator = self._copy.generator
-        if reused and not self.reuses_workers:
+        if reused and not self.has_workers:
             self._set("generator", torch.Generator().manual_seed(self._epoch))
         try:
             return iter(self._copy)
         finally:
             self._set("generator", generator)
+
+
+def _set_epoch(part: Any, epoch: int) -> None:
+    if callable(getattr(part, "set_epoch", None)):
+        part.set_epoch(epoch)
 
 
 def _length(sampler: Any) -> int | None:
@@ -159,44 +167,39 @@ def _length(sampler: Any) -> int | None:
         return None
 
 
-def _tell(part: Any, epoch: int) -> None:
-    if callable(getattr(part, "set_epoch", None)):
-        part.set_epoch(epoch)
-
-
-class _Batches:
-    """A sampler that can begin behind its first batches."""
+class _SkippingSampler:
+    """A sampler whose iterations can start after its first `skip` batches."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.skip = 0
-        self.newest = _Rest(iter(()), 0)
+        self.latest = _RemainingBatches(iter(()), 0)
 
     def __iter__(self) -> Iterator[Any]:
-        self.newest = _Rest(iter(self.sampler), self.skip)
-        return self.newest
+        self.latest = _RemainingBatches(iter(self.sampler), self.skip)
+        return self.latest
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-class _Rest(Iterator[Any]):
-    """What comes behind the first batches; those are drawn only when it is asked for, as a sampler draws."""
+class _RemainingBatches(Iterator[Any]):
+    """The batches after the first ones. Those are drawn at the first use, since samplers draw random numbers late."""
 
     def __init__(self, batches: Iterator[Any], skip: int) -> None:
         self._batches = batches
         self._skip = skip
 
-    def advance(self) -> None:
+    def drop(self) -> None:
         skip, self._skip = self._skip, 0
-        _behind(self._batches, skip)
+        _drop_batches(self._batches, skip)
 
     def __next__(self) -> Any:
-        self.advance()
+        self.drop()
         return next(self._batches)
 
 
-def _behind(batches: Iterator[Any], taken: int) -> Iterator[Any]:
+def _drop_batches(batches: Iterator[Any], taken: int) -> Iterator[Any]:
     found = sum(1 for _ in islice(batches, taken))
     if found < taken:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""A data loader whose position can be saved: by the batches that training took, not those that workers fetched."""
+"""A data loader whose position can be saved: it counts the batches that training took, not those that were fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cnr_store.training.data.generators import (
     generator_states,
     set_generators,
 )
-from cnr_store.training.data.loader_replay import source_of
+from cnr_store.training.data.loader_replay import open_source
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
@@ -22,72 +22,75 @@ _FIELDS = {"epoch", "batch", "loader", "reused", "start", "generators"}
 
 
 class TrackedReader(Generic[T]):
-    """Gives out a loader's batches and knows how many were taken, so that no sample is trained twice or skipped.
+    """Yields a loader's batches and counts them, so that a restored run trains no sample twice and skips none.
 
-    Iterating gives the rest of the present epoch; the next loop is the next epoch. A batch counts as trained from the
-    moment it is given out: save after its step, and let nothing stand between the reader and training that takes
-    batches ahead. What workers have fetched beyond that is held for later, and fetched again after a restore.
+    Iterating yields the rest of the current epoch; the next loop is the next epoch. A batch counts as trained once it
+    is yielded: save after its step, and put nothing that prefetches between the reader and training. Batches that
+    workers have fetched ahead are kept for later, and fetched again after a restore.
 
-    A restored reader begins the epoch as it was begun, with the same random numbers, and goes on behind the
-    batches that were taken: map-style data without loading those again, anything else by reading and dropping them.
+    A restored reader begins the epoch with the same random numbers as before and continues after the batches that were
+    taken. Map-style data doesn't load those again; anything else reads and drops them.
 
     Parameters
     ----------
     loader
-        A `torch.utils.data.DataLoader`, or anything that can be iterated once an epoch.
+        A `torch.utils.data.DataLoader`, or anything that can be iterated once per epoch.
     replay
-        Load the batches before the position again and drop them, also for map-style data: for datasets
-        that draw random numbers in their workers.
+        Whether to load the batches before the position again and drop them for map-style data, too. Datasets that draw
+        random numbers in their workers need it.
     generators
-        Random number generators that the order depends on, by name, beside the global ones and those that
-        the loader, its samplers and its dataset hold as attributes.
+        Random number generators that the order of samples depends on, by name. The global ones, and those that the
+        loader, its samplers and its dataset hold as attributes, are known already.
 
     Raises
     ------
     OptionError
-        A loader that has a state of its own, can't be iterated, or gives out batches in no fixed order.
+        The loader has a `state_dict` of its own, can't be iterated, or yields batches in no fixed order; or a
+        generator can't be saved.
     """
 
     def __init__(
         self, loader: Iterable[T], *, replay: bool = False, generators: Mapping[str, Any] | None = None
     ) -> None:
-        self._source = source_of(loader, replay)
+        self._source = open_source(loader, replay)
         self._own = find_generators(loader) | check_generators(generators or {})
         self._epoch = 0
         self._taken = 0
-        self._start: Mapping[str, Any] | None = None  # what the present epoch was begun with
-        self._reused: bool | None = None  # whether workers of before are to do this epoch; None: as it comes
+        self._start: Mapping[str, Any] | None = None  # random numbers that this epoch began with
+        # Whether workers of an earlier epoch serve this one; None before it begins.
+        self._reused: bool | None = None
         self._live: Iterator[T] | None = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the reader stands in it; of a loader that has no length, its TypeError."""
+        """Batches of a whole epoch, at any position in it. A loader without a length raises its own TypeError."""
         return len(self._source)
 
     def __bool__(self) -> bool:
-        """True, as for other loaders: whether there is a reader, however many batches it has."""
+        """Always true, as for other loaders, even with no batches."""
         return True
 
     @property
     def epoch(self) -> int:
-        """Number of the present epoch, from 0: the one that the next loop goes on with."""
+        """Number of the current epoch, from 0: the one that the next loop continues."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """Batches of this epoch that were given out."""
+        """Batches of this epoch that were yielded."""
         return self._taken
 
     def __iter__(self) -> Iterator[T]:
+        """Yield the rest of the current epoch."""
         while drawn := self._draw():
             yield drawn[0]
 
     def interval(self, batches: int) -> Iterator[T]:
-        """Exactly so many batches, over the borders of epochs; those after them are held for the next interval.
+        """Yield exactly `batches` batches, across epochs. The next interval continues after them.
 
         Raises
         ------
         OptionError
-            `batches` is no count, or (while iterating) an epoch has no batch at all.
+            `batches` is no integer of at least 0, or an epoch has no batch at all (raised while iterating).
         """
         return self._emit(check_count("batches", batches, minimum=0))
 
@@ -114,44 +117,44 @@ class TrackedReader(Generic[T]):
             self._start = self._reused = self._live = None
             return None
         except BaseException:
-            self._live = None  # it may stand beyond the batch that failed
+            self._live = None  # its position is unknown now: begin the epoch again and skip the batches taken
             raise
         self._taken += 1
         return (batch,)
 
     def _begin(self) -> Iterator[T]:
-        self._source.tell_epoch(self._epoch)
+        self._source.set_epoch(self._epoch)
         if self._reused is None:
-            self._reused = self._source.reuses_workers
+            self._reused = self._source.has_workers
         if self._start is None:
             self._start = {"global": _global_state(), "own": generator_states(self._own)}
             return self._source.begin(self._reused)
-        present = _global_state()
+        current = _global_state()
         set_rng_state(self._start["global"])
         set_generators(self._own, self._start["own"])
         try:
             return self._source.resume(self._taken, self._reused)
         finally:
-            set_rng_state(present)
+            set_rng_state(current)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: the position, and the random numbers that the epoch was begun with."""
+        """The position, and the random numbers that the epoch began with; plain values that a save can store."""
         return {
             "epoch": self._epoch,
             "batch": self._taken,
             "loader": self._source.kind(),
-            "reused": self._source.reuses_workers if self._reused is None else self._reused,
+            "reused": self._source.has_workers if self._reused is None else self._reused,
             "start": self._start,
             "generators": None if self._start else generator_states(self._own),
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on where `state` was taken.
+        """Continue at the position where `state` was taken.
 
         Raises
         ------
         OptionError
-            It is no such state, or belongs to other data or another kind of loader. Nothing was changed.
+            `state` is no state of a reader, or belongs to other data or another kind of loader. Nothing was changed.
         """
         if state is None:
             raise OptionError("None is not a state of this reader: the version was saved without reader=")
@@ -181,15 +184,17 @@ class TrackedReader(Generic[T]):
         start = state["start"]
         if start is None:
             if state["batch"]:
-                raise ValueError("it stands in an epoch and does not say how that was begun")
+                raise ValueError(
+                    "its position is inside an epoch, without the random numbers that the epoch began with"
+                )
             check_generator_states(self._own, state["generators"])
             return
         if not isinstance(start, Mapping):
-            raise ValueError("how its epoch was begun is malformed")
+            raise ValueError("the random numbers that its epoch began with are malformed")
         check_rng_state(start["global"])
         check_generator_states(self._own, start["own"])
 
 
 def _global_state() -> dict[str, Any]:
-    """The global generators that a loader may draw from: those of the CPU."""
+    """The states of the global generators that a loader may draw from: all but CUDA's."""
     return {name: state for name, state in rng_state().items() if name != "cuda"}

@@ -1,4 +1,4 @@
-"""What a file that holds a model holds, whatever wrote it."""
+"""The contents of a file that holds a model, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from cnr_store.errors import FormatError
-from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.state_arrays import NUMBER_TYPES, ArrayLeaf
 
 Array = np.ndarray[Any, Any]
+NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
+"""Element types that numpy and Zarr have, too."""
+
 _TABLE_ELEMENTS = frozenset({"float32", "float16", "bfloat16"})
 
 
@@ -22,9 +25,9 @@ class FileTensor:
     Attributes
     ----------
     element
-        Torch's name of its type.
+        Torch's name of its element type.
     values
-        Mapped, not read. Unsigned integers with its bits where numpy lacks the type.
+        Mapped, not read. Where numpy lacks the type, unsigned integers with the same bits.
     """
 
     element: str
@@ -37,8 +40,19 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a file holds: tensors by name, further names of the same tensors, and modules' extra state
-    with what recognises tensors in it."""
+    """The contents of a file.
+
+    Attributes
+    ----------
+    tensors
+        By name; tied ones once.
+    aliases
+        Further names of tied tensors, and the name that each stands for.
+    extra_state
+        What modules returned from ``get_extra_state``, by name.
+    as_leaf
+        Recognises the tensors within `extra_state`.
+    """
 
     tensors: Mapping[str, FileTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -47,16 +61,16 @@ class ModelFile:
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:
-    """The names of a state dict's keys without the prefixes of wrappers.
+    """By key of a state dict, its name without the prefixes of wrappers.
 
     Raises
     ------
     FormatError
-        Two keys have one name.
+        Two keys have the same name.
     """
-    kept = {key: ".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys}
-    while kept and all(name.startswith("module.") for name in kept.values()):
-        kept = {key: name.removeprefix("module.") for key, name in kept.items()}
-    if len(set(kept.values())) < len(kept):
+    names = {key: ".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys}
+    while names and all(name.startswith("module.") for name in names.values()):
+        names = {key: name.removeprefix("module.") for key, name in names.items()}
+    if len(set(names.values())) < len(names):
         raise FormatError(f"{what} has two tensors of one name, once prefixes of wrappers are left out")
-    return kept
+    return names

@@ -1,4 +1,4 @@
-"""The state dict in a file of `torch.save`, mapped into memory, without running anything that is in it."""
+"""Reads the state dict in a file of `torch.save`, mapped into memory, without running code in it."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ _EXTRA_STATE = "_extra_state"
 
 
 def read_torch_file(path: Path, key: str | None) -> ModelFile:
-    """What a file holds, or what it holds under `key`.
+    """The state dict in a file, or the one that the file holds under `key`.
 
     Raises
     ------
     FormatError
-        It is damaged, needs code to be run, or holds something else than named tensors.
+        The file is damaged, needs code to be run, or holds something other than named tensors.
     OptionError
-        There is nothing under `key`.
+        The file holds nothing under `key`.
     """
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise FormatError(
             f"{path} can't be read as tensors alone: {reason}; save `model.state_dict()` by torch.save"
         ) from error
     if key is not None:
-        if not isinstance(found, Mapping) or key not in found:
-            raise OptionError(f"{path} has nothing under key={key!r}; it holds {_shown(found)}")
-        found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise FormatError(f"{path} holds {_shown(found)}, not tensors by name; save `model.state_dict()`")
-    return _model_file(found, clean_names(found, str(path)), path)
+        if not isinstance(content, Mapping) or key not in content:
+            raise OptionError(f"{path} has nothing under key={key!r}; it holds {_shown(content)}")
+        content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise FormatError(f"{path} holds {_shown(content)}, not tensors by name; save `model.state_dict()`")
+    return _model_file(content, clean_names(content, str(path)), path)
 
 
-def _model_file(found: Mapping[str, Any], names: Mapping[str, str], path: Path) -> ModelFile:
+def _model_file(state: Mapping[str, Any], names: Mapping[str, str], path: Path) -> ModelFile:
     tensors: dict[str, FileTensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
     owners: dict[object, str] = {}
-    for key, value in found.items():
+    for key, value in state.items():
         name = names[key]
         if name.rpartition(".")[2] == _EXTRA_STATE:
             extra[name] = value
             continue
         _check(key, value, path)
-        # A tied tensor was saved once, and comes as several over the same memory.
+        # A tied tensor was saved once, and is loaded as several tensors over the same memory.
         same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
         if owners.setdefault(same, name) != name:
             aliases[name] = owners[same]
@@ -81,7 +81,7 @@ def _check(key: str, value: object, path: Path) -> None:
         )
 
 
-def _shown(found: object) -> str:
-    if isinstance(found, Mapping):
-        return ", ".join(repr(key) for key in list(found)[:10]) or "nothing"
-    return f"an object of type {type(found).__name__}"
+def _shown(content: object) -> str:
+    if isinstance(content, Mapping):
+        return ", ".join(repr(key) for key in list(content)[:10]) or "nothing"
+    return f"an object of type {type(content).__name__}"

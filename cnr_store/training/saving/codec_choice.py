@@ -1,4 +1,4 @@
-"""Which codec a table's rows get, from `bits` and `codec`, and the optimizer's state beside them, from `state_bits`."""
+"""Chooses the codec of each table's rows, and of the optimizer state beside them."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ CodecOption = str | Mapping[str, Any] | RowCodec | None
 
 
 class CodecChoice:
-    """The codec of every table, and of every array beside its rows, by name.
+    """Chooses codecs by the names of tables and of optimizer state.
 
     Parameters
     ----------
     bits
         2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
     codec
-        None (uniform: adaptive by `bits`), a name or configuration or object that `cnr_codecs.row_codec` takes, or
-        a mapping from name patterns to these, beside which `bits` serves the tables that no pattern fits.
+        None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or a
+        mapping from name patterns to these. `bits` then applies to the tables that no pattern fits.
     expected
-        What ``"auto"`` goes by.
+        The restores that ``"auto"`` chooses a width by.
     state_bits
         See `StateWidths`.
 
     Raises
     ------
     OptionError
-        Widths out of range, an unknown codec, both a single codec and bits, or restores expected for neither.
+        A width is out of range, a codec is unknown, a single codec stands beside `bits`, or `expected` was given
+        although no width is ``"auto"``.
     """
 
     def __init__(
@@ -83,20 +84,21 @@ class CodecChoice:
             raise OptionError(
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
-        if expected is not None and not self._leaves_open():
+        if expected is not None and not self._may_be_auto:
             raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
 
-    def _leaves_open(self) -> bool:
+    @property
+    def _may_be_auto(self) -> bool:
         """Whether a table may get the width that ``"auto"`` stands for."""
         return self._single is None and (self._bits == "auto" or isinstance(self._bits, Mapping))
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuse patterns that fit no table: they were meant for one.
+        """Refuse patterns that fit no table.
 
         Raises
         ------
         OptionError
-            Naming the pattern and the tables there are.
+            A pattern fits none; the error names the pattern and the tables.
         """
         patterns = [*self._patterns, *(self._bits if isinstance(self._bits, Mapping) else ())]
         for pattern in patterns:
@@ -115,33 +117,36 @@ class CodecChoice:
                 ", ".join(map(repr, slots)),
             )
 
-    def after_restores(self, restores: int) -> tuple[int, str] | None:
-        """Settle the width that ``"auto"`` stands for once a run has been restored so often.
+    def resolve_auto(self, restores: int) -> tuple[int, str] | None:
+        """Choose the width that ``"auto"`` stands for in a run that was restored `restores` times.
 
-        Returns it with the reason, for the commit record; None where neither was left to it.
+        Returns the width and the reason, for the commit record; None if no width is ``"auto"``.
         """
-        if not self._leaves_open():
+        if not self._may_be_auto:
             return None
         self._auto, why = auto_bits(self._expected, restores)
         return self._auto, why
 
     def warm(self, sizes: Mapping[str, tuple[int, int, str]]) -> None:
-        """Compile what saving and loading these tables will run.
+        """Compile the kernels that saving and loading these tables will run.
 
-        `sizes` are (bytes, dim, element type) by table name. Kernels are compiled once an installation, and kept.
+        `sizes` are (bytes, dim, element type) by table name. Compiled kernels are cached on disk.
         """
-        wanted = {(self.of(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()}
+        wanted = {
+            (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
+        }
         for bits in self._state.quantized:
             wanted |= {
                 (CeilingRows(bits), dim, kind) for _, dim, kind in sizes.values() if kind in QUANTIZABLE
             }
         for codec, dim, element in wanted:
+            # Two rows of varied values run every kernel that full tables will run.
             rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
             payload = codec.encode_rows(rows, None, 2, element=element)
             decode_into(parse(payload), rows, np.ones(2, np.uint8))
 
-    def of(self, table: str, table_bytes: int) -> RowCodec:
-        """The codec for a table of that name and size in bytes. Small tables are lossless unless named."""
+    def codec_for(self, table: str, table_bytes: int) -> RowCodec:
+        """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""
         named = match_pattern(self._patterns, table)
         if named is not None:
             return named
@@ -150,10 +155,10 @@ class CodecChoice:
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
 
-    def of_state(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
-        """The codec for an array of optimizer state beside a table's rows.
+    def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
+        """The codec of an array of optimizer state beside a table's rows.
 
-        Element types that have no codes, such as integers, are lossless, whatever names them.
+        Element types that can't be quantized, such as integers, are lossless, even if a pattern names them.
         """
         width = self._state.of(table, slot, nbytes)
         return LosslessRows() if width == LOSSLESS or element not in QUANTIZABLE else CeilingRows(width)

@@ -1,4 +1,4 @@
-"""The codec of optimizer state that a user lets be quantized: no divisor comes back smaller than it was."""
+"""The codec of quantized optimizer state: values that steps divide by never decode below what they were."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from cnr_codecs import Scheme, UniformRows, build_payload, check_rows, parse, ra
 Rows = npt.NDArray[Any]
 
 QUANTIZABLE = frozenset({"float32", "float16", "bfloat16"})
-_RAISED_STEPS = 0.51
-"""Half a step, and what rounding the parameters may widen it by: up to one part in 128."""
+_RAISE_STEPS = 0.51
+"""Half a quantization step, and the part by which rounding its parameters may widen it: at most 1 in 128."""
 
 
 @dataclass(frozen=True)
 class CeilingRows:
-    """Rows of optimizer state quantized uniformly over their whole range.
+    """Quantizes rows of optimizer state uniformly over their range, and never below their values.
 
-    A row without negative values holds sums or means of squares, by whose root steps are divided: where one came back
-    as 0, or a difference of two lines made it negative, the next step would be huge, or NaN. So such a row is raised
-    by half a step first: each of its values decodes to at least what it was (but for rounding to its type) and at most
-    1.03 steps more, a step being the row's range by 2**bits - 1. Other rows err by half a step both ways. Rows with NaN
-    or infinities, and those too narrow to gain or too large to be raised, are stored as they are.
+    A row without negative values holds sums or means of squares, and optimizers divide by their roots. If one decoded
+    to 0 or below, the next update would be huge, or NaN. So half a quantization step is added to such a row first.
+    Each value then decodes to at least what it was (but for rounding to its type), and to at most 1.03 quantization
+    steps more; a quantization step is the row's range divided by 2**bits - 1. Values of other rows err by half a step
+    in either direction. Rows with NaN or infinities, rows too narrow to gain, and rows too large to be raised are
+    stored unchanged.
 
     Attributes
     ----------
@@ -36,15 +37,15 @@ class CeilingRows:
     bits: int
 
     def get_config(self) -> dict[str, Any]:
-        """What the commit record says of it; nobody needs it to read."""
+        """The codec's entry in the commit record. Reading doesn't need it."""
         return {"id": "cnr_raised", "bits": self.bits}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """The entry of a Zarr v3 array's `codecs`: what is written are uniform codes."""
+        """The entry of a Zarr v3 array's `codecs`: that of uniform codes, because those are what is written."""
         return self._quantizer.zarr_codec()
 
     def bytes_per_row(self, dim: int, element: str) -> float:
-        """Expected encoded bytes of a row of `dim` values, without its share of the row set."""
+        """Expected encoded bytes of a row of `dim` values, without the row set."""
         return self._quantizer.bytes_per_row(dim, element)
 
     def encode_rows(
@@ -56,16 +57,16 @@ class CeilingRows:
         element: str,
         seal: int = 0,
     ) -> bytes:
-        """The payload of a chunk of `rows` rows that holds these; see `RowCodec.encode_rows`."""
+        """The payload of a chunk of `rows` rows that holds these. See `RowCodec.encode_rows`."""
         kind, values, places = check_rows(values, offsets, rows, element)
-        raised = _raised(values, element, (1 << self.bits) - 1)
+        raised = _raise_by_half_step(values, element, (1 << self.bits) - 1)
         data = self._quantizer.encode_rows(raised, offsets, rows, element=element, seal=seal)
         if raised is values:
             return data
         segments = parse(data).segments
         if all(segment.scheme is not Scheme.RAW for segment in segments):
             return data
-        # Rows that can't be quantized, or don't gain, are stored as they were.
+        # Rows that the quantizer kept raw are stored as they were, not raised.
         kept = [
             raw_segment(values, places, rows, np.searchsorted(places, segment.row_set.offsets()), kind)
             if segment.scheme is Scheme.RAW
@@ -79,18 +80,18 @@ class CeilingRows:
         return UniformRows("asymmetric", self.bits)
 
 
-def _raised(values: Rows, element: str, levels: int) -> Rows:
-    """The rows with those without negative values raised by half a step; the same array if there are none.
+def _raise_by_half_step(values: Rows, element: str, levels: int) -> Rows:
+    """A copy in which rows without negative values are raised by half a step; `values` itself if there are none.
 
-    What no longer fits the element type is infinite.
+    A raised value that does not fit the element type becomes infinite, and its row is then stored raw.
     """
     low, high = (each.astype(np.float64) for each in (values.min(axis=1), values.max(axis=1)))
     chosen = (low >= 0) & (high > low) & np.isfinite(high)
     if not chosen.any():
         return values
     with np.errstate(invalid="ignore", over="ignore"):
-        by = ((high - low) * (_RAISED_STEPS / levels)).astype(np.float32)[:, None]
-        # What is not raised keeps its very bits, negative zeros too.
+        by = ((high - low) * (_RAISE_STEPS / levels)).astype(np.float32)[:, None]
+        # np.where keeps the bits of rows that are not raised; adding 0 would change negative zeros.
         raised = np.where(chosen[:, None], values + by, values).astype(values.dtype, copy=False)
     if element == "bfloat16":
         bits = raised.view(np.uint32)

@@ -1,183 +1,142 @@
-"""Saves in the background, one after the other, none of which forgets a row."""
+"""Writes saves in the background, one after the other; a save that fails forgets no row."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
 
-from torch.optim import Optimizer
-
+from cnr_backends import Backend
 from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
 from cnr_store.format.record import Record
-from cnr_store.policies.policy import Costs, Decision, PolicyName
-from cnr_store.training.model.optimizer_state import table_slots
-from cnr_store.training.model.row_arrays import RowArray, row_arrays
-from cnr_store.training.model.tables import Table
-from cnr_store.training.saving.pending_save import LeasedRows, PendingSave, ReentrantGuard, finish_before_exit
-from cnr_store.training.saving.planner import Bitmaps, Planner
-from cnr_store.training.saving.snapshot import DenseSnapshot
+from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.saving.planner import Planner
+from cnr_store.training.saving.process_exit import finish_before_exit
+from cnr_store.training.saving.reentrant_guard import ReentrantGuard
+from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.tracker import Tracker
-from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.plan import Plan
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
 
 
 class SaveCallbacks:
-    """Whom the outcome of a save is told: `committed` first, then `on_done`, both on the thread that writes.
+    """Callbacks run after each save, on the thread that writes.
 
     Parameters
     ----------
-    committed
-        Called with the record of each version, before anybody learns that it is there. It must not raise.
+    on_commit
+        Called with the record of each committed version, before the save's result is set. It must not raise.
     on_done
-        The caller's, called with each save that was committed or has failed. What it raises is only logged.
-    turn
-        Refused to `on_done`, since whoever has it may be waiting for that.
+        The caller's own: called with each save that was committed or has failed. What it raises is only logged.
+    guard
+        Refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
     """
 
     def __init__(
         self,
-        committed: Callable[[Record], None],
+        on_commit: Callable[[Record], None],
         on_done: Callable[[PendingSave], object] | None,
-        turn: ReentrantGuard,
+        guard: ReentrantGuard,
     ) -> None:
-        self.committed = committed
+        self.on_commit = on_commit
         self._on_done = on_done
-        self._turn = turn
+        self._guard = guard
 
-    def tell(self, pending: PendingSave) -> None:
-        """Call back, unless the save never began."""
+    def run_on_done(self, pending: PendingSave) -> None:
+        """Call `on_done`, unless the save never began."""
         if self._on_done is None or pending.future.cancelled():
             return
         try:
-            with self._turn.call_back():
+            with self._guard.refuse_this_thread():
                 self._on_done(pending)
-        except BaseException:  # the pool would drop it in silence; the save is what it is
+        except BaseException:  # the pool would drop it unseen, and the save's outcome stays what it is
             log.exception("on_done of the save of step %d failed", pending.step)
 
 
 class SaveQueue:
-    """Begins saves on the training thread and writes them on another, at most one at a time.
+    """Starts saves on the training thread and writes them on another, at most one at a time.
 
     Parameters
     ----------
+    callbacks
+        Run after each save.
+
+    Attributes
+    ----------
     planner, writer
-        What a version gets, and how it comes into the store.
+        Decide what a version holds, and write it to the store.
     tracker, audit
-        Which rows may have changed, and whether that is true.
-    outcomes
-        Whom the outcome is told.
-    policy, costs
-        When versions are whole.
+        Know the rows that may have changed, and check by samples that no others did.
     """
 
     def __init__(
         self,
-        tables: Sequence[Table],
-        optimizers: Sequence[Optimizer],
-        planner: Planner,
-        writer: Writer,
-        tracker: Tracker,
+        backend: Backend,
+        trained: TrainedModel,
+        options: Options,
         audit: Audit,
-        outcomes: SaveCallbacks,
-        policy: PolicyName,
-        costs: Costs,
+        callbacks: SaveCallbacks,
     ) -> None:
-        self._tables = tables
-        self._optimizers = optimizers
-        self._planner = planner
-        self._writer = writer
-        self._tracker = tracker
-        self._audit = audit
-        self._outcomes = outcomes
-        self._policy: PolicyName = policy
-        self._costs = costs
+        self.planner = Planner(trained, options)
+        self.writer = Writer(backend, options.workers)
+        self.audit = audit
+        self._callbacks = callbacks
         self._pending: tuple[PendingSave, Bitmaps] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
-
-    def ahead(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread that writes, before the first save."""
-        self._executor.submit(work)
+        self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted_optimizers)
+        # Before the first save, so that no save waits for a compiler between its start and its commit.
+        self._executor.submit(self.planner.compile_codecs)
 
     @property
     def latest(self) -> PendingSave | None:
-        """The save whose outcome has not been taken into account."""
+        """The save whose outcome `finish_latest` has not applied yet."""
         return None if self._pending is None else self._pending[0]
 
-    def begin(self, pending: PendingSave, taken: DenseSnapshot, full: bool) -> None:
-        """Take the changed rows, hand all to the background, and wait while it reads the model.
+    def start(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> None:
+        """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
-        An interrupt at any point leaves either a save under way or none, never a row forgotten.
+        An interrupt at any point leaves either a save under way or none, and never a row forgotten.
         """
-        arrays = row_arrays(self._tables, self._optimizers)
-        self._planner.warn_unknown_slots(partial(table_slots, self._optimizers, self._tables))
-        unsafe = self._tracker.whole_reasons()
-        rows_done = threading.Event()
-        dirty: Bitmaps = {}
+        snapshot.unsafe = self.tracker.whole_reasons()
         try:
-            self._pending = (pending, dirty)
-            self._tracker.swap(dirty)
-            decision = self._decide(arrays, dirty, unsafe, taken, full)
-            rows = self._planner.rows(decision, arrays, dirty, unsafe, pending)
-            plan = self._plan(pending.step, taken, decision, rows)
+            # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
+            self._pending = (pending, snapshot.dirty)
+            self.tracker.swap(snapshot.dirty)
+            plan = self._plan(pending, snapshot, full)
+            # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan, rows_done)
-            if any(isinstance(write.source, LeasedRows) for write in rows):
-                rows_done.wait()
+            self._executor.submit(self._write, pending, plan)
+            if any(isinstance(write.source, LiveRows) for write in plan.rows):
+                pending.rows_taken.wait()
         except BaseException as error:
-            pending.asked = True  # the caller has this error
+            pending.result_taken = True  # the caller gets this error
             if pending.future.cancel():  # it has not begun, and never will
-                self._tracker.restore(dirty)
+                self.tracker.restore(snapshot.dirty)
                 self._pending = None
             else:
-                pending.abandoned.set()
-                rows_done.wait()
+                pending.interrupted.set()
+                pending.rows_taken.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
             raise
 
-    def _decide(
-        self,
-        arrays: Sequence[RowArray],
-        dirty: Bitmaps,
-        unsafe: dict[str, str],
-        taken: DenseSnapshot,
-        full: bool,
-    ) -> Decision:
-        beside_bytes = sum(write.values.nbytes for write in taken.dense)
-        decision = self._planner.decide(
-            self._policy, self._costs, arrays, dirty, unsafe, full=full, beside_bytes=beside_bytes
-        )
-        if not decision.full:  # or all is written, whatever is believed of it
-            self._audit.check(arrays, dirty, self._tracker.make_whole)
-        self._audit.renew(arrays, dirty)
-        return decision
+    def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
+        decision = self.planner.decide(snapshot, full)
+        if not decision.full:  # a full version holds every row, flagged or not
+            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
+        self.audit.renew(snapshot.arrays, snapshot.dirty)
+        return self.planner.plan(decision, snapshot, pending)
 
-    def _plan(self, step: int, taken: DenseSnapshot, decision: Decision, rows: Sequence[RowsWrite]) -> Plan:
-        lineage = self._planner.lineage
-        return Plan(
-            step=step,
-            previous=lineage.version,
-            rows=rows,
-            dense=taken.dense,
-            state=taken.state,
-            policy=asdict(decision),
-            needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
-            restores=lineage.restores,
-            metadata=taken.metadata,
-        )
-
-    def _write(self, pending: PendingSave, plan: Plan, rows_done: threading.Event) -> None:
+    def _write(self, pending: PendingSave, plan: Plan) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._writer.write(plan, rows_done.set)
+            record = self.writer.write(plan, pending.rows_taken.set)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
@@ -185,48 +144,51 @@ class SaveQueue:
                 pending.future.set_exception(error)
         else:
             try:
-                self._outcomes.committed(record)
+                # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
+                self._callbacks.on_commit(record)
             finally:
                 pending.future.set_result(record)
         finally:
-            # Training waits for each of these; a log's handler, which is foreign code, may raise before.
-            rows_done.set()
+            # Training waits for both events, and a caller's log handler may have raised above.
+            pending.rows_taken.set()
             try:
-                self._outcomes.tell(pending)
+                self._callbacks.run_on_done(pending)
             finally:
-                pending.told.set()
+                pending.callbacks_done.set()
 
-    def settle(self, tell_before: int | None = None) -> None:
-        """Wait for the save under way and take its outcome into account, on the training thread.
+    def finish_latest(self, next_step: int | None = None) -> None:
+        """Wait for the save under way and apply its outcome, on the training thread.
 
-        If it failed and nobody has asked for its result, it is raised to the save of step `tell_before`. What was
-        interrupted half way is done again by the next call.
+        A failure whose result nobody took is raised if `next_step` is given: to the save of that step. If an interrupt
+        cuts this short, the next call does all of it again.
         """
         if self._pending is None:
             return
         pending, dirty = self._pending
-        if pending.future.cancelled():  # interrupted twice: once as it began, and once in giving it up
-            self._tracker.restore(dirty)
+        if pending.future.cancelled():  # `start` was interrupted, and so was its undoing
+            self.tracker.restore(dirty)
             self._pending = None
             return
         error = pending.future.exception()
-        pending.told.wait()  # whoever is called back may ask for the failure
+        pending.callbacks_done.wait()  # on_done may take the result
         if error is None:
-            self._planner.committed(pending.future.result(), dirty)
+            self.planner.apply_commit(pending.future.result(), dirty)
         else:
-            self._tracker.restore(dirty)
+            self.tracker.restore(dirty)
+        # The next delta would need the lost base, too.
         if isinstance(error, BaseLostError):
-            self._planner.forget()
-            self._writer.renew(None)
+            self.planner.drop_bases()
+            self.writer.renew(None)
         self._pending = None
-        if error is not None and tell_before is not None and not pending.asked:
-            pending.asked = True
+        if error is not None and next_step is not None and not pending.result_taken:
+            pending.result_taken = True
             error.add_note(
                 f"This is about the save of step {pending.step}, whose result nobody asked for. That of step "
-                f"{tell_before} was not begun: call save again."
+                f"{next_step} was not begun: call save again."
             )
             raise error
 
     def close(self) -> None:
-        """Wait for the thread that writes, and take no more."""
+        """Stop tracking, wait for the thread that writes, and accept no more saves."""
+        self.tracker.close()
         self._executor.shutdown()

@@ -1,18 +1,16 @@
-"""The state of training at one moment, as plain data that a writer can take its time with."""
+"""Copies the state of training at one moment into plain data, which a thread can write while training goes on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from cnr_store.errors import StateError
+from cnr_store.errors import SaveError, StateError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
@@ -22,10 +20,13 @@ from cnr_store.training.model.optimizer_state import optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.state_leaves import state_of, tensor_leaf
-from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import array_dtype, dense_numpy, gather
+from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.plan import DenseWrite
 
+Bitmaps = dict[str, Bitmap]
 Array = np.ndarray[Any, Any]
 MAX_METADATA_BYTES = 64 << 10
 
@@ -34,7 +35,7 @@ class StagedRows:
     """Rows copied at the moment of the save."""
 
     def __init__(self, values: Array) -> None:
-        # Not -1 columns: of no rows they can't be told.
+        # The columns are computed because reshape can't infer a -1 for an array of no rows.
         self._values = values.reshape(len(values), math.prod(values.shape[1:]))
 
     def values(self, begin: int, end: int) -> Array:
@@ -42,21 +43,26 @@ class StagedRows:
 
 
 class LiveRows:
-    """Rows still in the model: they must be taken before training goes on."""
+    """Rows still in the model, which training must not change until they are read or the save is interrupted."""
 
-    def __init__(self, tensor: torch.Tensor, ids: Array | None) -> None:
+    def __init__(self, tensor: torch.Tensor, ids: Array | None, pending: PendingSave) -> None:
         self._tensor = tensor.detach()
         self._ids = ids
+        self._pending = pending
 
     def values(self, begin: int, end: int) -> Array:
         ids = np.arange(begin, end) if self._ids is None else self._ids[begin:end]
-        return gather(self._tensor, ids).reshape(end - begin, -1)
+        taken = gather(self._tensor, ids).reshape(end - begin, -1)
+        # Asked after the copy: training may have changed rows in the middle of it.
+        if self._pending.interrupted.is_set():
+            raise SaveError(f"the save of step {self._pending.step} was interrupted while it read the model")
+        return taken
 
 
 class Staging:
-    """Host memory for the rows of a snapshot, used again by the next: fresh memory costs several times a copy.
+    """Host memory for the rows of a snapshot. Each save uses it again: fresh memory costs several times a copy.
 
-    At most `limit_bytes` are held; rows beyond that stay where they are (`LiveRows`).
+    At most `limit_bytes` are held. Rows beyond them stay in the model, as `LiveRows`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -64,16 +70,16 @@ class Staging:
         self._buffers: dict[str, Array] = {}
         self._used_bytes = 0
 
-    def begin(self) -> None:
-        """Start a snapshot; the former one's rows may be overwritten."""
+    def reset(self) -> None:
+        """Start a snapshot, which may overwrite the rows of the last one."""
         self._used_bytes = 0
 
-    def take(self, array: RowArray, ids: Array | None) -> StagedRows | LiveRows:
-        """Copy the rows `ids` (None for all), or leave them where they are if there is no room."""
+    def stage(self, array: RowArray, ids: Array | None, pending: PendingSave) -> StagedRows | LiveRows:
+        """Copy the rows `ids` (None for all), or leave them in the model if there is no room."""
         rows = array.shape[0] if ids is None else len(ids)
         nbytes = rows * array.row_bytes
         if self._used_bytes + nbytes > self._limit_bytes:
-            return LiveRows(array.tensor, ids)
+            return LiveRows(array.tensor, ids, pending)
         self._used_bytes += nbytes
         out = (
             self._buffer(array.path, nbytes)
@@ -90,55 +96,63 @@ class Staging:
         buffer = self._buffers.get(path)
         if buffer is None or len(buffer) < nbytes:
             self._buffers.pop(path, None)
-            held = sum(len(other) for other in self._buffers.values())
-            if held + nbytes > self._limit_bytes:
-                self._buffers.clear()  # views of this snapshot keep what they use
+            held_bytes = sum(map(len, self._buffers.values()))
+            if held_bytes + nbytes > self._limit_bytes:
+                self._buffers.clear()  # rows staged for this snapshot keep their own buffers alive
             buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes]
 
 
 @dataclass
-class DenseSnapshot:
-    """Copies of all that is not stored by rows."""
+class Snapshot:
+    """The state of training at one moment.
 
-    dense: list[DenseWrite] = field(default_factory=list)
-    state: Any = None
-    metadata: Any = None
+    Attributes
+    ----------
+    arrays
+        What is stored by rows, still live: the planner copies the rows that a version needs.
+    dense, state, metadata
+        Copies of everything else.
+    dirty
+        Per table, packed: the rows that may have changed since the last save. The tracker fills it.
+    unsafe
+        Tables whose changed rows are not known.
+    """
+
+    arrays: Sequence[RowArray]
+    dense: list[DenseWrite]
+    state: Any
+    metadata: Any
+    dirty: Bitmaps = field(default_factory=dict)
+    unsafe: Collection[str] = ()
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(write.values.nbytes for write in self.dense)
 
 
-def snapshot_dense(
-    model: nn.Module,
-    tables: Sequence[Table],
-    optimizers: Sequence[Optimizer],
-    objects: Mapping[str, Any],
-    reader: Any,
-    metadata: Any,
-    rng: bool,
-) -> DenseSnapshot:
+def take_snapshot(
+    trained: TrainedModel, objects: Mapping[str, Any], reader: Any, metadata: Any, rng: bool
+) -> Snapshot:
     """Copy dense tensors, optimizer state, RNG, reader and the state of registered objects.
 
     Raises
     ------
     StateError
-        A state holds something that can't be stored exactly, with its path.
+        A state holds something that can't be stored exactly; the error names its path.
+    UnsupportedModelError
+        The model, or state that optimizers keep for its tables, can't be stored as it is now.
     """
-    taken = DenseSnapshot(metadata=encode_metadata(metadata))
-    entries = list(dense_items(model, tables))
-    tied = [(name, owner) for name, owner, _ in entries if name != owner]
-    for name, owner, tensor in entries:
-        if name == owner:
-            values, torch_dtype = dense_numpy(tensor)
-            others = tuple(other for other, of in tied if of == name)
-            taken.dense.append(DenseWrite(dense_path("model", name), values, torch_dtype, others))
-    names = parameter_names(model)
+    doc, dense = encode_metadata(metadata), _copy_dense(trained)
+    names = parameter_names(trained.model)
     tree = {
         "reader": state_of(reader),
         "objects": {name: state_of(value) for name, value in objects.items()},
-        "optimizers": [optimizer_tree(optimizer, names, tables) for optimizer in optimizers],
-        "extra_state": extra_state(model),
+        "optimizers": [optimizer_tree(each, names, trained.tables) for each in trained.optimizers],
+        "extra_state": extra_state(trained.model),
         "rng": rng_state() if rng else None,
     }
-    used = {write.path for write in taken.dense}
+    used = {write.path for write in dense}
 
     def beside(path: str, leaf: ArrayLeaf) -> str:
         parts = [part.strip("'\"") for part in path.strip("[]").split("][")]
@@ -146,20 +160,33 @@ def snapshot_dense(
         while place in used:
             place += "~"  # no encoded name holds one
         used.add(place)
-        taken.dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype))
+        dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype))
         return place
 
-    taken.state = encode_state(tree, beside=beside, as_leaf=tensor_leaf)
-    return taken
+    state = encode_state(tree, beside=beside, as_leaf=tensor_leaf)
+    return Snapshot(trained.row_arrays(), dense, state, doc)
+
+
+def _copy_dense(trained: TrainedModel) -> list[DenseWrite]:
+    """Copies of the model's own dense tensors; tied ones once, with their other names."""
+    entries = list(dense_items(trained.model, trained.tables))
+    tied = [(name, owner) for name, owner, _ in entries if name != owner]
+    writes = []
+    for name, owner, tensor in entries:
+        if name == owner:
+            values, torch_dtype = dense_numpy(tensor)
+            aliases = tuple(alias for alias, of in tied if of == name)
+            writes.append(DenseWrite(dense_path("model", name), values, torch_dtype, aliases))
+    return writes
 
 
 def encode_metadata(metadata: Any) -> Any:
-    """The caller's metadata as tagged JSON; it stands in the commit record, so it must be small."""
+    """The caller's metadata as tagged JSON. It must be small, because it is stored in the commit record."""
 
     def too_large(path: str, _: ArrayLeaf) -> str:
         raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
 
-    # Under its name, so that errors tell it from the state.
+    # Encoded under its name, so that errors say that it is the metadata.
     doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=tensor_leaf)["metadata"]
     if len(dumps(doc)) > MAX_METADATA_BYTES:
         raise StateError(
@@ -168,13 +195,13 @@ def encode_metadata(metadata: Any) -> Any:
     return doc
 
 
-def table_aliases(model: nn.Module, tables: Sequence[Table]) -> dict[str, tuple[str, ...]]:
+def table_aliases(trained: TrainedModel) -> dict[str, tuple[str, ...]]:
     """By table name, the other names of its parameter in the state dict."""
-    names = state_names(model)
-    owners = {id(table.parameter): table for table in tables}
-    found: dict[str, tuple[str, ...]] = {table.name: () for table in tables}
-    for key, value in model.state_dict(keep_vars=True).items():
+    names = state_names(trained.model)
+    owners = {id(table.parameter): table for table in trained.tables}
+    aliases: dict[str, tuple[str, ...]] = {table.name: () for table in trained.tables}
+    for key, value in trained.model.state_dict(keep_vars=True).items():
         table = owners.get(id(value))
         if table is not None and key != table.key:
-            found[table.name] += (names[key],)
-    return found
+            aliases[table.name] += (names[key],)
+    return aliases

@@ -196,7 +196,7 @@ def test_generations_that_ran_out_are_said_so(tmp_path: Path) -> None:
 def test_a_fork_cannot_use_its_parents_checkpointer(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.checkpointer.save(0).result()
-    job.checkpointer._turn._process += 1  # as a fork sees it
+    job.checkpointer._guard._process += 1  # as a fork sees it
     for call in (lambda: job.checkpointer.save(1), job.checkpointer.load, job.checkpointer.close):
         with pytest.raises(cnr_store.ClosedError, match="belongs to process"):
             call()

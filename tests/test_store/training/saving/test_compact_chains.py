@@ -205,7 +205,7 @@ def test_policies_change_over_a_fold(tmp_path: Path) -> None:
     job.upkeep()
     version = cnr_store.versions(backend)[-1].id
     # Only `auto` mixes the two kinds of delta in one run, and not when a test wants it to.
-    job.checkpointer._saves._policy = "one-shot"
+    job.checkpointer._saves.planner._policy = "one-shot"
     job.save()
     job.save()
     job.checkpointer.close()

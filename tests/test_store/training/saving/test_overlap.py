@@ -121,7 +121,7 @@ def test_who_asked_in_vain_is_told_of_the_failure_later(tmp_path: Path) -> None:
                 finally:
                     if timeout == 0:
                         job.gate.opened.set()
-                        failed.told.wait(PATIENCE_SECONDS)
+                        failed.callbacks_done.wait(PATIENCE_SECONDS)
 
         failed.future.__class__ = FailsMeanwhile
         with pytest.raises(TimeoutError):

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_store.training import checkpointer
+from cnr_store.training import checkpointer, loader
 from cnr_store.training.saving import planner
 from cnr_store.training.tracking import device_bitmap, table_tracker, tracker
 
 # Not `pending`: a trace can strike between the taking of a lock and its `with` block, where no signal is let in.
 FILES = {
     os.path.realpath(str(module.__file__))
-    for module in (checkpointer, planner, device_bitmap, tracker, table_tracker)
+    for module in (checkpointer, loader, planner, device_bitmap, tracker, table_tracker)
 }
 ROWS = 900
 

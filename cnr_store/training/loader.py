@@ -1,0 +1,85 @@
+"""Loads versions into a model that is being trained, so that its next save continues them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cnr_backends import Transfer
+from cnr_store.catalog import claims
+from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
+from cnr_store.format.record import Record
+from cnr_store.reading.opening import READ_WORKERS
+from cnr_store.training.loading.fallback import load_found, load_newest_sound
+from cnr_store.training.loading.restore import Restore
+from cnr_store.training.loading.restored import Restored
+from cnr_store.training.loading.selection import Selection
+from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.save_queue import SaveQueue
+from cnr_store.writing.lineage import Lineage
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads versions in place, and lets the saves of `saves` continue them. No save may be under way."""
+
+    catalog: Catalog
+    trained: TrainedModel
+    options: Options
+    saves: SaveQueue
+
+    @staticmethod
+    def check_options(fallback: bool, selection: Selection) -> None:
+        """Refuse options that contradict each other.
+
+        Raises
+        ------
+        OptionError
+        """
+        if fallback and not selection.whole:
+            raise OptionError(
+                "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
+            )
+
+    def load(self, version: Version, fallback: bool, selection: Selection) -> Restored:
+        """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
+        self.catalog.refresh()
+        find = load_newest_sound if fallback else load_found
+        return find(self.catalog, version, lambda record: self._load(record, selection))
+
+    def _load(self, record: Record, selection: Selection) -> Restored:
+        trained, saves = self.trained, self.saves
+        restore = Restore(
+            self.catalog,
+            record,
+            trained.model,
+            trained.tables,
+            trained.optimizers,
+            self.options.objects,
+            selection,
+        )
+        before = Lineage.from_record(self.catalog, record)
+        saves.planner.drop_bases()  # until every row is read, only whole tables are safe
+        saves.audit.forget()
+        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+            restored, since_whole = restore.run(self.options.rng, transfer)
+        saves.writer.restart(record.id)
+        saves.tracker.clear()
+        saves.audit.renew(trained.row_arrays())
+        # Last, so that after an interrupt before it, the next version depends on nothing.
+        saves.planner.continue_from(restore.trusted(self._lineage(record, before)), since_whole)
+        return restored
+
+    def _lineage(self, record: Record, before: Lineage) -> Lineage:
+        """What the next version may depend on, once `record` was read; `before` is its lineage as the reads began.
+
+        A version may be folded, and the versions that it depended on removed, at any moment. Which rows changed since
+        its whole link then depends on when each array was read, so the next version depends on nothing.
+        """
+        try:
+            to_delete = claims.list_tombstoned(self.catalog.backend)
+            is_unchanged = Lineage.from_record(self.catalog, record).lines == before.lines
+        except (CorruptionError, VersionNotFoundError):
+            is_unchanged = False
+        return before.without(to_delete) if is_unchanged else before.alone()

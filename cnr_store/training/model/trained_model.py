@@ -1,0 +1,46 @@
+"""The model that training checkpoints, with its tables and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cnr_store.training.model.arguments import check_model
+from cnr_store.training.model.optimizer_state import as_list, table_slots
+from cnr_store.training.model.row_arrays import RowArray, row_arrays
+from cnr_store.training.model.tables import Table, find_tables
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model, the tables in it, and the optimizers that train it; all of them live."""
+
+    model: nn.Module
+    tables: Sequence[Table]
+    optimizers: Sequence[Optimizer]
+
+    @classmethod
+    def from_arguments(cls, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
+        """Check what a caller passed, and find the tables.
+
+        Raises
+        ------
+        UnsupportedModelError
+            `model` is not an `nn.Module`, or one of its tables can't be stored.
+        StateError
+            `optimizer` is neither None, an optimizer, nor several.
+        """
+        checked, optimizers = check_model(model), as_list(optimizer)
+        return cls(checked, find_tables(checked), optimizers)
+
+    def row_arrays(self) -> list[RowArray]:
+        """Every array that is stored by rows, as it is now: see `row_arrays`."""
+        return row_arrays(self.tables, self.optimizers)
+
+    def table_slots(self) -> dict[str, set[str]]:
+        """By table, the keys of the state that optimizers have made for its rows so far."""
+        return table_slots(self.optimizers, self.tables)
