@@ -39,7 +39,7 @@ class PendingSave:
 
     @classmethod
     def skip(cls, step: int, step_under_way: int) -> PendingSave:
-        """A skipped save: the save of `step_under_way` is still being written."""
+        """A skipped save at `step`, because the save of `step_under_way` is still being written."""
         pending = cls(step)
         pending.skipped = pending.result_taken = True
         pending.future.set_exception(
