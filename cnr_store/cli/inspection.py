@@ -18,7 +18,7 @@ from cnr_store.cli.output import new_table, print_json, print_table, say, time_t
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.maintenance.collection.survey import ids
+from cnr_store.maintenance.collection.store_snapshot import ids
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3

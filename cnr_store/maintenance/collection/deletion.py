@@ -1,4 +1,4 @@
-"""Removes what retention has doomed, so that a crash at any point leaves every visible version whole."""
+"""Deletes the versions that retention chose, so that a crash at any point leaves every visible version whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from cnr_store.format import layout
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps
-from cnr_store.maintenance.collection.survey import Look, ids, objects, remove
+from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot, ids, objects, remove
 
 
 class Deletion:
     """One run of retention. Its tombstones are its own, so that it alone may take them back.
 
-    Call `doom`, look again, `spare` what is needed after all, then `bury` the rest, `empty` and `tidy`.
+    Call `tombstone`, take another snapshot, `untombstone` what is needed after all, `hide` the rest, then
+    `delete_objects` and `delete_stale_marks`.
     """
 
     def __init__(self, backend: Backend, transfer: Transfer, by: str) -> None:
@@ -27,38 +28,38 @@ class Deletion:
         self._run = secrets.token_hex(8)
         self.freed_bytes = 0
 
-    def doom(self, versions: Iterable[str]) -> None:
-        """Put a tombstone on each: from here on nobody begins to lean on them."""
+    def tombstone(self, versions: Iterable[str]) -> None:
+        """Put a tombstone on each version. From then on no writer begins to depend on it."""
         data = dumps({"by": self._by, "time": time.time()})
         for _ in self._transfer.map(
             lambda version: self._backend.put(self._tombstone(version), data), versions
         ):
             pass
 
-    def spare(self, versions: Iterable[str]) -> None:
-        """Take this run's tombstones back: somebody leant on these before they were doomed."""
+    def untombstone(self, versions: Iterable[str]) -> None:
+        """Remove this run's tombstones from versions that a writer depended on before they were tombstoned."""
         remove(self._backend, self._transfer, map(self._tombstone, versions))
 
-    def bury(self, versions: Iterable[str], look: Look) -> dict[str, float]:
-        """Make versions invisible, newest first, so that what leans on another goes before it.
+    def hide(self, versions: Iterable[str], snapshot: StoreSnapshot) -> dict[str, float]:
+        """Make versions invisible, newest first, so that a version goes before those it depends on.
 
-        A record is replaced rather than removed: its key stays taken, and the create of a commit that is still
-        under way somewhere loses.
+        A void record replaces the commit record. Its key stays taken, so a commit that is still under way elsewhere
+        fails.
 
         Returns
         -------
-        When each was burnt.
+        By id, when it was hidden.
         """
-        burnt = {}
+        aborted = {}
         for version in sorted(versions, reverse=True):
-            burnt[version] = time.time()
-            void = encode_void(self._by, secrets.token_hex(16), burnt[version])
+            aborted[version] = time.time()
+            void = encode_void(self._by, secrets.token_hex(16), aborted[version])
             self._backend.put(layout.record_key(version), void)
-            self.freed_bytes += look.versions[version].record_bytes - len(void)
-        return burnt
+            self.freed_bytes += snapshot.versions[version].record_bytes - len(void)
+        return aborted
 
-    def empty(self, version: str) -> bool:
-        """Remove all objects of a burnt id, and its fold, but the void record; whether there were any."""
+    def delete_objects(self, version: str) -> bool:
+        """Delete all objects of an aborted id and its fold, except the void record. Tells whether there were any."""
         record, fold = layout.record_key(version), layout.record_key(version, layout.FOLDS)
         found = objects(self._backend, layout.version_key(version, prefix=layout.FOLDS))
         found += [item for item in objects(self._backend, layout.version_key(version)) if item[0] != record]
@@ -68,13 +69,13 @@ class Deletion:
         self.freed_bytes += sum(nbytes for _, nbytes in found)
         return bool(found)
 
-    def free(self, versions: Iterable[str]) -> None:
-        """Remove the void records of ids under which nothing can be committed any more."""
+    def delete_aborted_records(self, versions: Iterable[str]) -> None:
+        """Delete the void records of ids under which nothing can be committed any more."""
         remove(self._backend, self._transfer, map(layout.record_key, versions))
 
-    def tidy(self, look: Look) -> None:
-        """Remove tombstones and pins of ids of which nothing is left."""
-        marked = look.doomed | look.pinned
+    def delete_stale_marks(self, snapshot: StoreSnapshot) -> None:
+        """Delete tombstones and pins of ids that have no objects left."""
+        marked = snapshot.tombstoned | snapshot.pinned
         if not marked:
             return
         left = ids(self._backend, layout.VERSIONS) | ids(self._backend, layout.FOLDS)
@@ -87,28 +88,30 @@ class Deletion:
         return layout.version_key(version, self._run, prefix=layout.TOMBSTONES)
 
 
-def collectable(look: Look, now: float, grace_seconds: float) -> list[str]:
-    """Burnt ids whose objects may go: those of removed versions at once, others after the grace time.
+def deletable(snapshot: StoreSnapshot, now: float, grace_seconds: float) -> list[str]:
+    """Aborted ids whose objects may be deleted: those of deleted versions at once, others after the grace time.
 
-    So may folds of versions of which nothing is listed.
+    Folds of versions that are not listed may be deleted, too.
     """
-    burnt = [
+    aborted = [
         version
-        for version, when in look.voided.items()
-        if version in look.doomed or when + grace_seconds <= now
+        for version, when in snapshot.aborted.items()
+        if version in snapshot.tombstoned or when + grace_seconds <= now
     ]
-    return sorted({*burnt, *(look.folds.keys() - look.names)})
+    return sorted({*aborted, *(snapshot.folds.keys() - snapshot.names)})
 
 
-def freeable(look: Look, emptied: Iterable[str], now: float, grace_seconds: float) -> list[str]:
-    """Those of the emptied ids whose void record may go, so that they are as if they had never been.
+def deletable_records(
+    snapshot: StoreSnapshot, emptied: Iterable[str], now: float, grace_seconds: float
+) -> list[str]:
+    """Ids among `emptied` whose void record may be deleted, so that nothing of them is left.
 
-    A writer commits one attempt after the other. So once a later attempt of its claim is listed, no create of an
-    earlier one can follow, except one that the network still carries: the grace time is for that. The last attempt
-    of each claim stays burnt for ever, since its writer may be stopped right before its commit.
+    A writer commits one attempt after the other. Once a later attempt of its claim is listed, the record of an
+    earlier one can only be created by a request that the network still carries: the grace time covers that. The last
+    attempt of each claim stays aborted for ever, because its writer may be stopped right before its commit.
     """
     last: dict[object, str] = {}
-    for name in look.names:
+    for name in snapshot.names:
         attempt = VersionId.parse(name)
         if attempt is not None:
             last[attempt.claim] = max(name, last.get(attempt.claim, ""))
@@ -116,5 +119,7 @@ def freeable(look: Look, emptied: Iterable[str], now: float, grace_seconds: floa
     return [
         version
         for version in emptied
-        if version not in kept and version in look.voided and look.voided[version] + grace_seconds <= now
+        if version not in kept
+        and version in snapshot.aborted
+        and snapshot.aborted[version] + grace_seconds <= now
     ]

@@ -13,12 +13,12 @@ from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import dumps
-from cnr_store.maintenance.collection.survey import ids, objects
+from cnr_store.maintenance.collection.store_snapshot import ids, objects
 from cnr_store.reading.opening import Url
 
 
 def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
-    """Keep a version, and everything that it leans on, until `unpin`. Returns its id.
+    """Keep a version, and everything that it depends on, until `unpin`. Returns its id.
 
     Parameters
     ----------
@@ -32,23 +32,23 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
-        There is no such version, or it is being removed. Nothing is pinned.
+        There is no such version, or it is being deleted. Nothing is pinned.
     """
     catalog = Catalog(open_backend(url, **storage_options))
     backend, name = catalog.backend, catalog.find(version).id
-    # A pin of its own for each call, so that one that comes too late takes nobody else's away.
+    # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
     if name in claims.list_tombstoned(backend) or not _is_there(backend, name):
         backend.delete(mine)
         raise VersionNotFoundError(
-            f"version {name} of {backend.url} is being removed by retention; pin another one"
+            f"version {name} of {backend.url} is being deleted by retention; pin another version"
         )
     return name
 
 
 def unpin(url: Url, version: Version, **storage_options: Any) -> str:
-    """Let retention have a version again. Returns its id; one that is not pinned is fine.
+    """Let retention delete a version again. Returns its id. A version that is not pinned is no error.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Retention: which versions are kept, and the removal of all others and of what crashed attempts left.
+"""Retention: which versions are kept; all others, and the leftovers of crashed attempts, are deleted.
 
-`docs/design-notes/retention.md` has the argument why nothing that anybody needs goes, whoever is stopped or killed
-wherever.
+`docs/design-notes/retention.md` argues why nothing needed is deleted, whichever process is stopped or killed at
+whichever point.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
-from cnr_store.maintenance.collection.deletion import Deletion, collectable, freeable
-from cnr_store.maintenance.collection.survey import WORKERS, Look, Survey, objects
+from cnr_store.maintenance.collection.deletion import Deletion, deletable, deletable_records
+from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot, objects
 from cnr_store.reading.opening import Url
 
 GRACE_SECONDS = 3600.0
@@ -28,14 +28,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which versions are asked for. With neither rule all are.
+    """Which versions are kept. With neither rule, all are.
 
     Attributes
     ----------
     keep_last
-        So many of the newest, as `versions` lists them.
+        How many of the newest, as `versions` lists them.
     keep_every
-        One of every so many steps: the newest at or before each multiple of it.
+        A number of steps; the newest version at or before each multiple of it is kept.
 
     Raises
     ------
@@ -54,15 +54,15 @@ class Rules:
     def remove_nothing(self) -> bool:
         return self.keep_last is None and self.keep_every is None
 
-    def asked_for(self, look: Look) -> Iterator[tuple[str, str]]:
-        """(id, reason) of each version asked for. Doomed ones are not counted: they may vanish at any moment."""
-        there = [known for name, known in look.versions.items() if name not in look.doomed]
+    def asked_for(self, snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
+        """(id, reason) of each version that a rule keeps. Tombstoned ones do not count: they may vanish."""
+        listed = [known for name, known in snapshot.versions.items() if name not in snapshot.tombstoned]
         if self.remove_nothing:
-            yield from ((known.id, "no rule") for known in there)
+            yield from ((known.id, "no rule") for known in listed)
         if self.keep_last is not None:
-            yield from ((known.id, f"keep_last={self.keep_last}") for known in there[-self.keep_last :])
+            yield from ((known.id, f"keep_last={self.keep_last}") for known in listed[-self.keep_last :])
         if self.keep_every is not None:
-            newest = {-(-known.step // self.keep_every): known.id for known in there}
+            newest = {-(-known.step // self.keep_every): known.id for known in listed}
             yield from ((version, f"keep_every={self.keep_every}") for version in newest.values())
 
 
@@ -73,17 +73,17 @@ class GcReport:
     Attributes
     ----------
     kept
-        By id of each version kept, oldest first, the reason.
+        Why each version is kept, by id, oldest first.
     removed
-        Ids of the versions removed, oldest first.
+        Ids of the versions deleted, oldest first.
     leftovers
-        Ids of crashed or failed attempts whose objects were removed.
+        Ids of crashed or failed attempts whose objects were deleted.
     freed_bytes
-        Bytes of all objects removed.
+        Bytes of all objects deleted.
     stopped
         Why nothing was done, or None.
     dry_run
-        Whether this is only what would have been done.
+        Whether nothing was changed, and this is what would be done.
     """
 
     kept: Mapping[str, str]
@@ -104,26 +104,26 @@ def gc(
     progress: Progress | None = None,
     **storage_options: Any,
 ) -> GcReport:
-    """Remove the versions that no rule asks for, and what crashed attempts left.
+    """Delete the versions that no rule keeps, and the leftovers of crashed attempts.
 
-    Always kept are the newest version, pinned ones, what the newest writer goes on from, and everything that a kept
-    version leans on. Without a rule only leftovers go. It may run beside training, beside others like it, and
-    after one that was killed, which it finishes.
+    The newest version, pinned ones, the version the newest writer goes on from, and every version that a kept one
+    depends on are always kept. Without a rule only leftovers are deleted. `gc` may run beside training and beside
+    another `gc`. After one that was killed, it finishes the work.
 
     Parameters
     ----------
     url
         Any fsspec URL, a path, or a Zarr store.
     keep_last
-        Keep so many of the newest versions.
+        How many of the newest versions are kept.
     keep_every
-        Keep one version of every so many steps: the newest at or before each multiple of it.
+        A number of steps; the newest version at or before each multiple of it is kept.
     dry_run
-        Change nothing; say what would be removed.
+        Change nothing, and report what would be deleted.
     grace_seconds
-        How long ago an attempt must have been given up before its objects are removed.
+        How many seconds ago an attempt must have been given up before its objects are deleted.
     progress
-        Called with (done, all) ids whose objects are to be removed.
+        Called with (done, all): how many ids had their objects deleted, and how many will.
     storage_options
         For the filesystem, as in fsspec.
 
@@ -133,24 +133,24 @@ def gc(
     EmptyStoreError
         There is no store.
     CorruptionError, FormatError
-        A record or the newest claim can't be read, so that nobody knows what is needed. Nothing was removed.
+        A record or the newest claim can't be read, so it is unknown what is needed. Nothing was deleted.
     cnr_backends.BackendError
-        The storage failed. Every visible version is whole; the next call finishes what this one began.
+        The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
     rules, grace = Rules(keep_last, keep_every), _seconds(grace_seconds)
     backend = open_backend(url, **storage_options)
     if not Catalog(backend).check_format():
-        raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to remove: check the URL")
+        raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to delete: check the URL")
     return Retention(backend, rules, grace).run(dry_run=dry_run, progress=progress)
 
 
 class Retention:
-    """Applies rules to one store, once or again and again.
+    """Applies rules to one store, once or repeatedly.
 
     Parameters
     ----------
     own
-        Whose retention it is: it stops if another claim is the newest. None acts for whoever has the newest.
+        The claim it works under; it stops if another claim is the newest. None: whichever claim is the newest.
     """
 
     def __init__(
@@ -164,114 +164,123 @@ class Retention:
         self._rules = rules
         self._grace_seconds = grace_seconds
         self._own = own
-        self._survey = Survey(backend, own)
+        self._reader = SnapshotReader(backend, own)
         self._emptied: set[str] = set()
 
     def run(self, *, dry_run: bool = False, progress: Progress | None = None) -> GcReport:
-        """Look, doom, look again, and remove. See `gc` for what it raises."""
+        """Take a snapshot, put tombstones, take another, and delete. See `gc` for what it raises."""
         with Transfer(WORKERS, 2 * WORKERS) as transfer:
-            look = self._survey.look(transfer, void=not dry_run)
-            if stopped := self._stopped(look):
+            snapshot = self._reader.take(transfer, void=not dry_run)
+            if stopped := self._stopped(snapshot):
                 return GcReport({}, stopped=stopped, dry_run=dry_run)
-            kept = choose(look, self._rules)
-            victims = [version for version in look.versions if version not in kept]
+            kept = choose(snapshot, self._rules)
+            to_delete = [version for version in snapshot.versions if version not in kept]
             if dry_run:
-                return self._foretell(look, kept, victims)
+                return self._dry_run_report(snapshot, kept, to_delete)
             deletion = Deletion(self._backend, transfer, str(self._own or "gc"))
-            if victims:
-                deletion.doom(victims)
-                look = self._survey.look(transfer, void=True)
-                stopped = self._stopped(look)
-                kept = choose(look, self._rules, staying=look.versions.keys() - victims)
-                spared = [version for version in victims if stopped or version in kept]
-                deletion.spare(spared)
+            if to_delete:
+                deletion.tombstone(to_delete)
+                snapshot = self._reader.take(transfer, void=True)
+                stopped = self._stopped(snapshot)
+                kept = choose(snapshot, self._rules, committed_since=snapshot.versions.keys() - to_delete)
+                kept_after_all = [version for version in to_delete if stopped or version in kept]
+                deletion.untombstone(kept_after_all)
                 if stopped:
                     return GcReport({}, stopped=stopped)
-                victims = [version for version in victims if version not in kept and version in look.versions]
-                look = self._bury(victims, look, deletion)
-            emptied = self._empty(victims, look, deletion, progress)
-            leftovers = tuple(version for version in emptied if version not in victims)
-            return GcReport(kept, tuple(victims), leftovers, deletion.freed_bytes)
+                to_delete = [
+                    version for version in to_delete if version not in kept and version in snapshot.versions
+                ]
+                snapshot = self._hide(to_delete, snapshot, deletion)
+            emptied = self._delete_objects(to_delete, snapshot, deletion, progress)
+            leftovers = tuple(version for version in emptied if version not in to_delete)
+            return GcReport(kept, tuple(to_delete), leftovers, deletion.freed_bytes)
 
-    def _bury(self, victims: Sequence[str], look: Look, deletion: Deletion) -> Look:
-        """Make the victims invisible; what there is then."""
-        burnt = deletion.bury(victims, look)
-        versions = {name: known for name, known in look.versions.items() if name not in burnt}
+    def _hide(self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion) -> StoreSnapshot:
+        """Make versions invisible. Returns the snapshot without them."""
+        aborted = deletion.hide(to_delete, snapshot)
+        versions = {name: known for name, known in snapshot.versions.items() if name not in aborted}
         return replace(
-            look, versions=versions, voided={**look.voided, **burnt}, doomed=look.doomed | burnt.keys()
+            snapshot,
+            versions=versions,
+            aborted={**snapshot.aborted, **aborted},
+            tombstoned=snapshot.tombstoned | aborted.keys(),
         )
 
-    def _empty(
-        self, victims: Sequence[str], look: Look, deletion: Deletion, progress: Progress | None
+    def _delete_objects(
+        self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion, progress: Progress | None
     ) -> list[str]:
-        """Remove the objects of all burnt ids whose time has come; those that had any."""
+        """Delete the objects of all aborted ids whose grace time is over. Returns the ids that had any."""
         now = time.time()
-        due = collectable(look, now, self._grace_seconds)
-        full = [version for version in due if version not in self._emptied]
+        due = deletable(snapshot, now, self._grace_seconds)
+        undone = [version for version in due if version not in self._emptied]
         emptied = []
-        for done, version in enumerate(full, 1):
-            if deletion.empty(version):
+        for done, version in enumerate(undone, 1):
+            if deletion.delete_objects(version):
                 emptied.append(version)
             self._emptied.add(version)
             if progress is not None:
-                progress(done, len(full))
-        deletion.free(freeable(look, due, now, self._grace_seconds))
-        deletion.tidy(look)
+                progress(done, len(undone))
+        deletion.delete_aborted_records(deletable_records(snapshot, due, now, self._grace_seconds))
+        deletion.delete_stale_marks(snapshot)
         return emptied
 
-    def _stopped(self, look: Look) -> str | None:
-        if self._own is None or self._own == look.newest:
+    def _stopped(self, snapshot: StoreSnapshot) -> str | None:
+        if self._own is None or self._own == snapshot.newest:
             return None
-        return f"writer {self._own} was superseded by {look.newest}; only the newest removes versions"
+        return f"writer {self._own} was superseded by {snapshot.newest}; only the newest deletes versions"
 
-    def _foretell(self, look: Look, kept: Mapping[str, str], victims: Sequence[str]) -> GcReport:
-        due = collectable(look, time.time(), self._grace_seconds)
+    def _dry_run_report(
+        self, snapshot: StoreSnapshot, kept: Mapping[str, str], to_delete: Sequence[str]
+    ) -> GcReport:
+        due = deletable(snapshot, time.time(), self._grace_seconds)
         nbytes = {
             version: sum(
                 nbytes
                 for prefix in (layout.VERSIONS, layout.FOLDS)
                 for key, nbytes in objects(self._backend, layout.version_key(version, prefix=prefix))
-                if version in victims or key != layout.record_key(version)
+                if version in to_delete or key != layout.record_key(version)
             )
-            for version in (*victims, *due)
+            for version in (*to_delete, *due)
         }
         leftovers = tuple(version for version in due if nbytes[version])
-        return GcReport(kept, tuple(victims), leftovers, sum(nbytes.values()), dry_run=True)
+        return GcReport(kept, tuple(to_delete), leftovers, sum(nbytes.values()), dry_run=True)
 
 
-def choose(look: Look, rules: Rules, staying: Iterable[str] = ()) -> dict[str, str]:
-    """The versions to keep, oldest first, each with the reason; those `staying` are there, whatever the rules say."""
+def choose(snapshot: StoreSnapshot, rules: Rules, committed_since: Iterable[str] = ()) -> dict[str, str]:
+    """The versions to keep, oldest first, with reasons; those `committed_since` are kept whatever the rules say."""
     kept: dict[str, str] = {}
-    _keep(look, kept, [(version, "the newest") for version in list(look.versions)[-1:]])
-    _keep(look, kept, [(version, "pinned") for version in sorted(look.pinned)])
-    _keep(look, kept, rules.asked_for(look))
-    _keep(look, kept, _leant_on(look))
-    _keep(look, kept, [(version, "came meanwhile") for version in sorted(staying)])
+    _keep(snapshot, kept, [(version, "the newest") for version in list(snapshot.versions)[-1:]])
+    _keep(snapshot, kept, [(version, "pinned") for version in sorted(snapshot.pinned)])
+    _keep(snapshot, kept, rules.asked_for(snapshot))
+    _keep(snapshot, kept, _writer_needs(snapshot))
+    _keep(snapshot, kept, [(version, "came meanwhile") for version in sorted(committed_since)])
     return dict(sorted(kept.items()))
 
 
-def _keep(look: Look, kept: dict[str, str], wanted: Iterable[tuple[str, str]]) -> None:
-    """Add versions, as far as they are there, and everything that they lean on."""
-    wanted = [(version, reason) for version, reason in wanted if version in look.versions]
+def _keep(snapshot: StoreSnapshot, kept: dict[str, str], wanted: Iterable[tuple[str, str]]) -> None:
+    """Add the wanted versions that are committed, and every version that they depend on."""
+    wanted = [(version, reason) for version, reason in wanted if version in snapshot.versions]
     kept |= {version: reason for version, reason in wanted if version not in kept}
     todo = [version for version, _ in wanted]
     while todo:
         above = todo.pop()
-        for version in look.leans_on(above) - kept.keys():
+        for version in snapshot.depends_on(above) - kept.keys():
             kept[version] = f"needed by {above}"
             todo.append(version)
 
 
-def _leant_on(look: Look) -> Iterator[tuple[str, str]]:
-    """(id, reason) of what the newest writer may lean on in its next version."""
-    if look.newest is None:
+def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
+    """(id, reason) of what the newest writer's next version may depend on."""
+    if snapshot.newest is None:
         return
-    head = max((name for name in look.versions if _claim(name) == look.newest), default=look.base)
+    head = max((name for name in snapshot.versions if _claim(name) == snapshot.newest), default=snapshot.base)
     if head is not None:
-        reason = f"writer {look.newest} goes on from it"
+        reason = f"writer {snapshot.newest} goes on from it"
         yield head, reason
-        # Also beneath a fold that its writer has not heard of yet.
-        yield from ((need, reason) for need in (look.versions[head].needs if head in look.versions else ()))
+        # Also what a fold made needless: its writer may not have heard of the fold yet.
+        yield from (
+            (need, reason) for need in (snapshot.versions[head].needs if head in snapshot.versions else ())
+        )
 
 
 def _claim(version: str) -> ClaimId | None:

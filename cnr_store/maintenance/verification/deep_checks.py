@@ -20,7 +20,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
 from cnr_store.format.state import decode_state
-from cnr_store.maintenance.verification.inspect_version import STATE, Inspection, Rows
+from cnr_store.maintenance.verification.inspect_version import STATE, Rows, VersionCheck
 from cnr_store.maintenance.verification.report import Finding
 
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
@@ -43,7 +43,7 @@ class Proof:
 Task = Callable[[], Proof]
 
 
-class Proving:
+class DeepCheck:
     """Reads everything that an inspection found to be there: run `tasks`, `settle` each, then `conclude`.
 
     Parameters
@@ -53,7 +53,7 @@ class Proving:
         that is not known.
     """
 
-    def __init__(self, inspection: Inspection, base_rows: Callable[[str], int | None]) -> None:
+    def __init__(self, inspection: VersionCheck, base_rows: Callable[[str], int | None]) -> None:
         self._seen = inspection
         self._record = inspection.record
         self._base_rows = base_rows

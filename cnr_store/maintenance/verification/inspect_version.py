@@ -52,7 +52,7 @@ class Soundness:
     nbytes: int = 0
 
 
-class Inspection:
+class VersionCheck:
     """Compares the objects of one record, by one listing.
 
     Attributes

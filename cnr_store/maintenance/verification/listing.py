@@ -10,14 +10,14 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.collection.survey import ids
+from cnr_store.maintenance.collection.store_snapshot import ids
 from cnr_store.maintenance.verification.inspect_version import leftovers
 from cnr_store.maintenance.verification.report import Finding, Leftovers
 from cnr_store.maintenance.verification.strays import Attempt
 
 
 @dataclass
-class Discovered:
+class Listed:
     """What was listed.
 
     Attributes
@@ -40,14 +40,14 @@ class Discovered:
     leftovers: list[Leftovers] = field(default_factory=list)
 
 
-class Discovery:
+class Listing:
     """Reads the records of a store and judges what has none."""
 
     def __init__(self, catalog: Catalog, transfer: Transfer) -> None:
         self._catalog = catalog
         self._backend = catalog.backend
         self._transfer = transfer
-        self.found = Discovered()
+        self.found = Listed()
 
     def read(self, versions: Iterable[str]) -> None:
         """Read the records of these versions."""

@@ -10,9 +10,9 @@ from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.deep_checks import Proving
-from cnr_store.maintenance.verification.inspect_version import Inspection, Soundness
-from cnr_store.maintenance.verification.listing import Discovery
+from cnr_store.maintenance.verification.deep_checks import DeepCheck
+from cnr_store.maintenance.verification.inspect_version import Soundness, VersionCheck
+from cnr_store.maintenance.verification.listing import Listing
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
 from cnr_store.maintenance.verification.restorability import Home, Restorability
 from cnr_store.maintenance.verification.strays import check_claims, check_root
@@ -162,7 +162,7 @@ class _Verification:
         self._check_root()
         for finding in check_claims(self._backend, ids[-1]):
             self._problem(finding)
-        discovery = Discovery(self._catalog, self._transfer)
+        discovery = Listing(self._catalog, self._transfer)
         discovery.read(ids)
         discovery.read_folds()
         self._take(discovery)
@@ -172,7 +172,7 @@ class _Verification:
     def _one(self, version: Version) -> list[Record]:
         """The record asked for, if it can be read; what seems to be lost after it is said, too."""
         self._check_root()
-        discovery = Discovery(self._catalog, self._transfer)
+        discovery = Listing(self._catalog, self._transfer)
         wanted = version.id if isinstance(version, VersionInfo) else version
         if isinstance(wanted, str) and layout.VersionId.parse(wanted):
             discovery.read([wanted])
@@ -188,7 +188,7 @@ class _Verification:
         self._take(discovery)
         return found.records
 
-    def _take(self, discovery: Discovery) -> None:
+    def _take(self, discovery: Listing) -> None:
         discovery.judge()
         found = discovery.found
         for finding in found.problems:
@@ -209,15 +209,15 @@ class _Verification:
                 {(link.prefix, link.id): link for each in todo for link in self._links(each)}.values()
             )
 
-    def _look(self, record: Record) -> Inspection:
-        inspection = Inspection(self._backend, record)
+    def _look(self, record: Record) -> VersionCheck:
+        inspection = VersionCheck(self._backend, record)
         inspection.look()
         return inspection
 
-    def _read(self, inspection: Inspection) -> None:
+    def _read(self, inspection: VersionCheck) -> None:
         record, end = inspection.record, self._done + inspection.record.nbytes
         if self._deep:
-            proving = Proving(inspection, lambda path: self._base_rows(record, path))
+            proving = DeepCheck(inspection, lambda path: self._base_rows(record, path))
             for proof in self._transfer.map(lambda task: task(), proving.tasks()):
                 proving.settle(proof)
                 if proof.nbytes:

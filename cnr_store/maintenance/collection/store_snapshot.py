@@ -1,4 +1,4 @@
-"""What a store holds, as retention sees it: who writes, what is committed, pinned, doomed, void and folded."""
+"""What a store holds, as retention needs it: who writes, what is committed, pinned, tombstoned, aborted and folded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Committed:
     Attributes
     ----------
     bases
-        By path of each array that is a delta, the version that it lies over.
+        By path of each array that is a delta, the version it is based on.
     needs
-        What its writer leant on, folds or not.
+        The versions its writer depended on, whether or not they are folded.
     """
 
     id: str
@@ -38,52 +38,52 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Look:
-    """One look at a store.
+class StoreSnapshot:
+    """What a store held at one moment.
 
     Attributes
     ----------
     newest, base
-        The newest claim, None if there is none; the version its writer started from.
-    pinned, doomed
-        Ids with a pin, and with a tombstone.
+        The newest claim, None if there is none, and the version its writer started from.
+    pinned, tombstoned
+        Ids with a pin, and ids with a tombstone.
     versions
-        What is committed, oldest first.
-    voided
-        Ids that were burnt, with the time.
+        The committed versions, oldest first.
+    aborted
+        Ids of aborted attempts, with the time.
     names
         Ids of all attempts listed.
     folds
-        By id, the paths that its fold holds; an id without a complete fold has none.
+        By id, the paths that its fold holds; none for an incomplete fold.
     """
 
     newest: ClaimId | None
     base: str | None
     pinned: frozenset[str]
-    doomed: frozenset[str]
+    tombstoned: frozenset[str]
     versions: Mapping[str, Committed]
-    voided: Mapping[str, float]
+    aborted: Mapping[str, float]
     names: frozenset[str]
     folds: Mapping[str, frozenset[str]]
 
-    def leans_on(self, version: str) -> set[str]:
-        """The versions that stand right beneath this one in the chains of its arrays, as far as they are there."""
+    def depends_on(self, version: str) -> set[str]:
+        """The next versions in the chains of its arrays, as far as they are committed."""
         folded = self.folds.get(version, frozenset())
         bases = {base for path, base in self.versions[version].bases.items() if path not in folded}
         return bases & self.versions.keys()
 
 
-class Survey:
-    """Looks at a store, once or again. What can't change is read once.
+class SnapshotReader:
+    """Takes snapshots of a store. What can't change is read once.
 
-    Folds are read at every look: a damaged one may be removed by hand, and what lies beneath it is needed again.
+    Folds are read for every snapshot: a damaged one may be deleted by hand, and then the chain beneath it is needed.
 
     Parameters
     ----------
     backend
         The store.
     own
-        The claim of who looks, None for somebody without.
+        The claim of the process that asks, None if it has none.
     """
 
     def __init__(self, backend: Backend, own: ClaimId | None) -> None:
@@ -92,39 +92,39 @@ class Survey:
         self._known: dict[str, Committed | float] = {}
         self._bases: dict[ClaimId, str | None] = {}
 
-    def look(self, transfer: Transfer, *, void: bool) -> Look:
-        """Look, and with `void` burn every attempt of older generations that has no record yet.
+    def take(self, transfer: Transfer, *, void: bool) -> StoreSnapshot:
+        """Take a snapshot. With `void`, first abort every attempt of older generations that has no record yet.
 
-        One whose own claim is not the newest burns nothing. The order matters: a writer that was not fenced off
-        when it looked for newer claims had staged its attempt before the claim that is the newest here, so the
-        attempt is listed, and its late commit loses.
+        A process whose own claim is not the newest aborts nothing. The order of the listings matters: a writer that
+        saw no newer claim had staged its attempt before the claim that is the newest here. So the attempt is listed,
+        and its late commit fails.
 
         Raises
         ------
         CorruptionError, FormatError
-            A claim or record can't be read, so that nobody knows what is needed.
+            A claim or record can't be read, so it is unknown what is needed.
         """
         newest = max(claims.list_claims(self._backend), default=None)
         base = None if newest is None else self._base(newest)
         void = void and self._own in (None, newest)
-        pinned, doomed = ids(self._backend, layout.PINS), ids(self._backend, layout.TOMBSTONES)
+        pinned, tombstoned = ids(self._backend, layout.PINS), ids(self._backend, layout.TOMBSTONES)
         folded = ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = ids(self._backend, layout.VERSIONS)
         for name in list(self._known):
-            if name not in names or (name in doomed and isinstance(self._known[name], Committed)):
-                del self._known[name]  # it may have been buried since
+            if name not in names or (name in tombstoned and isinstance(self._known[name], Committed)):
+                del self._known[name]  # it may have been deleted since
         unread = sorted(names - self._known.keys())
         for name, known in zip(unread, transfer.map(self._read, unread), strict=True):
             if known is None and void and _is_older(name, newest):
-                known = self._burn(name)
+                known = self._abort(name)
             if known is not None:
                 self._known[name] = known
         folds = dict(zip(folded, transfer.map(self._fold, folded), strict=True))
         versions = {
             name: known for name, known in sorted(self._known.items()) if isinstance(known, Committed)
         }
-        voided = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
-        return Look(newest, base, pinned, doomed, versions, voided, names, folds)
+        aborted = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
+        return StoreSnapshot(newest, base, pinned, tombstoned, versions, aborted, names, folds)
 
     def _base(self, mine: ClaimId) -> str | None:
         if mine not in self._bases:
@@ -142,12 +142,12 @@ class Survey:
         bases = {path: entry.base for path, entry in record.arrays.items() if entry.base is not None}
         return Committed(record.id, record.step, bases, record.needs, record.record_bytes)
 
-    def _burn(self, version: str) -> Committed | float | None:
+    def _abort(self, version: str) -> Committed | float | None:
         now = time.time()
         void = encode_void(str(self._own or "gc"), secrets.token_hex(16), now)
         try:
             self._backend.create(layout.record_key(version), void)
-        except ObjectExistsError:  # its writer was quicker, or somebody else
+        except ObjectExistsError:  # its writer committed meanwhile, or another process aborted it
             return self._read(version)
         return now
 
@@ -156,23 +156,23 @@ class Survey:
             data = self._backend.get(layout.record_key(version, layout.FOLDS))
             record = decode_record(data, version, layout.FOLDS)
         except (ObjectNotFoundError, CorruptionError, FormatError):
-            return frozenset()  # as if it were not there: what lies beneath is kept
+            return frozenset()  # as if it were missing: the version's chain is kept
         arrays = record.arrays.items() if record is not None else ()
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
 
 
 def ids(backend: Backend, prefix: str) -> frozenset[str]:
-    """The version ids listed in a prefix of the store."""
+    """The version ids listed under a prefix of the store."""
     return frozenset(filter(VersionId.parse, backend.list_names(prefix)))
 
 
 def objects(backend: Backend, folder: str) -> list[tuple[str, int]]:
-    """(key, size in bytes) of all objects below a folder."""
+    """(key, size in bytes) of all objects below a folder, sorted."""
     return sorted(backend.list_keys(folder))
 
 
 def remove(backend: Backend, transfer: Transfer, keys: Iterable[str]) -> None:
-    """Remove objects in any order."""
+    """Delete objects, in any order."""
     for _ in transfer.map(partial(_remove, backend), keys):
         pass
 
@@ -182,6 +182,6 @@ def _remove(backend: Backend, key: str) -> None:
 
 
 def _is_older(version: str, newest: ClaimId | None) -> bool:
-    """Whether an attempt belongs to a generation that another has followed."""
+    """Whether an attempt belongs to an older generation than the newest claim."""
     attempt = VersionId.parse(version)
     return newest is None or (attempt is not None and attempt.claim < newest)
