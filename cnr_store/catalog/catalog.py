@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
@@ -70,6 +72,9 @@ class VersionInfo:
             metadata=metadata,
         )
 
+
+Url = str | os.PathLike[str] | Store | Backend
+"""Where a store is: what `cnr_backends.open_backend` opens."""
 
 Version = str | int | VersionInfo
 _ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})

@@ -24,6 +24,8 @@ from cnr_store.format.record import ArrayEntry, Record
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 REGION_BYTES = 8 << 20
+READ_WORKERS = 8
+"""Threads of whoever reads a whole version."""
 
 
 class ArrayReader:

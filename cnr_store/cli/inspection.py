@@ -18,7 +18,7 @@ from cnr_store.cli.output import new_table, print_json, print_table, say, time_t
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.maintenance.collection.store_snapshot import ids
+from cnr_store.maintenance.objects import list_ids
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
@@ -34,7 +34,7 @@ def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
     records = list(catalog.newest_first())[::-1]
     if not records and not catalog.check_format():
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
-    pinned, folded = ids(backend, layout.PINS), ids(backend, layout.FOLDS)
+    pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
     listed = [
         _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in records
     ]

@@ -16,7 +16,8 @@ from typing import Any
 
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.arrays import parse_dense_document
@@ -24,7 +25,7 @@ from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.reading.blocks import ArrayInfo, Block
 from cnr_store.reading.changed_rows import Unshared, all_rows, changed_rows, find_unshared
-from cnr_store.reading.opening import READ_WORKERS, Url, model_arrays
+from cnr_store.reading.opening import model_arrays
 
 Since = Version | Sequence[Version] | None
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.reading.opening import Url
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.data.tracked_reader import TrackedReader
 from cnr_store.training.model.arguments import Overlap, check_count

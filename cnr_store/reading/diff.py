@@ -10,14 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.chains.allocation import allocate
-from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError
 from cnr_store.format.record import Record
 from cnr_store.reading.changed_rows import Rows, all_rows, changed_rows, find_unshared
-from cnr_store.reading.opening import READ_WORKERS, Url
 
 Array = np.ndarray[Any, Any]
 Status = Literal["equal", "changed", "reshaped", "added", "removed"]

@@ -12,15 +12,15 @@ from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
 from cnr_store.chains.allocation import allocate
-from cnr_store.chains.array_reader import ArrayReader, region_rows
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, new_file, new_folder
-from cnr_store.reading.opening import READ_WORKERS, Url, model_arrays
+from cnr_store.reading.opening import model_arrays
 
 Array = np.ndarray[Any, Any]
 ZARR_CHUNK_BYTES = 4 << 20

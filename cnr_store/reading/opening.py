@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import zarr
-from zarr.abc.store import Store
 
-from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_backends import Transfer, open_backend
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
 from cnr_store.chains.allocation import allocate
-from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
-
-Url = str | os.PathLike[str] | Store | Backend
-READ_WORKERS = 8
 
 
 def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:

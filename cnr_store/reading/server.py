@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from cnr_backends import BackendError
-from cnr_store.catalog.catalog import Version
+from cnr_store.catalog.catalog import Url, Version
 from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.layout import NODE
-from cnr_store.reading.opening import Url, view
+from cnr_store.reading.opening import view
 from cnr_store.reading.overlay import Overlay
 from cnr_store.reading.virtual_store import in_reader
 

@@ -13,12 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.errors import CheckpointError, ClosedError
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
-from cnr_store.reading.opening import Url
 from cnr_store.training.loader import Loader
 from cnr_store.training.loading.restored import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from cnr_backends import Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
-from cnr_store.reading.opening import READ_WORKERS
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.restored import Restored

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from cnr_store.catalog.catalog import Version, VersionInfo
-from cnr_store.reading.opening import Url
+from cnr_store.catalog.catalog import Url, Version, VersionInfo
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.loading.restored import Restored
 from cnr_store.training.loading.selection import Selection

@@ -11,7 +11,8 @@ from cnr_store.format import layout
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps
-from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot, ids, objects, remove
+from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
+from cnr_store.maintenance.objects import delete_objects, list_ids, list_objects
 
 
 class Deletion:
@@ -38,7 +39,7 @@ class Deletion:
 
     def untombstone(self, versions: Iterable[str]) -> None:
         """Remove this run's tombstones from versions that a writer depended on before they were tombstoned."""
-        remove(self._backend, self._transfer, map(self._tombstone, versions))
+        delete_objects(self._backend, self._transfer, map(self._tombstone, versions))
 
     def hide(self, versions: Iterable[str], snapshot: StoreSnapshot) -> dict[str, float]:
         """Make versions invisible, newest first, so that a version goes before those it depends on.
@@ -61,28 +62,30 @@ class Deletion:
     def delete_objects(self, version: str) -> bool:
         """Delete all objects of an aborted id and its fold, except the void record. Tells whether there were any."""
         record, fold = layout.record_key(version), layout.record_key(version, layout.FOLDS)
-        found = objects(self._backend, layout.version_key(version, prefix=layout.FOLDS))
-        found += [item for item in objects(self._backend, layout.version_key(version)) if item[0] != record]
+        found = list_objects(self._backend, layout.version_key(version, prefix=layout.FOLDS))
+        found += [
+            item for item in list_objects(self._backend, layout.version_key(version)) if item[0] != record
+        ]
         if any(key == fold for key, _ in found):
             self._backend.delete(fold)
-        remove(self._backend, self._transfer, (key for key, _ in found if key != fold))
+        delete_objects(self._backend, self._transfer, (key for key, _ in found if key != fold))
         self.freed_bytes += sum(nbytes for _, nbytes in found)
         return bool(found)
 
     def delete_aborted_records(self, versions: Iterable[str]) -> None:
         """Delete the void records of ids under which nothing can be committed any more."""
-        remove(self._backend, self._transfer, map(layout.record_key, versions))
+        delete_objects(self._backend, self._transfer, map(layout.record_key, versions))
 
     def delete_stale_marks(self, snapshot: StoreSnapshot) -> None:
         """Delete tombstones and pins of ids that have no objects left."""
         marked = snapshot.tombstoned | snapshot.pinned
         if not marked:
             return
-        left = ids(self._backend, layout.VERSIONS) | ids(self._backend, layout.FOLDS)
+        left = list_ids(self._backend, layout.VERSIONS) | list_ids(self._backend, layout.FOLDS)
         for version in sorted(marked - left):
             for prefix in (layout.TOMBSTONES, layout.PINS):
-                marks = objects(self._backend, layout.version_key(version, prefix=prefix))
-                remove(self._backend, self._transfer, (key for key, _ in marks))
+                marks = list_objects(self._backend, layout.version_key(version, prefix=prefix))
+                delete_objects(self._backend, self._transfer, (key for key, _ in marks))
 
     def _tombstone(self, version: str) -> str:
         return layout.version_key(version, self._run, prefix=layout.TOMBSTONES)

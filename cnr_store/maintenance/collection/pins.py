@@ -8,13 +8,12 @@ from typing import Any
 
 from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import dumps
-from cnr_store.maintenance.collection.store_snapshot import ids, objects
-from cnr_store.reading.opening import Url
+from cnr_store.maintenance.objects import list_ids, list_objects
 
 
 def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
@@ -65,7 +64,7 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     """
     catalog = Catalog(open_backend(url, **storage_options))
     name = catalog.find(version).id
-    for key, _ in objects(catalog.backend, layout.version_key(name, prefix=layout.PINS)):
+    for key, _ in list_objects(catalog.backend, layout.version_key(name, prefix=layout.PINS)):
         catalog.backend.delete(key)
     return name
 
@@ -88,7 +87,7 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format():
         return []
-    pinned = ids(catalog.backend, layout.PINS)
+    pinned = list_ids(catalog.backend, layout.PINS)
     return sorted(name for name in pinned if catalog.find_record(name) is not None)
 
 

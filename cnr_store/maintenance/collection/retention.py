@@ -14,13 +14,13 @@ from numbers import Integral
 from typing import Any
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.maintenance.collection.deletion import Deletion, deletable, deletable_records
-from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot, objects
-from cnr_store.reading.opening import Url
+from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
+from cnr_store.maintenance.objects import list_objects
 
 GRACE_SECONDS = 3600.0
 Progress = Callable[[int, int], None]
@@ -237,7 +237,7 @@ class Retention:
             version: sum(
                 nbytes
                 for prefix in (layout.VERSIONS, layout.FOLDS)
-                for key, nbytes in objects(self._backend, layout.version_key(version, prefix=prefix))
+                for key, nbytes in list_objects(self._backend, layout.version_key(version, prefix=prefix))
                 if version in to_delete or key != layout.record_key(version)
             )
             for version in (*to_delete, *due)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
 from cnr_store.catalog import claims
@@ -14,6 +13,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record_document import decode_record, encode_void, void_time
+from cnr_store.maintenance.objects import list_ids
 
 WORKERS = 8
 
@@ -107,9 +107,9 @@ class SnapshotReader:
         newest = max(claims.list_claims(self._backend), default=None)
         base = None if newest is None else self._base(newest)
         void = void and self._own in (None, newest)
-        pinned, tombstoned = ids(self._backend, layout.PINS), ids(self._backend, layout.TOMBSTONES)
-        folded = ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
-        names = ids(self._backend, layout.VERSIONS)
+        pinned, tombstoned = list_ids(self._backend, layout.PINS), list_ids(self._backend, layout.TOMBSTONES)
+        folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
+        names = list_ids(self._backend, layout.VERSIONS)
         for name in list(self._known):
             if name not in names or (name in tombstoned and isinstance(self._known[name], Committed)):
                 del self._known[name]  # it may have been deleted since
@@ -159,26 +159,6 @@ class SnapshotReader:
             return frozenset()  # as if it were missing: the version's chain is kept
         arrays = record.arrays.items() if record is not None else ()
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
-
-
-def ids(backend: Backend, prefix: str) -> frozenset[str]:
-    """The version ids listed under a prefix of the store."""
-    return frozenset(filter(VersionId.parse, backend.list_names(prefix)))
-
-
-def objects(backend: Backend, folder: str) -> list[tuple[str, int]]:
-    """(key, size in bytes) of all objects below a folder, sorted."""
-    return sorted(backend.list_keys(folder))
-
-
-def remove(backend: Backend, transfer: Transfer, keys: Iterable[str]) -> None:
-    """Delete objects, in any order."""
-    for _ in transfer.map(partial(_remove, backend), keys):
-        pass
-
-
-def _remove(backend: Backend, key: str) -> None:
-    backend.delete(key)
 
 
 def _is_older(version: str, newest: ClaimId | None) -> bool:

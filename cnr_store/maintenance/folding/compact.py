@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cnr_backends import Backend, BackendError, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, document_bytes, group_document
@@ -25,7 +25,6 @@ from cnr_store.format.manifest import Manifest, Part, encode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.maintenance.folding.folded_array import FoldedArray, delta_paths
-from cnr_store.reading.opening import Url
 
 log = logging.getLogger("cnr_store")
 _DELETERS = 8

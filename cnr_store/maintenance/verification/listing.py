@@ -10,7 +10,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.collection.store_snapshot import ids
+from cnr_store.maintenance.objects import list_ids
 from cnr_store.maintenance.verification.inspect_version import leftovers
 from cnr_store.maintenance.verification.report import Finding, Leftovers
 from cnr_store.maintenance.verification.strays import Attempt
@@ -82,7 +82,7 @@ class Listing:
 
     def read_folds(self) -> None:
         """Read the records of all folds."""
-        for version in sorted(ids(self._backend, layout.FOLDS)):
+        for version in sorted(list_ids(self._backend, layout.FOLDS)):
             try:
                 fold = self._catalog.find_fold(version)
             except (CorruptionError, FormatError) as error:
@@ -110,7 +110,7 @@ class Listing:
     def judge(self) -> None:
         """Say what attempts without a record and tombstones mean, once all is read."""
         found, url = self.found, self._backend.url
-        doomed, named = ids(self._backend, layout.TOMBSTONES), self._named()
+        doomed, named = list_ids(self._backend, layout.TOMBSTONES), self._named()
         for attempt in found.attempts:
             if attempt.left is None:
                 continue
@@ -128,7 +128,7 @@ class Listing:
 
     def _named(self) -> dict[str, str]:
         """Ids that prove by being named that they were committed, and what names them."""
-        named = dict.fromkeys(ids(self._backend, layout.PINS), "a pin")
+        named = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin")
         named |= {fold.id: fold.home for fold in self.found.folds}
         for record in self.found.records:
             named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
@@ -16,7 +16,6 @@ from cnr_store.maintenance.verification.listing import Listing
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
 from cnr_store.maintenance.verification.restorability import Home, Restorability
 from cnr_store.maintenance.verification.strays import check_claims, check_root
-from cnr_store.reading.opening import Url
 
 Progress = Callable[[int, int], None]
 _RUNS = 3

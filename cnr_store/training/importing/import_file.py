@@ -12,7 +12,7 @@ import numpy as np
 
 from cnr_backends import open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, VersionInfo
 from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import dense_path, table_name, weight_path
@@ -20,7 +20,6 @@ from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
-from cnr_store.reading.opening import Url
 from cnr_store.training.importing.model_file import NUMPY_ELEMENTS, Array, FileTensor, ModelFile
 from cnr_store.training.importing.safetensors_file import read_safetensors_file
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
