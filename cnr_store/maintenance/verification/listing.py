@@ -1,9 +1,8 @@
-"""Which versions, folds and attempts a store lists, and what the mere lists say of losses."""
+"""Lists the versions, folds and attempts of a store, and reports losses that the lists alone show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
@@ -11,125 +10,124 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.objects import list_ids
-from cnr_store.maintenance.verification.inspect_version import leftovers
-from cnr_store.maintenance.verification.report import Finding, Leftovers
+from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 from cnr_store.maintenance.verification.strays import Attempt
 
 
-@dataclass
-class Listed:
-    """What was listed.
+class Listing:
+    """Reads the records of a store: call `read` or `read_newest`, `read_folds`, then `check_attempts`.
 
     Attributes
     ----------
     records, folds
-        Those that are sound.
+        Sound records, of versions and of folds.
     attempts
-        Ids of versions without a record.
+        Versions without a record.
     problems, suspicious
-        Records that are damaged or surely lost; those that may be.
+        Records that are damaged or surely lost; records that may be lost.
     leftovers
-        What attempts left behind.
+        Objects that attempts left.
     """
 
-    records: list[Record] = field(default_factory=list)
-    folds: list[Record] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    problems: list[Finding] = field(default_factory=list)
-    suspicious: list[Finding] = field(default_factory=list)
-    leftovers: list[Leftovers] = field(default_factory=list)
-
-
-class Listing:
-    """Reads the records of a store and judges what has none."""
-
     def __init__(self, catalog: Catalog, transfer: Transfer) -> None:
-        self._catalog = catalog
-        self._backend = catalog.backend
-        self._transfer = transfer
-        self.found = Listed()
+        self._catalog, self._backend, self._transfer = catalog, catalog.backend, transfer
+        self.records: list[Record] = []
+        self.folds: list[Record] = []
+        self.attempts: list[Attempt] = []
+        self.problems: list[Finding] = []
+        self.suspicious: list[Finding] = []
+        self.leftovers: list[Leftovers] = []
 
     def read(self, versions: Iterable[str]) -> None:
         """Read the records of these versions."""
-        for each in self._transfer.map(self._record, versions):
-            if isinstance(each, Finding):
-                self.found.problems.append(each)
-            elif isinstance(each, Attempt):
-                self.found.attempts.append(each)
-            else:
-                self.found.records.append(each)
+        for item in self._transfer.map(self._read_version, versions):
+            match item:
+                case Finding():
+                    self.problems.append(item)
+                case Attempt():
+                    self.attempts.append(item)
+                case _:
+                    self.records.append(item)
 
     def read_newest(self, wanted: str | int) -> None:
         """Read records newest first, up to that of the latest version or the newest of a step.
 
-        Where the latest one is damaged it is not another one.
+        If the latest one is damaged, an older one is not taken for it.
         """
         for version in self._catalog.ids():
             self.read([version])
-            if self.found.records and wanted in ("latest", self.found.records[-1].step):
-                del self.found.records[:-1]
+            if self.records and wanted in ("latest", self.records[-1].step):
+                del self.records[:-1]
                 return
-            if wanted == "latest" and self.found.problems:
+            if wanted == "latest" and self.problems:
                 return
-        self.found.records.clear()
+        self.records.clear()
 
-    def _record(self, version: str) -> Record | Attempt | Finding:
-        try:
-            record = self._catalog.find_record(version)
-        except (CorruptionError, FormatError) as error:
-            return Finding(str(error), version, layout.record_key(version))
-        return Attempt.of(self._backend, version) if record is None else record
+    def _read_version(self, version: str) -> Record | Attempt | Finding:
+        record = _read(self._catalog.find_record, version, layout.VERSIONS)
+        if record is not None:
+            return record
+        return Attempt.from_listing(version, self._list(version, layout.VERSIONS))
 
     def read_folds(self) -> None:
         """Read the records of all folds."""
         for version in sorted(list_ids(self._backend, layout.FOLDS)):
-            try:
-                fold = self._catalog.find_fold(version)
-            except (CorruptionError, FormatError) as error:
-                key = layout.record_key(version, layout.FOLDS)
-                self.found.problems.append(Finding(str(error), version, key))
-                continue
+            fold = _read(self._catalog.find_fold, version, layout.FOLDS)
             if fold is None:
-                self._judge_fold(version)
+                self._check_fold_attempt(version)
+            elif isinstance(fold, Finding):
+                self.problems.append(fold)
             else:
-                self.found.folds.append(fold)
+                self.folds.append(fold)
 
-    def _judge_fold(self, version: str) -> None:
-        place = layout.version_key(version, prefix=layout.FOLDS)
-        listed = dict(self._backend.list_keys(place))
-        if (left := leftovers(place, listed)) is not None:
-            self.found.leftovers.append(left)
+    def _check_fold_attempt(self, version: str) -> None:
+        listed = self._list(version, layout.FOLDS)
+        left = find_leftovers(layout.version_key(version, prefix=layout.FOLDS), listed)
+        if left is not None:
+            self.leftovers.append(left)
         if any(key.endswith("/manifest") for key in listed):
             key = layout.record_key(version, layout.FOLDS)
             what = (
-                f"fold of version {version}: {key} is missing while all else seems to be there: it is lost, or folding "
-                "ended just before. Without it the version is read along its own chain"
+                f"fold of version {version}: {key} is missing, although the objects that are written before it are "
+                "there: it is lost, or folding ended just before. Without it the version is read along its own chain"
             )
-            self.found.suspicious.append(Finding(what, version, key))
+            self.suspicious.append(Finding(what, version, key))
 
-    def judge(self) -> None:
-        """Say what attempts without a record and tombstones mean, once all is read."""
-        found, url = self.found, self._backend.url
-        doomed, named = list_ids(self._backend, layout.TOMBSTONES), self._named()
-        for attempt in found.attempts:
+    def _list(self, version: str, prefix: str) -> dict[str, int]:
+        """Sizes of the objects of a version, or of its fold, by key."""
+        return dict(self._backend.list_keys(layout.version_key(version, prefix=prefix)))
+
+    def check_attempts(self) -> None:
+        """Report what attempts without a record, and tombstones, mean. Call it when all records are read."""
+        url, named = self._backend.url, self._named_ids()
+        tombstoned = list_ids(self._backend, layout.TOMBSTONES)
+        for attempt in self.attempts:
             if attempt.left is None:
                 continue
-            found.leftovers.append(attempt.left)
-            if not attempt.void and attempt.id not in doomed:
-                by = named.get(attempt.id)
-                if by is not None:
-                    found.problems.append(attempt.finding(url, by))
-                elif attempt.staged:  # any other is what each crash in a save leaves
-                    found.suspicious.append(attempt.finding(url, by))
-        for version in sorted({record.id for record in found.records} & doomed):
+            self.leftovers.append(attempt.left)
+            if attempt.void or attempt.id in tombstoned:
+                continue
+            if attempt.id in named:
+                self.problems.append(attempt.finding(url, named[attempt.id]))
+            elif attempt.staged:  # any other attempt is what every crash in a save leaves
+                self.suspicious.append(attempt.finding(url, None))
+        for version in sorted(tombstoned.intersection(record.id for record in self.records)):
             key = layout.version_key(version, prefix=layout.TOMBSTONES)
-            what = f"version {version} of {url} is marked for removal; nothing may lean on it any more"
-            found.suspicious.append(Finding(what, version, key))
+            what = f"version {version} of {url} is marked for removal; no new version or pin may depend on it"
+            self.suspicious.append(Finding(what, version, key))
 
-    def _named(self) -> dict[str, str]:
-        """Ids that prove by being named that they were committed, and what names them."""
+    def _named_ids(self) -> dict[str, str]:
+        """Ids that were committed, since something else names them, and what that is."""
         named = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin")
-        named |= {fold.id: fold.home for fold in self.found.folds}
-        for record in self.found.records:
+        named |= {fold.id: fold.home for fold in self.folds}
+        for record in self.records:
             named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}
         return named
+
+
+def _read(find: Callable[[str], Record | None], version: str, prefix: str) -> Record | Finding | None:
+    """A record, a finding if it is damaged, None if it is missing."""
+    try:
+        return find(version)
+    except (CorruptionError, FormatError) as error:
+        return Finding(str(error), version, layout.record_key(version, prefix))

@@ -1,7 +1,8 @@
-"""What `verify` found: plain data."""
+"""The report of `verify`: plain data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -12,13 +13,13 @@ class Finding:
     Attributes
     ----------
     what
-        For people: what is wrong, where, and what to do.
+        The message: what is wrong, where, and what to do.
     version
         The version concerned, None for objects of the store as a whole.
     key
         The object concerned, where it is known.
     path, rows
-        Array of the version, and its first and last row concerned, where known.
+        The array concerned, and its first and last row concerned, where known.
     """
 
     what: str
@@ -33,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Objects that no version knows: of saves or folds that never came to an end, or put there by others.
+    """Objects that no version uses: of saves or folds that did not end, or put there by other programs.
 
     Attributes
     ----------
@@ -53,26 +54,26 @@ class Leftovers:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a store, or one version with all that it leans on, was found to be.
+    """The state of a store, or of one version with everything that it depends on.
 
     Attributes
     ----------
     deep
-        Whether every byte was read, or only the objects' existence and sizes compared.
+        Whether every byte was read. Otherwise only existence and sizes of the objects were compared.
     versions
         Ids of the versions checked, oldest first.
     restorable
-        Those of them that can be restored as a whole, as far as was looked.
+        Ids of the versions that can be restored whole, as far as was checked.
     problems
-        What is damaged. Every damage of data, and every object of a version that is lost.
+        Damage: every object of a version that is damaged or lost.
     suspicious
-        What may be a loss, or nothing: above all attempts that lack little more than their commit record.
+        Possible losses: above all attempts that lack little more than their commit record.
     leftovers
-        What takes room and is needed by no version, such as the objects of saves that crashed or still run.
+        Objects that take room and that no version needs, such as those of saves that crashed or still run.
     voids
-        Ids of attempts that were given up.
+        Ids of aborted attempts.
     objects, nbytes
-        Objects that versions consist of, and their bytes, as their records say.
+        Objects of the versions checked, and their bytes, as their records say.
     """
 
     deep: bool
@@ -89,3 +90,8 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing is damaged."""
         return not self.problems
+
+
+def find_leftovers(folder: str, listed: Mapping[str, int]) -> Leftovers | None:
+    """What remains of a folder's listing, sizes by key, without the objects that are known; None if nothing does."""
+    return Leftovers(folder, len(listed), sum(listed.values()), min(listed)) if listed else None

@@ -1,8 +1,8 @@
-"""Which versions can be restored, given what is sound of each version and fold."""
+"""Tells which versions can be restored, given what is sound of each version and fold."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from cnr_store.catalog.catalog import Catalog
@@ -14,67 +14,69 @@ from cnr_store.maintenance.verification.inspect_version import Soundness
 from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
-"""Room and id of a version or a fold."""
+"""Prefix and id of a version or a fold."""
 
-_TOLD = ""
+_REPORTED = ""
+"""In place of a message: another finding says it."""
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """What an array's chain is from one link on.
+    """An array's chain from one link on.
 
     Attributes
     ----------
     reason
-        Why it can't be read: a message, `_TOLD` if an object's finding says it, None if it can.
-    most_rows
+        Why it can't be read: a message, or `_REPORTED`. None if it can.
+    max_rows
         How many rows its objects have room for.
     top
         Its first link; None where that is not known.
     """
 
     reason: str | None
-    most_rows: int
+    max_rows: int
     top: Record | None
 
 
 class Restorability:
     """Follows every array's chain as readers do: newest first, up to a whole link or a fold.
 
-    What is known of a base is not asked again for each version above it, or time would grow with the square of the
-    versions.
+    The result for each link is kept, since following every chain to its end would take time with the square of the
+    number of versions.
 
     Parameters
     ----------
-    sound
-        What was found of every home that the chains lead to.
-    known
-        Messages of what was found so far, which are not given again.
+    results
+        The result of the check of every home that the chains lead to.
+    reported
+        Messages of all findings so far, which are not given again.
 
     Attributes
     ----------
-    overtaken
-        Whether a chain led to what was not there, or not so, when it was looked at.
+    outdated
+        Whether a chain led to a home that was not checked, because it was deleted or made meanwhile.
     """
 
-    def __init__(self, catalog: Catalog, sound: Mapping[Home, Soundness], known: Container[str]) -> None:
+    def __init__(self, catalog: Catalog, results: Mapping[Home, Soundness], reported: Container[str]) -> None:
         self._catalog = catalog
-        self._sound = sound
-        self._known = known
+        self._results = results
+        self._reported = reported
         self._chains: dict[tuple[Home, str], _Chain] = {}
-        self.overtaken = False
+        self.outdated = False
 
-    def judge(self, record: Record) -> tuple[bool, Finding | None]:
-        """Whether a version can be restored whole, and what its chains lack that no object's finding says."""
-        own = self._sound[record.prefix, record.id]
+    def check(self, record: Record) -> tuple[bool, Finding | None]:
+        """Whether a version can be restored whole, and what no object's finding says of its chains."""
+        own = self._results[record.prefix, record.id]
         reasons = {
-            path: reason for path in record.arrays if (reason := self._broken(record, path, own)) is not None
+            path: reason for path in record.arrays if (reason := self._why_broken(record, path)) is not None
         }
-        told = [(path, reason) for path, reason in reasons.items() if reason != _TOLD]
-        finding = None
-        if told:
-            more = f" (and {len(told) - 1} more of its arrays)" if len(told) > 1 else ""
-            finding = Finding(told[0][1] + more, record.id, path=told[0][0])
+        restorable, finding = own.manifest and own.state and not reasons, None
+        unreported = [(path, reason) for path, reason in reasons.items() if reason != _REPORTED]
+        if unreported:
+            (path, what), *others = unreported
+            more = f" (and {len(others)} more of its arrays)" if others else ""
+            finding = Finding(what + more, record.id, path=path)
         elif reasons and self._only_fold_is_damaged(record):
             key = layout.record_key(record.id, layout.FOLDS)
             what = (
@@ -82,84 +84,79 @@ class Restorability:
                 f"job's retention running, remove {key}, and the version can be restored"
             )
             finding = Finding(what, record.id, key)
-        return own.manifest and own.state and not reasons, finding
+        return restorable, finding
 
-    def _broken(self, record: Record, path: str, own: Soundness) -> str | None:
-        """Why an array can't be read: a message, `_TOLD` if an object's finding says it, None if it can."""
+    def _why_broken(self, record: Record, path: str) -> str | None:
+        """Why an array can't be read: a message, or `_REPORTED`. None if it can."""
         entry = record.arrays[path]
         if entry.kind == "dense":
-            return _TOLD if path in own.spoiled else None
-        found = self._chain(record, path)
-        if found.reason is None and found.most_rows < entry.shape[0]:
+            return _REPORTED if path in self._results[record.prefix, record.id].unreadable else None
+        links = self._chain(record, path)
+        if links.reason is None and links.max_rows < entry.shape[0]:
             return (
                 f"version {record.id}, {path}: {entry.shape[0]} rows are recorded, more than the objects of its chain "
                 "have room for"
             )
-        return found.reason
+        return links.reason
 
     def _chain(self, record: Record, path: str) -> _Chain:
-        """A version's chain, followed only as far as it is not known yet."""
-        links, found = [], _Chain(None, 0, None)
+        """A version's chain, followed as far as the first link that is known."""
+        new, beneath = [], _Chain(None, 0, None)
         try:
             for link in chain(self._catalog, record, path):
                 known = self._chains.get(((link.prefix, link.id), path))
                 if known is not None:
-                    found = known
+                    beneath = known
                     break
-                links.append(link)
+                new.append(link)
         except (CorruptionError, FormatError) as error:
-            found = _Chain(_TOLD if str(error) in self._known else str(error), 0, None)
-        for link in reversed(links):
-            found = self._chains[(link.prefix, link.id), path] = self._over(link, path, found)
-        return found
+            beneath = _Chain(_REPORTED if str(error) in self._reported else str(error), 0, None)
+        for link in reversed(new):
+            result = self._results.get((link.prefix, link.id))
+            rows = 0 if result is None else result.max_rows.get(path, 0) + beneath.max_rows
+            beneath = _Chain(self._why_link_broken(link, path, result, beneath), rows, link)
+            self._chains[(link.prefix, link.id), path] = beneath
+        return beneath
 
-    def _over(self, link: Record, path: str, beneath: _Chain) -> _Chain:
-        sound = self._sound.get((link.prefix, link.id))
-        rows = 0 if sound is None else sound.most_rows.get(path, 0) + beneath.most_rows
-        return _Chain(self._reason(link, path, sound, beneath), rows, link)
-
-    def _reason(self, link: Record, path: str, sound: Soundness | None, beneath: _Chain) -> str | None:
-        if sound is None:
-            self.overtaken = True
-            return (
-                f"{link.home}, {path}: versions were removed or folded while it was checked; check it again"
-            )
+    def _why_link_broken(
+        self, link: Record, path: str, result: Soundness | None, beneath: _Chain
+    ) -> str | None:
+        if result is None:
+            self.outdated = True
+            return f"{link.home}, {path}: versions were deleted or folded during the check; run verify again"
         if beneath.reason is not None:
             return beneath.reason
-        if not sound.manifest or path in sound.spoiled:
-            return _TOLD
+        if not result.can_read(path):
+            return _REPORTED
         if beneath.top is not None:
-            entry, other = link.arrays[path], beneath.top.arrays[path]
-            if (other.shape[1:], other.element) != (entry.shape[1:], entry.element):
+            entry, base = link.arrays[path], beneath.top.arrays[path]
+            if (base.shape[1:], base.element) != (entry.shape[1:], entry.element):
                 return (
-                    f"{link.home}, {path}: {entry.shape} {entry.element} leans on {beneath.top.home}, which has "
-                    f"{other.shape} {other.element}"
+                    f"{link.home}, {path}: {entry.shape} {entry.element} depends on {beneath.top.home}, which has "
+                    f"{base.shape} {base.element}"
                 )
         return None
 
     def _only_fold_is_damaged(self, record: Record) -> bool:
-        """Whether everything is sound along the chains that the fold stands for."""
-        own = self._sound[record.prefix, record.id]
-        if not (own.manifest and own.state and not own.spoiled):
-            return False
-        for path in record.arrays:
-            for home in _versions(self._catalog, record, path):
-                sound = self._sound.get((layout.VERSIONS, home)) if home is not None else None
-                if sound is None or not sound.manifest or path in sound.spoiled:
-                    return False
-        return True
+        own = self._results[record.prefix, record.id]
+        return own.manifest and own.state and all(self._is_sound(record, path) for path in record.arrays)
+
+    def _is_sound(self, record: Record, path: str) -> bool:
+        """Whether an array could be read if nothing were folded."""
+        link: Record | None = record
+        while link is not None and path in link.arrays:
+            result, base = self._results.get((layout.VERSIONS, link.id)), link.arrays[path].base
+            if result is None or not result.can_read(path):
+                return False
+            if base is None:
+                return True
+            link = find_readable(self._catalog, base) if base < link.id else None
+        return False
 
 
-def _versions(catalog: Catalog, record: Record, path: str) -> Iterator[str | None]:
-    """Ids along an array's chain as if nothing were folded; None where it breaks."""
-    found: Record | None = record
-    while found is not None and path in found.arrays:
-        yield found.id
-        base = found.arrays[path].base
-        if base is None:
-            return
-        try:
-            found = catalog.find_record(base) if base < found.id else None
-        except (CorruptionError, FormatError):
-            found = None
-    yield None
+def find_readable(catalog: Catalog, version: str) -> Record | None:
+    """The record of a version, None if it is missing or damaged."""
+    try:
+        return catalog.find_record(version)
+    except (CorruptionError, FormatError):
+        return None

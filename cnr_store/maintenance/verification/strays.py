@@ -1,4 +1,4 @@
-"""What lies in a store beside its versions: the root, writers' claims, and attempts that no record completed."""
+"""Checks what a store holds beside its versions: the root, writers' claims, and attempts without a record."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document
 from cnr_store.format.layout import ClaimId
 from cnr_store.format.state import loads
-from cnr_store.maintenance.verification.inspect_version import STATE, leftovers
-from cnr_store.maintenance.verification.report import Finding, Leftovers
+from cnr_store.maintenance.verification.inspect_version import STATE
+from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 
 
 def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
-    """Whether readers take the place for a store, and what is wrong with the groups above its versions."""
-    backend, opens, findings = catalog.backend, True, []
+    """Whether readers recognize the store, and what is wrong with the groups above its versions."""
+    expected = {
+        f"{layout.VERSIONS}/{layout.NODE}": group_document(),
+        layout.ROOT_KEY: group_document({"cnr": {"format": layout.FORMAT}}),
+    }
+    opens, findings = True, []
     try:
         catalog.check_format()
     except FormatError as error:
         opens = False
         what = f"{error}. Until {layout.ROOT_KEY} is restored, or removed, no version can be opened"
         findings.append(Finding(what, key=layout.ROOT_KEY))
-    expected = {
-        f"{layout.VERSIONS}/{layout.NODE}": group_document(),
-        layout.ROOT_KEY: group_document({"cnr": {"format": layout.FORMAT}}),
-    }
+        del expected[layout.ROOT_KEY]
     for key, doc in expected.items():
-        if opens or key != layout.ROOT_KEY:
-            findings += _check_group(backend, key, doc)
+        findings += _check_group(catalog.backend, key, doc)
     return opens, findings
 
 
@@ -46,9 +46,9 @@ def _check_group(backend: Backend, key: str, doc: Doc) -> Iterator[Finding]:
 
 
 def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
-    """Claims say what their writers lean on, so whoever deletes versions must be able to read them.
+    """Whether claims can be read: they say what their writers depend on, and retention must know that.
 
-    The claim of the `newest` version, or a newer one, must be there: older ones may have been tidied up.
+    The claim of the `newest` version, or a newer one, must be there. Older ones may have been deleted by retention.
     """
     claims = {claim for name in backend.list_names(layout.WRITERS) if (claim := ClaimId.parse(name))}
     attempt = layout.VersionId.parse(newest)
@@ -61,28 +61,28 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
         try:
             doc = validate.members(loads(backend.get(key), key), "the claim")
             if (doc["generation"], doc["token"]) != (claim.generation, claim.token):
-                raise ValueError("it is another one's")
+                raise ValueError("it belongs to another claim")
             if doc["base"] is not None:
                 validate.version(doc["base"], "base")
             validate.seconds(doc["time"], "time")
-        except ObjectNotFoundError:  # removed meanwhile
+        except ObjectNotFoundError:  # deleted meanwhile
             continue
-        except (KeyError, ValueError) as error:  # FormatError is one
+        except (KeyError, ValueError) as error:  # FormatError is a ValueError
             yield Finding(f"{backend.url}: the claim {key} is damaged: {error}", key=key)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An id without a commit record: void, never completed, or robbed of its record.
+    """An id without a commit record: its save was aborted, did not end, or its record is missing.
 
     Attributes
     ----------
     void
-        Whether it was given up.
+        Whether a void record says that it was aborted.
     staged
-        Whether its manifest or its state is there, which a save puts behind all its data.
+        Whether its manifest or its state is there, which a save writes after all data.
     left
-        Its objects; None without any.
+        Its objects; None if it has none.
     """
 
     id: str
@@ -91,21 +91,20 @@ class Attempt:
     left: Leftovers | None
 
     @classmethod
-    def of(cls, backend: Backend, version: str) -> Attempt:
-        place = layout.version_key(version)
-        listed = dict(backend.list_keys(place))
+    def from_listing(cls, version: str, listed: dict[str, int]) -> Attempt:
+        """The attempt whose folder holds these objects, sizes by key. The record's is removed from them."""
         void = listed.pop(layout.record_key(version), None) is not None
         staged = any(layout.version_key(version, name) in listed for name in ("manifest", STATE))
-        return cls(version, void, staged, leftovers(place, listed))
+        return cls(version, void, staged, find_leftovers(layout.version_key(version), listed))
 
     def finding(self, url: str, named_by: str | None) -> Finding:
-        """What to think of an attempt that was staged or is named, is not void, and that no tombstone explains."""
+        """The loss, sure or possible, of an attempt's record. For attempts that neither void nor tombstone explains."""
         key, home = layout.record_key(self.id), f"version {self.id} of {url}"
         if named_by is not None:
             what = f"{home}: {key} is lost; it was committed, for {named_by} refers to it"
         else:
             what = (
-                f"{home}: {key} is missing while what a save puts behind all its data is there: it is lost, or its "
-                "writer is about to commit or died then. Without it the version before is the latest"
+                f"{home}: {key} is missing while what a save writes after all its data is there: it is lost, or its "
+                "writer is about to commit, or died then. Without it the version before is the latest"
             )
         return Finding(what, self.id, key)

@@ -1,4 +1,4 @@
-"""Proves a store: what is damaged, what is lost, and what can still be restored."""
+"""Verifies a store: what is damaged, what is lost, and what can still be restored."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.deep_checks import DeepCheck
 from cnr_store.maintenance.verification.inspect_version import Soundness, VersionCheck
 from cnr_store.maintenance.verification.listing import Listing
-from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
-from cnr_store.maintenance.verification.restorability import Home, Restorability
+from cnr_store.maintenance.verification.report import Finding, VerifyReport
+from cnr_store.maintenance.verification.restorability import Home, Restorability, find_readable
 from cnr_store.maintenance.verification.strays import check_claims, check_root
 
 Progress = Callable[[int, int], None]
-_RUNS = 3
+_MAX_RUNS = 3
 
 
 def verify(
@@ -30,10 +30,10 @@ def verify(
     progress: Progress | None = None,
     **storage_options: object,
 ) -> VerifyReport:
-    """Check a store, or one version with everything that it leans on. Nothing is changed.
+    """Check a store, or one version with everything that it depends on. Nothing is changed.
 
-    A quick check proves every record, manifest and state, and compares existence and size of every object. A deep
-    one reads every byte: checksums, seals and payloads of every chunk, and every row's presence.
+    A quick check validates every record, manifest and state, and compares existence and size of every object. A deep
+    check reads every byte: checksums, seals and payloads of every chunk, and every row's presence.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def verify(
     Returns
     -------
     VerifyReport
-        Damage is in the report, never raised.
+        Damage is reported, never raised.
 
     Raises
     ------
@@ -66,178 +66,153 @@ def verify(
     """
     backend = open_backend(url, **storage_options)
     with Transfer(workers, 2 * workers) as transfer:
-        # Versions that were removed or folded in the middle look damaged: look again, at what there is now.
-        for _ in range(_RUNS - 1):
-            verification = _Verification(backend, deep, transfer, progress)
+        # Versions that were deleted or folded during a run look damaged in it, so it is repeated.
+        for _ in range(_MAX_RUNS - 1):
+            run = _Run(backend, deep, transfer, progress)
             try:
-                report = verification.run(version)
+                report = run.check(version)
             except VersionNotFoundError:
                 if version is not None:
                     raise
                 continue
-            if not (verification.overtaken or verification.removed_meanwhile()):
+            if not (run.outdated or run.found_deleted()):
                 return report
-        return _Verification(backend, deep, transfer, progress).run(version)
+        return _Run(backend, deep, transfer, progress).check(version)
 
 
-class _Verification:
-    """One look at a store.
+class _Run:
+    """One check of a store.
 
     Attributes
     ----------
-    overtaken
-        Whether it met what had been folded or removed since it began.
+    outdated
+        Whether a chain led to a version or fold that was deleted or made during the run.
     """
 
     def __init__(self, backend: Backend, deep: bool, transfer: Transfer, progress: Progress | None) -> None:
         self._backend = backend
         self._catalog = Catalog(backend)
         self._deep = deep
-        self._opens = True
         self._transfer = transfer
         self._progress = progress or (lambda done, known: None)
         self._done = self._known = 0
-        self._sound: dict[Home, Soundness] = {}
+        self._listing = Listing(self._catalog, transfer)
+        self._results: dict[Home, Soundness] = {}
         self._followed: set[tuple[Home, str]] = set()
-        self.overtaken = False
         self._problems: dict[str, Finding] = {}
-        self._suspicious: list[Finding] = []
-        self._leftovers: list[Leftovers] = []
-        self._voids: list[str] = []
+        self.outdated = False
 
-    def run(self, version: Version | None) -> VerifyReport:
-        records = self._whole_store() if version is None else self._one(version)
-        self._inspect(records)
-        for sound in self._sound.values():
-            self._problems |= {finding.what: finding for finding in sound.findings}
-            if sound.leftovers is not None:
-                self._leftovers.append(sound.leftovers)
-        restorable = tuple(self._restorable(records))
+    def check(self, version: Version | None) -> VerifyReport:
+        opens, problems = check_root(self._catalog)
+        self._report(problems)
+        if version is None:
+            self._list_store()
+        else:
+            self._list_version(version.id if isinstance(version, VersionInfo) else version)
+        listing = self._listing
+        listing.check_attempts()
+        self._report(listing.problems)
+        self._check_objects(listing.folds)
+        self._check_objects(listing.records)
+        results = self._results.values()
+        for result in results:
+            self._problems |= {finding.what: finding for finding in result.findings}
+        restorable = list(self._restorable(listing.records))
         return VerifyReport(
-            self._deep,
-            tuple(record.id for record in records),
-            restorable,
-            tuple(self._problems.values()),
-            tuple(self._suspicious),
-            tuple(self._leftovers),
-            tuple(self._voids),
-            sum(sound.objects for sound in self._sound.values()),
-            sum(sound.nbytes for sound in self._sound.values()),
+            deep=self._deep,
+            versions=tuple(record.id for record in listing.records),
+            restorable=tuple(restorable if opens else ()),
+            problems=tuple(self._problems.values()),
+            suspicious=tuple(listing.suspicious),
+            leftovers=(*listing.leftovers, *(result.leftovers for result in results if result.leftovers)),
+            voids=tuple(attempt.id for attempt in listing.attempts if attempt.void),
+            objects=sum(result.objects for result in results),
+            nbytes=sum(result.nbytes for result in results),
         )
 
     def _restorable(self, records: Iterable[Record]) -> Iterator[str]:
-        restorability = Restorability(self._catalog, self._sound, self._problems)
+        restorability = Restorability(self._catalog, self._results, self._problems)
         for record in records:
-            sound, finding = restorability.judge(record)
+            is_restorable, finding = restorability.check(record)
             if finding is not None:
-                self._problem(finding)
-            if sound and self._opens:
+                self._report([finding])
+            if is_restorable:
                 yield record.id
-        self.overtaken = restorability.overtaken
+        self.outdated = restorability.outdated
 
-    def removed_meanwhile(self) -> bool:
-        """Whether a version that was found damaged is not there any more."""
-        damaged = {room_id for room_id, sound in self._sound.items() if sound.findings}
+    def found_deleted(self) -> bool:
+        """Whether a version that was found damaged is deleted by now."""
+        damaged = {home for home, result in self._results.items() if result.findings}
         names = {prefix: set(self._backend.list_names(prefix)) for prefix, _ in damaged}
-        again = Catalog(self._backend)
+        catalog = Catalog(self._backend)  # a new one, since the other remembers records
         return any(
-            version not in names[prefix] or (prefix == layout.VERSIONS and _is_gone(again, version))
+            version not in names[prefix] or (prefix == layout.VERSIONS and _is_aborted(catalog, version))
             for prefix, version in damaged
         )
 
-    def _check_root(self) -> None:
-        self._opens, findings = check_root(self._catalog)
+    def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            self._problem(finding)
+            self._problems.setdefault(finding.what, finding)
 
-    def _problem(self, finding: Finding) -> None:
-        self._problems.setdefault(finding.what, finding)
-
-    def _whole_store(self) -> list[Record]:
+    def _list_store(self) -> None:
         ids = self._catalog.ids()[::-1]
         if not ids:
             self._catalog.check_format()
             raise EmptyStoreError(f"{self._backend.url} holds no version at all: check the URL")
-        self._check_root()
-        for finding in check_claims(self._backend, ids[-1]):
-            self._problem(finding)
-        discovery = Listing(self._catalog, self._transfer)
-        discovery.read(ids)
-        discovery.read_folds()
-        self._take(discovery)
-        self._inspect(discovery.found.folds)
-        return discovery.found.records
+        self._report(check_claims(self._backend, ids[-1]))
+        self._listing.read(ids)
+        self._listing.read_folds()
 
-    def _one(self, version: Version) -> list[Record]:
-        """The record asked for, if it can be read; what seems to be lost after it is said, too."""
-        self._check_root()
-        discovery = Listing(self._catalog, self._transfer)
-        wanted = version.id if isinstance(version, VersionInfo) else version
+    def _list_version(self, wanted: str | int) -> None:
+        """Read the record asked for, and report newer ones that may be lost."""
+        listing = self._listing
         if isinstance(wanted, str) and layout.VersionId.parse(wanted):
-            discovery.read([wanted])
+            listing.read([wanted])
         elif (isinstance(wanted, str) and wanted != "latest") or not self._catalog.ids():
-            self._catalog.find(wanted)  # says what is missing
+            self._catalog.find(wanted)  # raises, and says what is missing
         else:
-            discovery.read_newest(wanted)
-        found = discovery.found
-        if not found.records and not found.problems and not any(each.left for each in found.attempts):
+            listing.read_newest(wanted)
+        if not (listing.records or listing.problems or any(attempt.left for attempt in listing.attempts)):
             raise VersionNotFoundError(
                 f"{self._backend.url} has no committed version {wanted}; `versions` lists those there are"
             )
-        self._take(discovery)
-        return found.records
 
-    def _take(self, discovery: Listing) -> None:
-        discovery.judge()
-        found = discovery.found
-        for finding in found.problems:
-            self._problem(finding)
-        self._suspicious += found.suspicious
-        self._leftovers += found.leftovers
-        self._voids += [attempt.id for attempt in found.attempts if attempt.void]
-
-    def _inspect(self, records: Iterable[Record]) -> None:
-        """Check these, then whatever their chains lean on."""
+    def _check_objects(self, records: Iterable[Record]) -> None:
+        """Check the objects of these, then of whatever their chains depend on."""
         todo = list(records)
         while todo:
-            todo = [each for each in todo if (each.prefix, each.id) not in self._sound]
-            self._known += sum(each.nbytes for each in todo)
-            for inspection in self._transfer.map(self._look, todo):
-                self._read(inspection)
-            todo = list(
-                {(link.prefix, link.id): link for each in todo for link in self._links(each)}.values()
-            )
+            todo = [record for record in todo if (record.prefix, record.id) not in self._results]
+            self._known += sum(record.nbytes for record in todo)
+            for check in self._transfer.map(self._compare_listing, todo):
+                self._finish(check)
+            links = [link for record in todo for link in self._new_links(record)]
+            todo = list({(link.prefix, link.id): link for link in links}.values())
 
-    def _look(self, record: Record) -> VersionCheck:
-        inspection = VersionCheck(self._backend, record)
-        inspection.look()
-        return inspection
+    def _compare_listing(self, record: Record) -> VersionCheck:
+        check = VersionCheck(self._backend, record)
+        check.run()
+        return check
 
-    def _read(self, inspection: VersionCheck) -> None:
-        record, end = inspection.record, self._done + inspection.record.nbytes
+    def _finish(self, check: VersionCheck) -> None:
+        record, end = check.record, self._done + check.record.nbytes
         if self._deep:
-            proving = DeepCheck(inspection, lambda path: self._base_rows(record, path))
-            for proof in self._transfer.map(lambda task: task(), proving.tasks()):
-                proving.settle(proof)
-                if proof.nbytes:
-                    self._done = min(self._done + proof.nbytes, end)
+            deep_check = DeepCheck(check, lambda path: self._base_rows(record, path))
+            for nbytes in deep_check.run(self._transfer):
+                if nbytes:
+                    self._done = min(self._done + nbytes, end)
                     self._progress(self._done, self._known)
-            proving.conclude()
         self._done = end
         self._progress(self._done, self._known)
-        self._sound[record.prefix, record.id] = inspection.soundness
+        self._results[record.prefix, record.id] = check.soundness
 
     def _base_rows(self, record: Record, path: str) -> int | None:
         base = record.arrays[path].base
-        try:
-            found = None if base is None else self._catalog.find_record(base)
-        except (CorruptionError, FormatError):
-            return None
-        entry = None if found is None else found.arrays.get(path)
+        older = None if base is None else find_readable(self._catalog, base)
+        entry = None if older is None else older.arrays.get(path)
         return None if entry is None else entry.shape[0]
 
-    def _links(self, record: Record) -> Iterator[Record]:
-        """What the arrays of a version lean on, as far as their chains hold and were not followed before."""
+    def _new_links(self, record: Record) -> Iterator[Record]:
+        """Records that a version's chains lead to, as far as they are sound and were not followed before."""
         if record.prefix != layout.VERSIONS:
             return
         for path, entry in record.arrays.items():
@@ -251,10 +226,11 @@ class _Verification:
                     self._followed.add(place)
                     yield link
             except (CorruptionError, FormatError):
-                continue  # said when it is asked what can be restored
+                continue  # `Restorability` reports it
 
 
-def _is_gone(catalog: Catalog, version: str) -> bool:
+def _is_aborted(catalog: Catalog, version: str) -> bool:
+    """Whether a version has no commit record any more."""
     try:
         return catalog.find_record(version) is None
     except (CorruptionError, FormatError):

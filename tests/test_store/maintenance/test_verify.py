@@ -140,7 +140,7 @@ def test_lost_record_of_the_newest_version(store: Path) -> None:
         assert [(finding.version, finding.key) for finding in report.suspicious] == [
             (newer, layout.record_key(newer))
         ]
-        assert "what a save puts behind all its data is there" in str(report.suspicious[0])
+        assert "what a save writes after all its data is there" in str(report.suspicious[0])
     assert verify(store).leftovers[0].place == f"versions/{newer}"
     for lost in ("manifest", "state/main.json"):  # the other one tells that all data had been put
         (store / layout.version_key(newer, lost)).rename(store / "aside")
