@@ -1,8 +1,8 @@
-"""Folding: a version's chain of deltas becomes one link, its rows moved as they are stored, bit for bit.
+"""Folding: a version's chain of deltas becomes one link. Its rows are moved as they are stored, bit for bit.
 
-Each attempt at a fold has a folder of its own, named by a random nonce. The fold exists once its record does, which
-is created last and exclusively, so of several attempts one wins and none touches another's objects. The version
-itself is not changed: whoever reads it walks either the fold or the chain, and finds the same rows.
+Each attempt at a fold has a folder of its own, named by a random nonce. A fold exists once its record does, which is
+created last and exclusively. So one of several attempts succeeds, and none touches another's objects. The version
+itself is not changed: readers walk either the fold or the chain, and find the same rows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cnr_backends import Backend, BackendError, Transfer, open_backend
@@ -25,27 +25,28 @@ from cnr_store.format.manifest import Manifest, Part, encode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.maintenance.folding.folded_array import FoldedArray, delta_paths
+from cnr_store.maintenance.objects import delete_objects
 
 log = logging.getLogger("cnr_store")
-_DELETERS = 8
+_DELETE_WORKERS = 8
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class CompactReport:
-    """What `compact` did.
+    """The result of `compact`.
 
     Attributes
     ----------
     version
         The version's id.
     outcome
-        ``folded``; ``already folded`` or ``nothing to fold`` (no array leans on another version), where nothing was
-        written.
+        ``folded``; or, where nothing was written, ``already folded`` or ``nothing to fold`` (no array depends on
+        another version).
     arrays
         Paths of the arrays that were folded.
     links
-        How many versions the longest of their chains touched.
+        How many versions the longest of their chains had.
     rows, bytes
         Rows and bytes written; rows of optimizer state count as those of tables do.
     seconds
@@ -71,8 +72,8 @@ def compact(
 ) -> CompactReport:
     """Fold a version: store its rows once more, in one piece, so that reading it touches no other version.
 
-    Rows come back bit for bit as before. There is no new version and no claim, so it may run beside training and
-    in several processes at once. The older versions stay until retention removes them.
+    Its rows read bit for bit as before. There is no new version and no claim, so `compact` may run beside training
+    and in several processes at once. The older versions stay until retention deletes them.
 
     Parameters
     ----------
@@ -90,11 +91,11 @@ def compact(
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
-        There is no such version, or it was removed meanwhile.
+        There is no such version, or it was deleted meanwhile.
     CorruptionError, FormatError
-        A link of a chain is damaged, or is cut in a way that can't be moved. Nothing becomes visible.
+        A link of a chain is damaged, or its chunks can't be moved. Nothing becomes visible.
     SaveError
-        The storage failed. Nothing becomes visible, unless the fold was complete and only the answer was lost.
+        The storage failed. Nothing becomes visible, unless the fold was complete and only the response was lost.
     OptionError
         `workers` is not a positive integer.
     """
@@ -120,57 +121,53 @@ def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = _n
     if not paths:
         return CompactReport(record.id, "nothing to fold")
     catalog.look_for_folds()
-    found = catalog.find_fold(record.id)
-    if found is not None:
-        _remove_others(catalog.backend, found)
+    known = catalog.find_fold(record.id)
+    if known is not None:
+        _delete_other_attempts(catalog.backend, known)
         return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
-    attempt = _Attempt(catalog.backend, record)
+    attempt = _FoldAttempt(catalog.backend, record)
     try:
-        arrays = {path: FoldedArray.of(catalog, record, path) for path in paths}
-        landed = attempt.write(arrays, workers, progress)
-    except Exception as error:  # whatever went wrong, the attempt's objects are of no use
-        attempt.remove()
-        if _gone(catalog.backend, record):
+        arrays = {path: FoldedArray.from_record(catalog, record, path) for path in paths}
+        folded = attempt.write(arrays, workers, progress)
+    except Exception as error:  # after any error the attempt's objects are of no use
+        attempt.delete()
+        if _is_deleted(catalog.backend, record):
             raise VersionNotFoundError(
                 f"{catalog.backend.url}: version {record.id} was removed while it was being folded"
             ) from error
-        # Another attempt may have been first, and retention have removed what this one was still reading.
+        # Another attempt may have succeeded, and retention have deleted what this one was still reading.
         if isinstance(error, CorruptionError) and _is_folded(catalog, record):
             return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
         if isinstance(error, CheckpointError):
             raise
         raise SaveError(
-            f"version {record.id} of {catalog.backend.url} was not folded: {error}. It is untouched; try again"
+            f"version {record.id} of {catalog.backend.url} was not folded: {error}. It is unchanged; try again"
         ) from error
     seconds = time.perf_counter() - began
-    if landed is None:
+    if folded is None:
         return CompactReport(record.id, "already folded", seconds=seconds)
     rows = sum(array.entry.rows for array in arrays.values())
     links = max(len(array.reader.links) for array in arrays.values())
-    return CompactReport(record.id, "folded", paths, links, rows, landed.nbytes, seconds)
+    return CompactReport(record.id, "folded", paths, links, rows, folded.nbytes, seconds)
 
 
-@dataclass
-class _Attempt:
+class _FoldAttempt:
     """One attempt at the fold of a version."""
 
-    backend: Backend
-    version: Record
-    parts: dict[str, dict[int, Part]] = field(default_factory=dict)
-    may_have_landed: bool = False
-
-    def __post_init__(self) -> None:
-        self.draft = Record(
-            id=self.version.id,
+    def __init__(self, backend: Backend, version: Record) -> None:
+        self._backend, self._version = backend, version
+        self._may_be_committed = False
+        self._draft = Record(
+            id=version.id,
             nonce=secrets.token_hex(16),
-            step=self.version.step,
+            step=version.step,
             time=time.time(),
             previous=None,
             needs=(),
             arrays={},
             nodes={},
             policy={},
-            restores=self.version.restores,
+            restores=version.restores,
             objects_bytes=0,
             manifest_sha256="",
             state_sha256="",
@@ -178,90 +175,81 @@ class _Attempt:
         )
 
     def write(self, arrays: Mapping[str, FoldedArray], workers: int, progress: Progress) -> Record | None:
-        """Put everything, then create the record; None if another attempt was first."""
+        """Put all objects, then create the record. Returns None if another attempt's record was created first."""
+        total = sum(array.shards for array in arrays.values())
+        shards = ((path, shard) for path, array in arrays.items() for shard in range(array.shards))
+        parts: dict[str, dict[int, Part]] = {path: {} for path in arrays}
+        nodes = _nodes(arrays)
+        documents = {self._draft.key(layout.NODE): group_document()}
+        documents |= {self._draft.key(path, layout.NODE): doc for path, doc in nodes.items()}
         with Transfer(workers, 2 * workers) as transfer:
-            total = sum(array.shards for array in arrays.values())
-            shards = transfer.map(lambda task: self._put_shard(arrays, *task), _shards(arrays))
-            for done, (path, shard, part) in enumerate(shards, 1):
-                self.parts.setdefault(path, {})[shard] = part
+            put_shards = transfer.map(lambda task: (*task, self._put_shard(arrays[task[0]], task[1])), shards)
+            for done, (path, shard, part) in enumerate(put_shards, 1):
+                parts[path][shard] = part
                 progress(done, total)
-            nodes = _nodes(arrays)
-            documents = [(self.draft.key(layout.NODE), group_document())]
-            documents += [(self.draft.key(path, layout.NODE), doc) for path, doc in nodes.items()]
-            document_sizes = list(
-                transfer.map(lambda item: self._put(item[0], document_bytes(item[1])), documents)
+            put_documents = transfer.map(
+                lambda item: self._put(item[0], document_bytes(item[1])), documents.items()
             )
-        manifest = encode_manifest(Manifest(self.version.id, self.parts))
-        sizes = {path: sum(part.nbytes for part in parts.values()) for path, parts in self.parts.items()}
-        objects_bytes = (
-            sum(sizes.values()) + sum(document_sizes) + self._put(self.draft.key("manifest"), manifest)
-        )
+            objects_bytes = sum(put_documents)
+        manifest = encode_manifest(Manifest(self._version.id, parts))
+        objects_bytes += self._put(self._draft.key("manifest"), manifest)
+        sizes = {path: sum(part.nbytes for part in array.values()) for path, array in parts.items()}
         return self._commit(
             replace(
-                self.draft,
+                self._draft,
                 time=time.time(),
                 arrays={path: replace(array.entry, nbytes=sizes[path]) for path, array in arrays.items()},
                 nodes=nodes,
-                objects_bytes=objects_bytes,
+                objects_bytes=objects_bytes + sum(sizes.values()),
                 manifest_sha256=hashlib.sha256(manifest).hexdigest(),
             )
         )
 
-    def _put_shard(self, arrays: Mapping[str, FoldedArray], path: str, shard: int) -> tuple[str, int, Part]:
-        return path, shard, arrays[path].put_shard(self.backend, self.draft, shard)
+    def _put_shard(self, array: FoldedArray, shard: int) -> Part:
+        return array.put_shard(self._backend, self._draft, shard)
 
     def _put(self, key: str, data: bytes) -> int:
-        self.backend.put(key, data)
+        self._backend.put(key, data)
         return len(data)
 
     def _commit(self, fold: Record) -> Record | None:
         data = encode_record(fold)
-        self.may_have_landed = True
+        self._may_be_committed = True
         try:
-            self.backend.create(fold.key(), data)
+            self._backend.create(fold.key(), data)
         except BackendError:
             owner = self._owner()
             if owner is None:
                 raise
-            if owner != fold.nonce:  # so this one can't appear any more
-                self.may_have_landed = False
-                self.remove()
+            if (
+                owner != fold.nonce
+            ):  # another attempt's record has the key, so this one's can't be created any more
+                self._may_be_committed = False
+                self.delete()
                 return None
-        # The version may have been removed since, and with it whatever of the fold was listed then.
-        if _gone(self.backend, self.version):
-            self._unfold()
+        # The version may have been deleted meanwhile, with those of the fold's objects that were listed then.
+        if _is_deleted(self._backend, self._version):
+            self._backend.delete(fold.key())
+            self._may_be_committed = False
             raise VersionNotFoundError(f"version {fold.id} was removed")
-        _remove_others(self.backend, fold)
+        _delete_other_attempts(self._backend, fold)
         return replace(fold, record_bytes=len(data))
 
     def _owner(self) -> str | None:
-        """Nonce of the attempt whose record is there; None if there is none, or the storage does not tell."""
+        """Nonce of the attempt that created the record; None if there is no record, or storage does not answer."""
         with suppress(BackendError):
-            found = decode_record(self.backend.get(self.draft.key()), self.version.id, layout.FOLDS)
-            return None if found is None else found.nonce
+            data = self._backend.get(self._draft.key())
+            committed = decode_record(data, self._version.id, layout.FOLDS)
+            return None if committed is None else committed.nonce
         return None
 
-    def _unfold(self) -> None:
-        self.backend.delete(self.draft.key())
-        self.may_have_landed = False
+    def delete(self) -> None:
+        """Delete what was put, unless a record of it exists or may still appear.
 
-    def remove(self) -> None:
-        """Remove what was put, unless a record of it is there, or may still appear.
-
-        Then it stays until the version goes or somebody folds it again.
+        In that case it stays until the version is deleted or folded again.
         """
-        if self.may_have_landed:
-            return
-        try:
-            _remove(self.backend, self.backend.list_keys(_folder(self.draft)))
-        except BackendError as error:
-            log.warning("leftovers of folding version %s were not removed: %s", self.version.id, error)
-
-
-def _shards(arrays: Mapping[str, FoldedArray]) -> Iterator[tuple[str, int]]:
-    for path, array in arrays.items():
-        for shard in range(array.shards):
-            yield path, shard
+        if not self._may_be_committed:
+            _delete_listed(self._backend, self._draft, _folder(self._draft))
 
 
 def _nodes(arrays: Mapping[str, FoldedArray]) -> dict[str, Doc]:
@@ -278,8 +266,8 @@ def _folder(fold: Record) -> str:
     return layout.version_key(fold.id, fold.nonce, prefix=layout.FOLDS)
 
 
-def _gone(backend: Backend, version: Record) -> bool:
-    """Whether a version that was committed has been removed. A damaged or silent storage does not say so."""
+def _is_deleted(backend: Backend, version: Record) -> bool:
+    """Whether a committed version was deleted. False if that is unknown, because storage is damaged or silent."""
     try:
         return Catalog(backend).find_record(version.id) is None
     except (BackendError, CheckpointError):
@@ -287,7 +275,7 @@ def _gone(backend: Backend, version: Record) -> bool:
 
 
 def _is_folded(catalog: Catalog, version: Record) -> bool:
-    """Whether there is a fold. A damaged or silent storage does not say so."""
+    """Whether there is a fold. False if that is unknown, because storage is damaged or silent."""
     try:
         catalog.look_for_folds()
         return catalog.find_fold(version.id) is not None
@@ -295,19 +283,19 @@ def _is_folded(catalog: Catalog, version: Record) -> bool:
         return False
 
 
-def _remove_others(backend: Backend, fold: Record) -> None:
-    """Remove what other attempts at this fold left: now that it is there, none of them can commit."""
-    if not backend.atomic_create:  # one may, after all
-        return
-    kept = (fold.key(), f"{_folder(fold)}/")
+def _delete_other_attempts(backend: Backend, fold: Record) -> None:
+    """Delete what other attempts at this fold left. None of them can commit any more, since the record exists."""
+    # Where a create is not atomic, another attempt may still replace the record.
+    if backend.atomic_create:
+        folder = layout.version_key(fold.id, prefix=layout.FOLDS)
+        _delete_listed(backend, fold, folder, (fold.key(), f"{_folder(fold)}/"))
+
+
+def _delete_listed(backend: Backend, fold: Record, folder: str, kept: tuple[str, ...] = ()) -> None:
+    """Delete the objects of a folder, but keys that begin with one of `kept`. A failure is only logged."""
     try:
-        there = backend.list_keys(layout.version_key(fold.id, prefix=layout.FOLDS))
-        _remove(backend, [item for item in there if not item[0].startswith(kept)])
+        keys = [key for key, _ in backend.list_keys(folder) if not key.startswith(kept)]
+        with Transfer(_DELETE_WORKERS, 2 * _DELETE_WORKERS) as transfer:
+            delete_objects(backend, transfer, keys)
     except BackendError as error:
         log.warning("leftovers of folding version %s were not removed: %s", fold.id, error)
-
-
-def _remove(backend: Backend, listed: Iterable[tuple[str, int]]) -> None:
-    with Transfer(_DELETERS, 2 * _DELETERS) as transfer:
-        for _ in transfer.map(lambda item: backend.delete(item[0]), list(listed)):
-            pass

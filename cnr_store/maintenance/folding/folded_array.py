@@ -1,4 +1,4 @@
-"""The rows of a fold: moved from the links of a chain into shards of their own, as they are stored."""
+"""The rows of a fold: moved from the links of a chain into new shards, as they are stored."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
 
 MAX_REGION_BYTES = 2 * REGION_BYTES
-"""Decoded. Regions grow to this, so that payloads of sparse links, which span many rows, are read fewer times."""
+"""Of decoded rows. Payloads of sparse links span many rows: the larger a region, the fewer times they are read."""
 
 MAX_REGION_ROWS = 1 << 20
-"""Where rows are narrow, their numbers take more memory than they do."""
+"""Where rows are narrow, row numbers take more memory than values."""
 
 
 @dataclass(frozen=True)
 class FoldedArray:
-    """One array of rows of a version, as its fold holds it: whole, and cut anew.
+    """One array of rows of a version as its fold holds it: whole, and with a new grid.
 
     Attributes
     ----------
     reader
-        Its chain.
+        Reads the array's chain.
     entry
-        For the fold's record, without bytes.
+        Its entry in the fold's record, without the number of bytes.
     grid, document
-        How it is cut; its Zarr metadata. Both take after the whole link's, and so does what follows the row codec.
+        How it is cut into chunks; its Zarr metadata, with the codecs of the whole link.
     packer
-        What follows the row codec.
+        The codecs that follow the row codec.
     """
 
     reader: ArrayReader
@@ -61,15 +61,15 @@ class FoldedArray:
     packer: Packer
 
     @classmethod
-    def of(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
-        """For an array that is a delta in a version.
+    def from_record(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
+        """Prepare the fold of an array that is a delta in a version.
 
         Raises
         ------
         CorruptionError
-            A link of its chain is lost or is not sound.
+            A link of its chain is lost or damaged.
         FormatError
-            What followed the whole link's row codec is not known.
+            A codec that followed the whole link's row codec is unknown.
         """
         reader = ArrayReader(catalog, record, path)
         written, whole = record.arrays[path], reader.links[-1]
@@ -101,11 +101,11 @@ class FoldedArray:
         Raises
         ------
         CorruptionError
-            A row is lost, or an object of a link is not sound.
+            A row is lost, or an object of a link is damaged.
         FormatError
             A link's chunks split columns.
         SaveError
-            A chunk takes more bytes than readers read.
+            A chunk takes more bytes than readers accept.
         """
         path, grid = self.reader.path, self.grid
         first, chunks = shard * grid.shard_rows, grid.chunks_per_shard
@@ -117,7 +117,7 @@ class FoldedArray:
         return Part(nbytes, int.from_bytes(bytes(pieces[-1])[-4:], "little"))
 
     def _payloads(self, fold: Record, shard: range) -> Iterator[bytes]:
-        """The packed payloads of the chunks of these rows that begin inside the array."""
+        """The packed payloads of the chunks of these rows, as far as the array reaches."""
         reader, grid = self.reader, self.grid
         end = min(shard.stop, reader.shape[0])
         region_rows = self._region_rows()
@@ -140,7 +140,7 @@ class FoldedArray:
             raise SaveError(f"{fold.home}, {path}, rows from {first_row} on: {error}") from error
 
     def _region_rows(self) -> int:
-        """Rows composed at once: chunks of the fold, so many that few payloads of the links are read twice."""
+        """Rows composed at once: several chunks of the fold, so that few payloads of the links are read twice."""
         row_bytes = self.reader.columns * self.reader.dtype.itemsize
         widest = max(link.chunk_rows for link in self.reader.links)
         most = min(self.grid.shard_rows, MAX_REGION_ROWS, MAX_REGION_BYTES // row_bytes)
@@ -151,7 +151,7 @@ class FoldedArray:
 
 
 def _bytes_per_row(link: Link, columns: int) -> float:
-    """What its codec says, or, of a codec that is not known here, what its rows took, if that makes sense."""
+    """As its codec says. Of an unknown codec, what its rows took on average, within bounds."""
     entry = link.entry
     config = {name: value for name, value in (entry.codec or {}).items() if name != "then"}
     try:
@@ -162,7 +162,7 @@ def _bytes_per_row(link: Link, columns: int) -> float:
 
 
 def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -> Doc:
-    """The Zarr metadata of the whole link, with another shape and cut. Its row codec needs not be known."""
+    """The Zarr metadata of the whole link, with another shape and grid. Its row codec may be unknown."""
     where = f"{whole.record.home}, {whole.path}"
     if not isinstance(whole, WrittenLink):
         raise CorruptionError(f"{where}: it is whole and has no metadata")
@@ -183,5 +183,5 @@ def _sizes(rows: int, columns: int, two: bool) -> list[int]:
 
 
 def delta_paths(record: Record) -> Iterable[str]:
-    """Paths of the arrays that lean on another version."""
+    """Paths of the arrays that depend on another version."""
     return [path for path, entry in record.arrays.items() if entry.kind == "delta"]
