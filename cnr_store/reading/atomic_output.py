@@ -1,4 +1,4 @@
-"""Files and folders that appear when they are complete, and not at all otherwise."""
+"""Writes files and folders that appear only when they are complete."""
 
 from __future__ import annotations
 
@@ -19,39 +19,21 @@ from cnr_store.errors import CheckpointError, OptionError
 Target = str | os.PathLike[str] | Store
 
 
-def local_path(target: Target) -> Path | None:
-    """The path that a target means on this machine, or None if it lies elsewhere.
-
-    Raises
-    ------
-    OptionError
-        It means nothing.
-    """
-    if isinstance(target, Store):
-        return None
-    if not target or not isinstance(target, str | os.PathLike):
-        raise OptionError(f"can't write to {target!r}: give a path or a URL")
-    text = os.fspath(target)
-    if text.startswith(("file://", "local://")):
-        text = text.partition("://")[2]
-    return None if "://" in text else Path(text).expanduser().absolute()
-
-
 @contextmanager
 def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
-    """A file to write; it is at `target` once the block has ended without an error.
+    """A file to write. It appears at `target` when the block ends without an error.
 
     Raises
     ------
     OptionError
-        Something is there and is not to be overwritten, or `target` is no place for a file.
+        The target exists and is not to be overwritten, or can't be a file.
     StorageError
-        It can't be written.
+        The target can't be written.
     """
     if isinstance(target, Store):
         raise OptionError("a Zarr store can't hold a file: give a path or a URL")
-    path = _place(target, options)
-    with _told(target):
+    path = _local_path(target, options)
+    with _storage_errors(target):
         if path is None:
             with _remote_file(os.fspath(target), overwrite, options) as file:
                 yield file
@@ -67,24 +49,24 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
             if overwrite:
                 temporary.replace(path)
             else:
-                _link(temporary, path)
+                _rename_to_new(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def new_folder(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[str | Store]:
-    """Where to write what is to be the folder `target`: beside it, until the block has ended without an error.
+    """A folder to write. On this machine it appears at `target` when the block ends without an error.
 
-    Of what is not on this machine the place itself.
+    Elsewhere it is the target itself.
 
     Raises
     ------
     OptionError, StorageError
         As from `new_file`.
     """
-    path = _place(target, options)
-    with _told(target):
+    path = _local_path(target, options)
+    with _storage_errors(target):
         if path is None:
             yield target if isinstance(target, Store) else os.fspath(target)
             return
@@ -113,13 +95,21 @@ def _remote_file(url: str, overwrite: bool, options: Mapping[str, Any]) -> Itera
     except (ValueError, ImportError) as error:
         raise OptionError(f"can't write to {url}: {error}") from error
     _refuse(url, not overwrite and filesystem.exists(path))
-    # What is written in a transaction is there when the transaction ends; an error discards it.
+    # A file written in a transaction appears when the transaction ends; an error discards it.
     with filesystem.transaction, filesystem.open(path, "wb") as file:
         yield file
 
 
-def _place(target: Target, options: Mapping[str, Any]) -> Path | None:
-    path = local_path(target)
+def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
+    """The path of a target on this machine, or None if it lies elsewhere."""
+    path = None
+    if not isinstance(target, Store):
+        if not target or not isinstance(target, str | os.PathLike):
+            raise OptionError(f"can't write to {target!r}: give a path or a URL")
+        text = os.fspath(target)
+        if text.startswith(("file://", "local://")):
+            text = text.partition("://")[2]
+        path = None if "://" in text else Path(text).expanduser().absolute()
     if options and (path is not None or isinstance(target, Store)):
         raise OptionError(
             f"{target} takes no target_options, but there are {sorted(options)}; leave them out"
@@ -127,38 +117,38 @@ def _place(target: Target, options: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def _refuse(target: str | Path, there: bool) -> None:
-    if there:
+def _refuse(target: str | Path, exists: bool) -> None:
+    if exists:
         raise OptionError(
             f"{target} is there already: choose another target, or overwrite=True for one of its kind"
         )
 
 
 def _beside(path: Path) -> Path:
-    """A name for what is not yet complete, on the same filesystem."""
+    """A name for a file or folder that is not yet complete, on the same filesystem."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def _link(temporary: Path, path: Path) -> None:
-    """Give a complete file its name, unless another file got it meanwhile."""
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    """Give a complete file its name, unless another file has got it meanwhile."""
     try:
         path.hardlink_to(temporary)
     except FileExistsError:
-        _refuse(path, there=True)
-    except OSError:  # some filesystems have no links
+        _refuse(path, exists=True)
+    except OSError:  # some filesystems have no hard links
         _refuse(path, path.exists())
         temporary.rename(path)
 
 
 @contextmanager
-def _told(target: Target) -> Iterator[None]:
-    """Names the target where its filesystem fails."""
+def _storage_errors(target: Target) -> Iterator[None]:
+    """Turns errors of the target's filesystem into a StorageError that names the target."""
     try:
         yield
     except (BackendError, CheckpointError):
         raise
-    except Exception as error:  # filesystems raise whatever the libraries beneath them do
+    except Exception as error:  # filesystems raise errors of the libraries that they use
         raise StorageError(
             f"can't write {target}: {type(error).__name__}: {error}; check the place and its permissions",
             url=str(target),

@@ -1,4 +1,4 @@
-"""Rows of a version as they are handed out: the blocks of an update, and what is known of the arrays they are of."""
+"""What an update yields: blocks of rows, and what is known of their arrays."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Block(NamedTuple):
     name
         The array's, as in `cnr_store.state_dict`.
     rows
-        Of a table: which, int64 (n,) ascending. Of a dense tensor None: all of it.
+        Of a table the row numbers, int64 (n,) ascending. None for a dense tensor, which comes whole.
     values
-        Of a table (n, dim); of a dense tensor its shape. In the dtype of `ArrayInfo`.
+        Of a table (n, dim), of a dense tensor in its shape. In the dtype of `ArrayInfo`.
     """
 
     name: str
@@ -33,14 +33,14 @@ class ArrayInfo:
     Attributes
     ----------
     shape, dtype
-        As `cnr_store.state_dict` returns it: tables of bfloat16 as float32, dense tensors of a type that numpy
+        As `cnr_store.state_dict` returns them: tables of bfloat16 as float32, dense tensors of a type that numpy
         lacks as unsigned integers that hold their bits.
     element
-        The type it has in the model: ``"bfloat16"``.
+        The type it has in the model, such as ``"bfloat16"``.
     is_table
         Whether it is stored, and yielded, by rows.
     aliases
-        Further names of a tied tensor. Blocks come under the first name alone.
+        Further names of a tied tensor. Its blocks come under the first name only.
     """
 
     shape: tuple[int, ...]

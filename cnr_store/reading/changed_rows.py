@@ -1,32 +1,30 @@
 """Which rows of an array may differ between one version and others, and their values in that one.
 
-The rule. A *walk* is the ids of a version, its entry's `base`, that one's, and so on to a whole array. What an array
-is at a version is what its objects there say over what it was at the version's base; so a walk that has reached a
-version goes on as every other walk that has reached it, and two walks that meet are one from there on. Let X be the
-newest version on all walks. A row that no version before X on any walk wrote has, in each of the versions, the
-value it has at X: it is the same everywhere, bit for bit. All other rows may differ, and are the changed ones.
+The rule. A *walk* is the ids of a version, its entry's `base`, that version's `base`, and so on to a whole array. An
+array at a version holds the rows that the version wrote, and all other rows as they were at its base. So two walks
+that meet in a version are the same from there on. Let X be the newest version on all walks. A row that no walk's
+versions before X wrote has the value it has at X in each of the versions: it is the same everywhere, bit for bit.
+All other rows may differ; these are the changed rows.
 
-This asks nothing of `previous`, of policies or of the order in which versions were made: it holds after a rollback,
-where rows of abandoned versions stand in walks that the new version is not on, and for folds, since a fold holds the
-rows of its version and walks go by versions alone. Walks that never meet share no whole array: every row is changed.
+This depends neither on `previous` nor on policies nor on the order in which versions were made. It holds after a
+rollback, where abandoned versions lie on walks that the new version is not on. It holds for folds, since a fold holds
+the rows of its version and walks go by versions alone. Walks that never meet share no whole array: all rows changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.format.record import Record
+from cnr_store.reading.row_regions import Array, new_rows, read_regions
 
-Array = np.ndarray[Any, Any]
 Rows = tuple[Array, Array]
 """Row numbers, int64 (n,) ascending, and their values, (n, columns)."""
 
@@ -35,9 +33,14 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Unshared:
-    """The records that lie before the version where all walks meet: the newer version's own, and those of others.
+    """Records of the versions that lie on the walks before all walks meet. None of them is whole.
 
-    Each newest first; none of them is whole.
+    Attributes
+    ----------
+    own
+        Those on the newer version's walk, newest first.
+    others
+        Those on the other walks, newest first.
     """
 
     own: tuple[Record, ...]
@@ -45,7 +48,7 @@ class Unshared:
 
 
 def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Record]) -> Unshared | None:
-    """What tells the rows of `record` that may differ from those of any of `held`; None if all of them may.
+    """The versions whose rows may differ between `record` and any of `held`; None if all rows may.
 
     Only records are read.
     """
@@ -67,13 +70,13 @@ def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Re
 
 
 def _walk(catalog: Catalog, record: Record, path: str) -> list[str]:
-    """Ids from a version to the whole array beneath it, or to the first that is gone; each smaller than the last."""
-    found, base = [record.id], record.arrays[path].base
-    while base is not None and base < found[-1]:
-        found.append(base)
+    """Ids from a version to the whole array beneath it, or to the first that was deleted; each older than the last."""
+    ids, base = [record.id], record.arrays[path].base
+    while base is not None and base < ids[-1]:
+        ids.append(base)
         older = catalog.find_record(base)
         base = None if older is None or path not in older.arrays else older.arrays[path].base
-    return found
+    return ids
 
 
 def changed_rows(
@@ -81,13 +84,13 @@ def changed_rows(
 ) -> Iterator[Rows]:
     """The changed rows with their values in `record`, in blocks of at most `BLOCK_BYTES` of values (or one row).
 
-    Reads in proportion to what the unshared versions wrote: their chunks, and of the shared chain those that hold
-    rows which only `others` wrote.
+    Reads in proportion to the rows that the unshared versions wrote: their chunks, and those chunks of the shared
+    chain that hold rows which only `others` wrote.
 
     Raises
     ------
     CorruptionError, FormatError, VersionNotFoundError
-        An object is lost or damaged, or was removed meanwhile.
+        An object is lost or damaged, or was deleted meanwhile.
     """
     reader = ArrayReader(catalog, record, path)
     own = [open_link(catalog, each, path) for each in unshared.own]
@@ -95,14 +98,13 @@ def changed_rows(
 
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
-        shape = (rows, reader.columns)
-        out = allocate(shape, reader.dtype, f"version {record.id}, {path}")
+        out = new_rows(reader, rows)
         missing = np.ones(rows, np.uint8)
         for link in own:
             link.fill(first_row, out, missing)
         unwritten = missing.copy()
         for link in others:
-            link.fill(first_row, out, unwritten)  # only to learn which rows it wrote
+            link.fill(first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
         elsewhere = missing & (unwritten ^ 1)
         ids = np.flatnonzero((missing ^ 1) | elsewhere)
         reader.read_rows(first_row, out, elsewhere)
@@ -114,16 +116,8 @@ def changed_rows(
 
 def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:
     """Every row of an array, in blocks as `changed_rows` yields them."""
-    reader = ArrayReader(catalog, record, path)
-
-    def read(region: tuple[int, int]) -> Rows:
-        first_row, rows = region
-        out = allocate((rows, reader.columns), reader.dtype, f"version {record.id}, {path}")
-        reader.read(first_row, out)
-        return np.arange(first_row, first_row + rows), out
-
-    for ids, values in transfer.map(read, reader.regions()):
-        yield from _blocks(ids, values)
+    for first_row, values in read_regions(ArrayReader(catalog, record, path), transfer):
+        yield from _blocks(np.arange(first_row, first_row + len(values)), values)
 
 
 def _regions(reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, int]]:

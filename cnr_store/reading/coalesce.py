@@ -1,7 +1,7 @@
-"""Neighbouring chunks that are asked for at the same time are composed as one block of rows.
+"""Neighbouring chunks that are requested at the same time are composed as one block of rows.
 
-A chunk of a delta spans many chunks that readers see. Whoever reads a whole array asks for several of these at once:
-composing them together finds, fetches and proves what lies beneath once for all of them, and asks for nothing else.
+A chunk of a delta spans many chunks that readers see. A program that reads a whole array requests several of these at
+once. Composing them together finds, fetches and decodes the delta's chunk once for all of them.
 """
 
 from __future__ import annotations
@@ -9,81 +9,82 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cnr_store.reading.virtual_store import Made, in_reader
+from cnr_store.reading.virtual_store import BytesLike, in_read_thread
 
 RUN_BYTES = 4 << 20
 
 
-class Blocks(Protocol):
-    """Chunks of one size, in bytes, any run of which can be read as one block."""
+class Chunks(Protocol):
+    """Chunks of one array, all of `nbytes` bytes. Any run of consecutive ones can be read as one block."""
 
     nbytes: int
 
-    def read(self, index: int, start: int, stop: int) -> Made:
-        """Bytes start ... stop - 1 of what begins with a chunk."""
+    def read(self, index: int, start: int, stop: int) -> BytesLike:
+        """Bytes start ... stop - 1 of a block that begins with the chunk `index`."""
 
 
-Waiting = dict[int, list["asyncio.Future[Made]"]]
+Waiting = dict[int, list["asyncio.Future[BytesLike]"]]
+"""By a chunk's index, the futures of those who wait for it."""
 
 
 @dataclass
-class _Asked:
-    """What was asked for in one turn of one event loop: by array, the chunks and who waits for them."""
+class _Batch:
+    """What was requested in one turn of one event loop."""
 
     loop: asyncio.AbstractEventLoop
-    chunks: dict[int, tuple[Blocks, Waiting]] = field(default_factory=dict)
+    waiting: dict[Chunks, Waiting] = field(default_factory=dict)
 
 
-class Runs:
-    """Gathers the requests of one turn of the event loop; there may be several loops, each in a thread of its own."""
+class Coalescer:
+    """Collects the requests of one turn of an event loop. There may be several loops, each in its own thread."""
 
     def __init__(self) -> None:
-        self._here = threading.local()
+        self._local = threading.local()
 
-    async def read(self, array: Blocks, index: int) -> Made:
-        """A whole chunk, composed together with its neighbours if they are asked for, too."""
+    async def read(self, array: Chunks, index: int) -> BytesLike:
+        """A whole chunk, composed together with its neighbours if these are requested, too."""
         loop = asyncio.get_running_loop()
-        asked: _Asked | None = getattr(self._here, "asked", None)
-        if asked is None or asked.loop is not loop:
-            asked = self._here.asked = _Asked(loop)
-            loop.call_soon(self._begin, asked)
-        future: asyncio.Future[Made] = loop.create_future()
-        _, waiting = asked.chunks.setdefault(id(array), (array, {}))
-        waiting.setdefault(index, []).append(future)
+        batch: _Batch | None = getattr(self._local, "batch", None)
+        if batch is None or batch.loop is not loop:
+            batch = self._local.batch = _Batch(loop)
+            loop.call_soon(self._start, batch)
+        future: asyncio.Future[BytesLike] = loop.create_future()
+        batch.waiting.setdefault(array, defaultdict(list))[index].append(future)
         return await future
 
-    def _begin(self, asked: _Asked) -> None:
-        if getattr(self._here, "asked", None) is asked:
-            del self._here.asked
-        for array, waiting in asked.chunks.values():
+    def _start(self, batch: _Batch) -> None:
+        if getattr(self._local, "batch", None) is batch:
+            del self._local.batch
+        for array, waiting in batch.waiting.items():
             for run in _runs(sorted(waiting), max(1, RUN_BYTES // max(array.nbytes, 1))):
-                task = asked.loop.create_task(_answer(array, run, waiting))
+                task = batch.loop.create_task(_read_run(array, run, waiting))
                 _tasks.add(task)
                 task.add_done_callback(_tasks.discard)
 
 
 _tasks: set[asyncio.Task[None]] = set()
-"""The loop itself keeps only weak references."""
+"""Keeps running tasks alive: the loop itself holds only weak references."""
 
 
-async def _answer(array: Blocks, run: range, waiting: Waiting) -> None:
+async def _read_run(array: Chunks, run: range, waiting: Waiting) -> None:
     try:
-        block = await in_reader(lambda: array.read(run.start, 0, len(run) * array.nbytes))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
-        if len(run) > 1:  # only the chunks that can't be read fail
-            await asyncio.gather(*(_answer(array, range(i, i + 1), waiting) for i in run))
+        block = await in_read_thread(lambda: array.read(run.start, 0, len(run) * array.nbytes))
+    except Exception as error:  # noqa: BLE001 - any error belongs to those who wait
+        if len(run) > 1:  # chunk by chunk, so that only those that can't be read fail
+            await asyncio.gather(*(_read_run(array, range(i, i + 1), waiting) for i in run))
         else:
-            _settle(waiting[run.start], error)
+            _resolve(waiting[run.start], error)
         return
     for place, index in enumerate(run):
-        _settle(waiting[index], memoryview(block)[place * array.nbytes : (place + 1) * array.nbytes])
+        _resolve(waiting[index], memoryview(block)[place * array.nbytes : (place + 1) * array.nbytes])
 
 
-def _settle(futures: list[asyncio.Future[Made]], outcome: Made | Exception) -> None:
+def _resolve(futures: list[asyncio.Future[BytesLike]], outcome: BytesLike | Exception) -> None:
     for future in futures:
         if future.done():  # cancelled
             continue
@@ -93,10 +94,10 @@ def _settle(futures: list[asyncio.Future[Made]], outcome: Made | Exception) -> N
             future.set_result(outcome)
 
 
-def _runs(indexes: list[int], most: int) -> Iterator[range]:
-    """Consecutive numbers as ranges of at most `most`."""
+def _runs(indexes: list[int], max_length: int) -> Iterator[range]:
+    """Ascending numbers as ranges of consecutive ones, each of at most `max_length`."""
     for _, group in itertools.groupby(enumerate(indexes), lambda pair: pair[1] - pair[0]):
         first, *rest = (index for _, index in group)
         stop = first + 1 + len(rest)
-        for start in range(first, stop, most):
-            yield range(start, min(start + most, stop))
+        for start in range(first, stop, max_length):
+            yield range(start, min(start + max_length, stop))

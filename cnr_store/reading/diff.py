@@ -1,4 +1,4 @@
-"""What differs between two versions, array by array."""
+"""Compares two versions, array by array."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
-from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError
 from cnr_store.format.record import Record
 from cnr_store.reading.changed_rows import Rows, all_rows, changed_rows, find_unshared
+from cnr_store.reading.row_regions import Array, new_rows
 
-Array = np.ndarray[Any, Any]
 Status = Literal["equal", "changed", "reshaped", "added", "removed"]
 
 
@@ -31,11 +30,11 @@ class ArrayDiff:
     path
         Its place in a version, such as ``tables/NAME/weight``.
     status
-        ``equal`` bit for bit; ``changed``; ``reshaped``: another shape or type; ``added`` or ``removed``: in one of
-        the versions only.
+        ``equal`` bit for bit; ``changed``; ``reshaped``: of another shape or type; ``added`` or ``removed``: in one
+        of the versions only.
     rows, rows_changed
-        Rows in the newer version (entries of the first axis), and those that differ in any bit; all of them unless
-        the array is in both, in one shape.
+        Rows in the newer version (entries of the first axis), and those that differ in any bit. All rows, unless
+        both versions have the array, in one shape.
     max_abs
         The largest absolute difference of two values, where both are finite; None unless both are numbers. At most
         the largest float64.
@@ -76,9 +75,9 @@ def diff(url: Url, older: Version, newer: Version = "latest", **storage_options:
 def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfer: Transfer) -> ArrayDiff:
     old, new = before.arrays.get(path), after.arrays.get(path)
     if old is None or new is None:
-        there = old or new
-        assert there is not None  # paths are those of either
-        rows = _length(there.shape)
+        entry = old or new
+        assert entry is not None  # each path comes from one of the two
+        rows = _length(entry.shape)
         return ArrayDiff(path, "added" if old is None else "removed", rows, rows)
     rows = _length(new.shape)
     if (old.shape, old.element) != (new.shape, new.element):
@@ -89,16 +88,16 @@ def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfe
     unshared = find_unshared(catalog, after, path, [before])
     if unshared is not None:
         try:
-            found = changed_rows(catalog, after, path, unshared, transfer)
-            return _compared(path, rows, _row_pairs(reader, found))
+            changed = changed_rows(catalog, after, path, unshared, transfer)
+            return _compare_pairs(path, rows, _row_pairs(reader, changed))
         except CorruptionError:
-            # Versions that tell which rows differ may have been folded into others and removed since they were
-            # found. All rows tell as well; if one of the two versions is damaged, it is said then.
+            # An unshared version may have been folded into another and deleted meanwhile. Comparing all rows gives
+            # the same result, and raises if one of the two versions is damaged.
             catalog.look_for_folds()
-    return _compared(path, rows, _row_pairs(reader, all_rows(catalog, after, path, transfer)))
+    return _compare_pairs(path, rows, _row_pairs(reader, all_rows(catalog, after, path, transfer)))
 
 
-def _compared(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> ArrayDiff:
+def _compare_pairs(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> ArrayDiff:
     changed, largest = 0, 0.0
     for one, other in pairs:
         differs = (_bits(one) != _bits(other)).any(axis=1)
@@ -107,15 +106,13 @@ def _compared(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> Arr
     return ArrayDiff(path, "changed" if changed else "equal", rows, changed, largest)
 
 
-def _row_pairs(before: ArrayReader, found: Iterable[Rows]) -> Iterator[tuple[Array, Array]]:
+def _row_pairs(before: ArrayReader, blocks: Iterable[Rows]) -> Iterator[tuple[Array, Array]]:
     """The older and the newer values of rows that may differ, (n, columns) each."""
-    for ids, values in found:
-        if not len(ids):
-            continue
+    for ids, values in blocks:
         first, span = int(ids[0]), int(ids[-1] - ids[0]) + 1
         need = np.zeros(span, np.uint8)
         need[ids - first] = 1
-        out = allocate((span, before.columns), before.dtype, f"version {before.version}, {before.path}")
+        out = new_rows(before, span)
         before.read_rows(first, out, need)
         yield out[ids - first], values
 
@@ -126,9 +123,9 @@ def _compare_dense(catalog: Catalog, before: Record, after: Record, path: str) -
     if one_type != other_type:
         return ArrayDiff(path, "reshaped", rows, rows)
     pairs = [(one.reshape(rows, -1), other.reshape(rows, -1))] if other.size else []
-    found = _compared(path, rows, pairs)
-    # Types that numpy lacks come as the integers that hold their bits: their distance says nothing.
-    return found if other_type is None else replace(found, max_abs=None)
+    compared = _compare_pairs(path, rows, pairs)
+    # Types that numpy lacks are read as integers that hold their bits, whose difference means nothing.
+    return compared if other_type is None else replace(compared, max_abs=None)
 
 
 def _length(shape: tuple[int, ...]) -> int:
@@ -140,7 +137,9 @@ def _bits(values: Array) -> Array:
 
 
 def _max_abs(one: Array, other: Array) -> float:
-    if one.dtype.kind in "biu":  # exact, also where float64 is not: what wraps around is the distance
+    if (
+        one.dtype.kind in "biu"
+    ):  # exact where float64 is not: negative values wrap around, and so does their difference
         largest, least = np.maximum(one, other).astype(np.uint64), np.minimum(one, other).astype(np.uint64)
         return float(np.max(largest - least, initial=0))
     kind = np.complex128 if one.dtype.kind == "c" else np.float64

@@ -1,4 +1,4 @@
-"""Exports a version's tables and dense tensors, for tools that know nothing of versions: one at a time, in pieces."""
+"""Exports a version's tables and dense tensors, one at a time and in pieces, for tools that know no versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
-from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
@@ -21,18 +20,18 @@ from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
+from cnr_store.reading.row_regions import Array, read_regions
 
-Array = np.ndarray[Any, Any]
 ZARR_CHUNK_BYTES = 4 << 20
 _EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
-"""zarr leaves out chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
+"""zarr omits chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
 
 
 def export(
     url: Url,
     target: Target,
     version: Version = "latest",
-    format: Literal["safetensors", "zarr"] | None = None,  # noqa: A002 - the word for it
+    format: Literal["safetensors", "zarr"] | None = None,  # noqa: A002 - the public name
     *,
     overwrite: bool = False,
     target_options: Mapping[str, Any] | None = None,
@@ -40,11 +39,11 @@ def export(
 ) -> VersionInfo:
     """Write the tables and dense tensors of a version as one safetensors file, or as a plain Zarr 3 group.
 
-    A safetensors file has the names of `state_dict` and the types of the model; a tied tensor stands in it once for
-    each name. A Zarr group is laid out as `cnr_store.open` shows it, ``tables/NAME/weight`` and
-    ``dense/model/NAME``, unsharded and in Zarr's own compression; its attribute ``names`` leads from the model's names
-    to these paths. bfloat16 tables are float32 there, and dense tensors that Zarr lacks a type for are unsigned
-    integers with the attribute ``torch_dtype``.
+    A safetensors file has the names of `state_dict` and the types of the model. It holds a tied tensor once for each
+    name. A Zarr group has the paths that `cnr_store.open` shows, ``tables/NAME/weight`` and ``dense/model/NAME``; its
+    arrays are unsharded and in Zarr's own compression. Its attribute ``names`` gives these paths by the model's names.
+    Tables of bfloat16 are float32 there, and dense tensors that Zarr lacks a type for are unsigned integers with the
+    attribute ``torch_dtype``.
 
     Memory is bounded by the pieces in flight. A file, or a group in a local folder, appears when it is complete. A
     group elsewhere is complete when it has the attribute ``cnr_version``.
@@ -52,22 +51,22 @@ def export(
     Parameters
     ----------
     url, storage_options
-        The store, as everywhere.
+        The store: any fsspec URL, a path, or a Zarr store; options for the filesystem, as in fsspec.
     version
         An id, a `VersionInfo`, a step, or ``latest``.
     target
         A path or fsspec URL; for Zarr also a Zarr store.
     format
-        ``zarr`` where left out and `target` is a Zarr store or ends in ``.zarr``, otherwise ``safetensors``.
+        By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, otherwise ``safetensors``.
     overwrite
-        Whether to replace what is there.
+        Whether to replace an existing target.
     target_options
         For the target's filesystem.
 
     Raises
     ------
     OptionError
-        Something is at `target`, the format is unknown, or safetensors can't hold a tensor.
+        The target exists, the format is unknown, or safetensors can't hold a tensor.
     EmptyStoreError, VersionNotFoundError, CorruptionError
     cnr_backends.StorageError
         The target can't be written.
@@ -121,22 +120,10 @@ def _pieces(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> 
         for _, values in _dense_chunks(catalog, record, path):
             yield values.reshape(-1).view(np.uint8).data
         return
-    for _, values in _regions(ArrayReader(catalog, record, path), transfer):
-        if entry.element == "bfloat16":  # widened exactly: the upper half is the value
+    for _, values in read_regions(ArrayReader(catalog, record, path), transfer):
+        if entry.element == "bfloat16":  # float32 holds it exactly, in its upper half
             values = (values.view(np.uint32) >> 16).astype("<u2")
         yield values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data
-
-
-def _regions(reader: ArrayReader, transfer: Transfer) -> Iterator[tuple[int, Array]]:
-    """(first row, values) of pieces that cover an array, in order."""
-
-    def read(region: tuple[int, int]) -> tuple[int, Array]:
-        first_row, rows = region
-        out = allocate((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
-        reader.read(first_row, out)
-        return first_row, out
-
-    return transfer.map(read, reader.regions())
 
 
 def _dense_chunks(catalog: Catalog, record: Record, path: str) -> Iterator[tuple[int, Array]]:
@@ -172,7 +159,7 @@ def _new_group(place: str | Store, overwrite: bool, options: dict[str, Any]) -> 
         return zarr.create_group(place, overwrite=overwrite, zarr_format=3, storage_options=options or None)
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
-    except (ValueError, TypeError, ImportError) as error:  # what zarr says of places that it can't open
+    except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open
         raise OptionError(f"can't write to {place}: {error}") from error
 
 
@@ -191,7 +178,7 @@ def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Tran
         dimension_names=("row", "dim")[: len(reader.shape)],
         config=_EVERY_CHUNK,
     )
-    for first_row, values in _regions(reader, transfer):
+    for first_row, values in read_regions(reader, transfer):
         array[first_row : first_row + len(values)] = values.reshape(-1, *reader.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""A version as files, for everything that opens fsspec URLs: ``cnr://tables/NAME/weight::s3://bucket/run``."""
+"""A version as files, for programs that open fsspec URLs: ``cnr://tables/NAME/weight::s3://bucket/run``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Any, ClassVar, Never
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem, make_instance
 from zarr.abc.store import Store
 
-from cnr_backends import ObjectNotFoundError
 from cnr_store.catalog.catalog import Version
 from cnr_store.errors import OptionError, ReadOnlyError
 from cnr_store.reading.opening import view
-from cnr_store.reading.virtual_store import ComputedStore
+from cnr_store.reading.virtual_store import VirtualStore
 
 
 class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
-    """Read-only filesystem of the objects of one version's overlay.
+    """Read-only filesystem of one version, seen as plain Zarr.
 
     ``fsspec.url_to_fs("cnr://PATH::URL", version=..., s3={...})`` makes one: the store is at ``URL``, and its
-    options stand under its protocol, as in all chained URLs. "latest" is resolved when it is made.
+    options stand under its protocol, as in all chained URLs. "latest" is resolved at that moment.
 
     Parameters
     ----------
     fo
-        Where the store is: a URL, a path or a Zarr store; or what `cnr_store.view` returned.
+        Where the store is: a URL, a path or a Zarr store; or the result of `cnr_store.view`.
     target_protocol, target_options
         Protocol of `fo`, if it is a bare path, and storage options.
     version
@@ -39,7 +38,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
     """
 
     protocol: ClassVar[str] = "cnr"
-    # An instance is one version for ever, and "latest" may be another one next time.
+    # An instance stays at its version, while "latest" may be another version next time.
     cachable = False
 
     def __init__(
@@ -52,7 +51,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
     ) -> None:
         super().__init__(**options)
         self.store = (
-            fo if isinstance(fo, ComputedStore) else _open(fo, target_protocol, target_options, version)
+            fo if isinstance(fo, VirtualStore) else _open(fo, target_protocol, target_options, version)
         )
 
     def __reduce__(self) -> tuple[Callable[..., CnrFileSystem], tuple[Any, ...]]:
@@ -60,7 +59,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
 
     @property
     def fsid(self) -> str:
-        """The version and where its store is."""
+        """The version, and where its store is."""
         return str(self.store)
 
     @property
@@ -69,7 +68,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        # A slash first, except of the root: so zarr finds names below a root that has none itself.
+        # All paths but the root begin with a slash, because zarr cuts the root and a slash off the names below it.
         bare = super()._strip_protocol(path)
         return bare if isinstance(bare, list) else f"/{key}" if (key := bare.strip("/")) else ""
 
@@ -85,43 +84,37 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         cnr_backends.ObjectNotFoundError
         """
         name, key = self._strip_protocol(path), self._key(path)
-        nbytes = self.store.nbytes(key)
-        if nbytes is not None:
-            return {"name": name, "size": nbytes, "type": "file"}
-        if key and next(iter(self.store.names(key)), None) is None:
-            raise _not_found(key, self.store)
-        return {"name": name, "size": 0, "type": "directory"}
+        if not key or next(iter(self.store.names(key)), None) is not None:
+            return {"name": name, "size": 0, "type": "directory"}
+        return {"name": name, "size": self.store.require(key, "get"), "type": "file"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is immediately under a folder, or the object itself.
+        """The objects and folders immediately under a folder, or the object itself.
 
         Raises
         ------
         cnr_backends.ObjectNotFoundError
         """
-        itself = self.info(path)
-        name = itself["name"]
-        if itself["type"] == "file":
-            return [itself] if detail else [name]
-        found = [f"{name}/{child}" for child in self.store.names(self._key(path))]
-        return [self.info(child) for child in found] if detail else found
+        info = self.info(path)
+        name = info["name"]
+        if info["type"] == "file":
+            return [info] if detail else [name]
+        children = [f"{name}/{child}" for child in self.store.names(self._key(path))]
+        return [self.info(child) for child in children] if detail else children
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Bytes of an object, or a slice of them: only its rows are fetched and decoded.
+        """Bytes of an object, or a slice of them. Only the rows of the slice are fetched and decoded.
 
         Raises
         ------
         cnr_backends.ObjectNotFoundError, CorruptionError, cnr_backends.StorageError
         """
         key = self._key(path)
-        nbytes = self.store.nbytes(key)
-        if nbytes is None:
-            raise _not_found(key, self.store)
-        first, last, _step = slice(start, end).indices(nbytes)
+        first, last, _step = slice(start, end).indices(self.store.require(key, "get"))
         return bytes(self.store.read(key, first, max(first, last)))
 
     def ukey(self, path: str) -> str:
-        """Key for caches: another one where the version, or how its chunks are cut, is another."""
+        """Key for caches. It differs where the version, or the shape of its chunks, differs."""
         text = f"{self.fsid}\n{self.store.fingerprint(self._key(path))}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -137,7 +130,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
 
 
 class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """An object, read by blocks."""
+    """An object, read block by block."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         data: bytes = self.fs.cat_file(self.path, start, end)
@@ -146,13 +139,9 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no type
 
 def _open(
     place: str | Store, protocol: str | None, options: dict[str, Any] | None, version: Version
-) -> ComputedStore:
+) -> VirtualStore:
     if not place:
-        raise OptionError("cnr:// is a version of a store: give its URL too, as in cnr://::s3://bucket/run")
+        raise OptionError("cnr:// needs the URL of a store: give it, too, as in cnr://::s3://bucket/run")
     bare = isinstance(place, str) and protocol is not None and "://" not in place
     url = f"{protocol}://{place}" if bare else place
     return view(url, version, **(options or {}))
-
-
-def _not_found(key: str, store: ComputedStore) -> ObjectNotFoundError:
-    return ObjectNotFoundError(f"no object {key!r} in {store}", operation="get", key=key, url=str(store))

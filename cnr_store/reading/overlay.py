@@ -1,13 +1,12 @@
-"""A version as plain Zarr: a read-only store that composes chunks of its arrays when they are asked for.
+"""A version as plain Zarr: a read-only store that composes the chunks of its arrays when they are read.
 
-Arrays of rows appear unsharded, as little-endian bytes of their numpy type, whatever chain and codec lie beneath;
-dense arrays and groups appear as they are stored. Nothing is computed before it is read.
+Arrays of rows appear unsharded, as little-endian bytes of their numpy type, whatever their chain and codec are. Dense
+arrays and groups appear as they are stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -17,7 +16,6 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.chains.payload_cache import PayloadCache
@@ -31,28 +29,30 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
-from cnr_store.reading.coalesce import Runs
-from cnr_store.reading.virtual_store import ComputedStore, Made
+from cnr_store.reading.coalesce import Coalescer
+from cnr_store.reading.row_regions import new_rows
+from cnr_store.reading.virtual_store import BytesLike, VirtualStore
 
 CHUNK_BYTES = 4 << 20
-KEPT_BYTES = 32 << 20
-"""Of payloads of deltas, encoded: each spans many chunks that readers see."""
+CACHED_BYTES = 32 << 20
+"""Of encoded payloads of deltas. Each spans many chunks that readers see, and so is needed again."""
 
 _PATH_NAMES = 3
-"""Every array lies at GROUP/NAME/NAME; any of these names may be c itself."""
+"""Names in the path of an array, GROUP/NAME/NAME. Each of them may be "c", as the names of chunks begin."""
 
 
-class Overlay(ComputedStore):
-    """Read-only Zarr store over one version. Thread-safe; memory is bounded by the chunks being read, and
-    `KEPT_BYTES` for what comes around again.
+class Overlay(VirtualStore):
+    """Read-only Zarr store over one version. Thread-safe.
+
+    Its memory is bounded by the chunks being read and `CACHED_BYTES`.
 
     Parameters
     ----------
     catalog, record
         The store and the version in it.
     chunk_rows
-        By path, rows of a chunk that readers see. By default as the whole link of the array's chain is cut, within
-        `CHUNK_BYTES`; given where others already know the arrays by an earlier cut.
+        By path, rows of a chunk that readers see. By default those of the whole link of the array's chain, within
+        `CHUNK_BYTES`. Given where other processes already see the arrays with these chunks.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Overlay(ComputedStore):
         self._catalog, self._record = catalog, record
         self._chunk_rows = dict(chunk_rows or {})
         self._arrays: dict[str, _Chunks] = {}
-        self._runs = Runs()
-        self._payloads = PayloadCache(KEPT_BYTES)
+        self._coalescer = Coalescer()
+        self._payloads = PayloadCache(CACHED_BYTES)
         self._groups: dict[str, dict[str, None]] = {"": {}}
         self._documents = {path: document_bytes(doc) for path, doc in self._make_documents().items()}
 
@@ -94,8 +94,8 @@ class Overlay(ComputedStore):
     def __reduce__(
         self,
     ) -> tuple[Callable[[Backend, str, dict[str, int]], Overlay], tuple[Backend, str, dict[str, int]]]:
-        # Other processes open the version again: records and indexes are read, not sent. The cut is sent, because
-        # a fold made meanwhile has another one.
+        # Another process opens the version again: records and indexes are not sent. Rows of a chunk are, because
+        # they are others if the version is folded meanwhile.
         return _reopen, (self._catalog.backend, self.version, self._chunk_rows)
 
     def __str__(self) -> str:
@@ -110,11 +110,11 @@ class Overlay(ComputedStore):
         return Overlay(self._catalog, self._record, chunk_rows=self._chunk_rows)
 
     def document(self, path: str) -> bytes:
-        """The metadata that a node of the hierarchy is seen with; "" is the root."""
+        """The metadata of a node of the hierarchy, as readers see it; "" is the root."""
         return self._documents[path]
 
     def fingerprint(self, key: str) -> str:
-        # Versions never change; but chunks are cut as their metadata says, and a fold may change that.
+        # A version never changes, but a fold may change the shape of its chunks, which their metadata says.
         names = key.split("/")
         node = "/".join(names[:-1] if names[-1] == NODE else names[:_PATH_NAMES])
         text = f"{self.version}\n{key}\n".encode() + self._documents.get(node, b"")
@@ -127,7 +127,7 @@ class Overlay(ComputedStore):
         place = self._chunk(key)
         return None if place is None else place[0].nbytes
 
-    def read(self, key: str, start: int, stop: int) -> Made:
+    def read(self, key: str, start: int, stop: int) -> BytesLike:
         place = self._chunk(key)
         if place is None:
             return self._documents[key.rpartition("/")[0]][start:stop]
@@ -137,32 +137,36 @@ class Overlay(ComputedStore):
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         place = self._chunk(key) if byte_range is None else None
-        if place is None or not isinstance(place[0], _RowChunks):
+        if place is None or not isinstance(place[0], _ComposedChunks):
             return await super().get(key, prototype, byte_range)
-        return prototype.buffer.from_bytes(await self._runs.read(*place))
+        return prototype.buffer.from_bytes(await self._coalescer.read(*place))
 
     def names(self, folder: str) -> Iterable[str]:
         if folder in self._groups:
             return [NODE, *self._groups[folder]]
-        names = folder.split("/")
-        array, place = self._arrays.get("/".join(names[:_PATH_NAMES])), names[_PATH_NAMES:]
-        if array is None:
+        found = self._split(folder)
+        if found is None:
             return []
+        array, place = found
         if not place:
-            return [NODE, *(["c"] if math.prod(array.counts) else [])]
-        if place[0] != "c" or len(place) > len(array.counts) or not _inside(place[1:], array.counts):
-            return []
-        return map(str, range(array.counts[len(place) - 1]))
+            return [NODE, *(["c"] if all(array.counts) else [])]
+        return map(str, range(array.counts[len(place) - 1])) if len(place) <= len(array.counts) else []
 
     def _chunk(self, key: str) -> tuple[_Chunks, int] | None:
         """(array, index along its first axis) of a chunk's key, None if it is no chunk's."""
+        found = self._split(key)
+        if found is None or len(found[1]) != len(found[0].counts) + 1:
+            return None
+        array, place = found
+        return array, int(place[1]) if array.counts else 0
+
+    def _split(self, key: str) -> tuple[_Chunks, list[str]] | None:
+        """(array, names after its path) of a key, None unless these are none or "c" and indexes of chunks."""
         names = key.split("/")
         array, place = self._arrays.get("/".join(names[:_PATH_NAMES])), names[_PATH_NAMES:]
-        if array is None or place[:1] != ["c"] or len(place) != len(array.counts) + 1:
+        if array is None or (place and not (place[0] == "c" and _inside(place[1:], array.counts))):
             return None
-        if not _inside(place[1:], array.counts):
-            return None
-        return array, int(place[1]) if array.counts else 0
+        return array, place
 
     def _make_documents(self) -> dict[str, Doc]:
         nodes: dict[str, Doc] = {}
@@ -179,28 +183,28 @@ class Overlay(ComputedStore):
 
     def _dense_node(self, path: str) -> Doc:
         grid = dense_layout(self._catalog, self._record, path)
-        self._arrays[path] = _DenseChunks(self._catalog, self._record, path, grid)
+        self._arrays[path] = _StoredChunks(self._catalog, self._record, path, grid)
         return dense_document(grid, decode_name(path.rpartition("/")[2]), grid.torch_dtype)
 
     def _rows_node(self, path: str) -> Doc:
         reader = ArrayReader(self._catalog, self._record, path, self._payloads)
         chunk_rows = self._chunk_rows.setdefault(path, _chunk_rows(reader))
-        self._arrays[path] = _RowChunks(reader, chunk_rows)
+        self._arrays[path] = _ComposedChunks(reader, chunk_rows)
         return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
 
 
 class _Chunks(Protocol):
-    """The chunks of one array, cut along its first axis: how many there are along each, and their size in bytes."""
+    """The chunks of one array, cut along its first axis: how many there are along each axis, and their size."""
 
     counts: tuple[int, ...]
     nbytes: int
 
-    def read(self, index: int, start: int, stop: int) -> Made:
+    def read(self, index: int, start: int, stop: int) -> BytesLike:
         """Bytes start ... stop - 1 of a chunk."""
 
 
-class _RowChunks:
-    """Chunks that are composed from the links of an array's chain."""
+class _ComposedChunks:
+    """Chunks of rows that are composed from the links of an array's chain."""
 
     def __init__(self, reader: ArrayReader, chunk_rows: int) -> None:
         self._reader, self._rows = reader, chunk_rows
@@ -208,30 +212,30 @@ class _RowChunks:
         self.counts = (-(-reader.shape[0] // chunk_rows), 1)[: len(reader.shape)]
         self.nbytes = chunk_rows * self._row_nbytes
 
-    def read(self, index: int, start: int, stop: int) -> Made:
-        """Only the rows that the bytes belong to are fetched and decoded."""
+    def read(self, index: int, start: int, stop: int) -> BytesLike:
+        """Fetches and decodes only the rows that the bytes belong to."""
         reader, first = self._reader, start // self._row_nbytes
         first_row, rows = index * self._rows + first, -(-stop // self._row_nbytes) - first
-        out = allocate((rows, reader.columns), reader.dtype, f"version {reader.version}, {reader.path}")
-        there = max(0, min(rows, reader.shape[0] - first_row))
-        out[there:] = np.nan if reader.dtype.kind == "f" else 0  # Zarr stores edge chunks whole
-        if there:
-            reader.read(first_row, out[:there])
+        out = new_rows(reader, rows)
+        inside = max(0, min(rows, reader.shape[0] - first_row))
+        out[inside:] = np.nan if reader.dtype.kind == "f" else 0  # Zarr stores edge chunks whole
+        if inside:
+            reader.read(first_row, out[:inside])
         little = out.astype(out.dtype.newbyteorder("<"), copy=False)
         skipped = first * self._row_nbytes
         return little.reshape(-1).view(np.uint8).data[start - skipped : stop - skipped]
 
 
-class _DenseChunks:
-    """Chunks that are stored as readers see them."""
+class _StoredChunks:
+    """Chunks of dense arrays, which are stored as readers see them."""
 
     def __init__(self, catalog: Catalog, record: Record, path: str, grid: DenseGrid) -> None:
         self._place = catalog, record, path, grid
         self.counts = tuple(-(-n // c) for n, c in zip(grid.shape, grid.chunk, strict=True))
         self.nbytes = grid.chunk_nbytes + 4  # crc32c
 
-    def read(self, index: int, start: int, stop: int) -> Made:
-        """The whole object is fetched and proven."""
+    def read(self, index: int, start: int, stop: int) -> BytesLike:
+        """Fetches and validates the whole object."""
         return memoryview(dense_object(*self._place, index))[start:stop]
 
 
@@ -241,7 +245,7 @@ def _reopen(backend: Backend, version: str, chunk_rows: dict[str, int]) -> Overl
 
 
 def _chunk_rows(reader: ArrayReader) -> int:
-    """As the whole link is cut, within `CHUNK_BYTES`."""
+    """Rows of a chunk of the whole link, within `CHUNK_BYTES`."""
     rows = reader.links[-1].chunk_rows
     while rows > 1 and rows * reader.columns * reader.dtype.itemsize > CHUNK_BYTES:
         rows //= 2
@@ -249,7 +253,7 @@ def _chunk_rows(reader: ArrayReader) -> int:
 
 
 def _inside(place: list[str], counts: tuple[int, ...]) -> bool:
-    """Whether names are indexes of chunks, each written in the one way, along the first axes of an array."""
+    """Whether names are indexes of chunks along the first axes of an array, each in its shortest form."""
     return all(counts) and all(
         part.isascii()
         and part.isdecimal()

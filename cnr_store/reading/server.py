@@ -1,6 +1,6 @@
 """A version over HTTP, for tools that know plain Zarr and nothing of this package.
 
-The root is the overlay of one version: ``/tables/NAME/weight/zarr.json`` and its chunks. It needs the extra `serve`.
+The root is one version as plain Zarr: ``/tables/NAME/weight/zarr.json`` and its chunks. This needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.layout import NODE
 from cnr_store.reading.opening import view
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import in_reader
+from cnr_store.reading.virtual_store import BytesLike, in_read_thread
 
 try:
     import uvicorn
@@ -35,18 +35,27 @@ except ModuleNotFoundError as error:
     ) from error
 
 log = logging.getLogger("cnr_store")
-_PATIENCE_SECONDS = 5
+_SHUTDOWN_SECONDS = 5
 _AMBIGUOUS = (
-    "readers that don't encode names in URLs can't tell them apart; read them by cnr_store.open or cnr://"
+    "readers that don't encode names in URLs can't tell them apart; read them with cnr_store.open or cnr://"
 )
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 def app(url: Url, version: Version = "latest", **storage_options: Any) -> Starlette:
-    """An ASGI application that serves one version read-only; "latest" is resolved now.
+    """An ASGI application that serves one version read-only. "latest" is resolved at once.
 
-    GET and HEAD, single byte ranges, and entity tags. Every web page may read what it serves (CORS), so that viewers
-    in browsers can.
+    It answers GET and HEAD, single byte ranges, and entity tags. Every web page may read what it serves (CORS), as
+    viewers in browsers need that.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------
@@ -76,18 +85,27 @@ def serve(
     storage_options: Mapping[str, Any] | None = None,
     ready: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Serve one version until the process is interrupted. There is no access control: by default this machine
-    alone can connect.
+    """Serve one version until the process is interrupted.
+
+    There is no access control. By default only this machine can connect.
 
     Parameters
     ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    host, port
+        Where to listen.
+    storage_options
+        For the filesystem, as in fsspec.
     ready
-        Called with the port once who connects is answered.
+        Called with the port once clients can connect.
 
     Raises
     ------
     OptionError
-        The port is taken, or the host is no address of this machine.
+        The port is in use, or the host is no address of this machine.
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
     application = app(url, version, **(storage_options or {}))
@@ -113,17 +131,23 @@ def serving(
     port: int = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Serve one version from a thread until the ``with`` block ends; yields the address, ``http://HOST:PORT``.
+    """Serve one version from a thread until the ``with`` block ends. Yields the address, ``http://HOST:PORT``.
 
     Parameters
     ----------
-    port
-        0 takes a free one.
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    version
+        An id, a `VersionInfo`, a step, or ``latest``.
+    host, port
+        Where to listen; port 0 takes a free one.
+    storage_options
+        For the filesystem, as in fsspec.
 
     Raises
     ------
     OSError
-        The port is taken.
+        The port is in use.
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
     application = app(url, version, **(storage_options or {}))
@@ -132,11 +156,11 @@ def serving(
         lifespan="off",
         ws="none",
         log_level="warning",
-        timeout_graceful_shutdown=_PATIENCE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     server = uvicorn.Server(config)
     with socket.create_server((host, port)) as listening:
-        # Who connects before the thread runs waits in the socket's queue.
+        # Clients that connect before the thread runs wait in the socket's queue.
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="cnr-serving")
         thread.start()
         try:
@@ -153,60 +177,56 @@ class _Objects:
         self._overlay = overlay
 
     async def answer(self, request: Request) -> Response:
-        meant = self._meant(request)
-        if not meant:
+        candidates = self._candidates(request)
+        if not candidates:
             return PlainTextResponse(f"version {self._overlay.version} has no such object\n", 404)
-        if len(meant) > 1:
-            return PlainTextResponse(f"this may be {' or '.join(meant)}: {_AMBIGUOUS}\n", 409)
-        ((key, nbytes),) = meant.items()
-        tag = self._tag(key)
-        # The same URL may be another version's after a restart, so caches have to ask.
+        if len(candidates) > 1:
+            return PlainTextResponse(f"this may be {' or '.join(candidates)}: {_AMBIGUOUS}\n", 409)
+        ((key, nbytes),) = candidates.items()
+        tag = f'"{self._overlay.fingerprint(key)}"'
+        # After a restart the same URL may belong to another version, so caches have to ask.
         headers = {"ETag": tag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
         if _matches(request.headers.get("If-None-Match"), tag):
             return Response(status_code=304, headers=headers)
         start, stop, status = 0, nbytes, 200
         if request.headers.get("If-Range", tag) == tag:
-            start, stop, status = _part(request.headers.get("Range"), nbytes)
+            start, stop, status = _parse_range(request.headers.get("Range"), nbytes)
         if status == 416:
             return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{nbytes}"})
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
         headers["Content-Length"] = str(stop - start)
-        headers["Content-Type"] = _media_type(key)
-        if request.method == "HEAD":
-            return Response(status_code=status, headers=headers)
-        data = await in_reader(lambda: self._overlay.read(key, start, stop))
+        is_json = key.rpartition("/")[2] == NODE
+        headers["Content-Type"] = "application/json" if is_json else "application/octet-stream"
+        data: BytesLike = b""
+        if request.method != "HEAD":
+            data = await in_read_thread(lambda: self._overlay.read(key, start, stop))
         return Response(data, status, headers)
 
-    def _meant(self, request: Request) -> dict[str, int]:
-        """The keys of objects that may be meant, and their sizes in bytes.
+    def _candidates(self, request: Request) -> dict[str, int]:
+        """Keys of the objects that a URL may stand for, and their sizes in bytes.
 
         Names in keys are percent-encoded. Some readers put them into a URL as they are, others encode them once
-        more, as they should. Where a name looks like another one's encoding, these are two objects.
+        more, as they should. Where a name looks like another one's encoding, there are two candidates.
         """
         raw: bytes = request.scope.get("raw_path") or b""
         sent = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
         sizes = {key: self._overlay.nbytes(key) for key in (request.path_params["key"], sent)}
         return {key: nbytes for key, nbytes in sizes.items() if nbytes is not None}
 
-    def _tag(self, key: str) -> str:
-        return f'"{self._overlay.fingerprint(key)}"'
 
-
-def _matches(wanted: str | None, tag: str) -> bool:
-    """Whether one of the entity tags of an If-None-Match is `tag`; weak ones are as good."""
-    if wanted is None:
-        return False
-    tags = [one.strip().removeprefix("W/") for one in wanted.split(",")]
+def _matches(header: str | None, tag: str) -> bool:
+    """Whether one of the entity tags of an If-None-Match header is `tag`. Weak tags match, too."""
+    tags = [part.strip().removeprefix("W/") for part in (header or "").split(",")]
     return tags == ["*"] or tag in tags
 
 
-def _part(wanted: str | None, nbytes: int) -> tuple[int, int, int]:
-    """(first byte, the one after the last, status) that a Range header asks for.
+def _parse_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
+    """(first byte, the one after the last, status) for a Range header.
 
-    What is no single range of bytes is ignored, as HTTP allows (RFC 9110, 14.2).
+    Any header but a single range of bytes is ignored, as HTTP allows (RFC 9110, 14.2).
     """
-    match = _RANGE.fullmatch(wanted.strip().lower()) if wanted is not None else None
+    match = _RANGE.fullmatch((header or "").strip().lower())
     if match is None or match.group(1, 2) == ("", ""):
         return 0, nbytes, 200
     first, last = match.groups()
@@ -217,10 +237,6 @@ def _part(wanted: str | None, nbytes: int) -> tuple[int, int, int]:
         if last and int(last) < start:
             return 0, nbytes, 200
     return (start, stop, 206) if start < nbytes else (0, 0, 416)
-
-
-def _media_type(key: str) -> str:
-    return "application/json" if key.rpartition("/")[2] == NODE else "application/octet-stream"
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:

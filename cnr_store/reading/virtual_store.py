@@ -1,4 +1,4 @@
-"""A read-only Zarr store whose objects are made when they are read: what all views of a version have in common."""
+"""A read-only Zarr store whose objects are computed when they are read: the base of all views of a version."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from cnr_backends import ObjectNotFoundError
 from cnr_store.errors import OptionError, ReadOnlyError
 
 T = TypeVar("T")
-Made = bytes | memoryview
+BytesLike = bytes | memoryview
 
-_READERS = 8
+_READ_THREADS = 8
 
 
-class ComputedStore(Store):
-    """Read-only Zarr store over three questions that a subclass answers: `nbytes`, `names` and `read`.
+class VirtualStore(Store):
+    """Read-only Zarr store over three methods of a subclass: `nbytes`, `names` and `read`.
 
-    They are asked from several threads at once. At most eight objects are being read at any time in one process,
-    whatever the number of stores and callers.
+    Several threads call them at once. In one process at most eight objects are being read at any time, whatever the
+    number of stores and callers.
 
     Parameters
     ----------
     read_only
-        Must be True; it is there because Zarr passes it on.
+        Must be True; Zarr passes it.
 
     Raises
     ------
     OptionError
-        If `read_only` is False.
+        `read_only` is False.
     """
+
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
 
     def __init__(self, *, read_only: bool = True) -> None:
         if not read_only:
@@ -46,22 +50,37 @@ class ComputedStore(Store):
 
     @abstractmethod
     def nbytes(self, key: str) -> int | None:
-        """Size in bytes of the object at a key, or None if there is none. Nothing is read for it."""
+        """Size in bytes of the object at a key, or None if there is none. Reads no data."""
 
     @abstractmethod
     def names(self, folder: str) -> Iterable[str]:
         """Names of the objects and folders immediately under a folder; "" is the root. Empty if there is none."""
 
     @abstractmethod
-    def read(self, key: str, start: int, stop: int) -> Made:
-        """Bytes start ... stop - 1 of an object that is there; 0 <= start <= stop <= its size."""
+    def read(self, key: str, start: int, stop: int) -> BytesLike:
+        """Bytes start ... stop - 1 of an object that exists; 0 <= start <= stop <= its size."""
+
+    def require(self, key: str, operation: str) -> int:
+        """Size in bytes of the object at a key.
+
+        Raises
+        ------
+        cnr_backends.ObjectNotFoundError
+            There is none. `operation` is what was to be done with it.
+        """
+        nbytes = self.nbytes(key)
+        if nbytes is None:
+            raise ObjectNotFoundError(
+                f"no object {key!r} in {self}", operation=operation, key=key, url=str(self)
+            )
+        return nbytes
 
     def fingerprint(self, key: str) -> str:
-        """A digest that is another one for another object, or for the same with other bytes."""
+        """A digest of an object's key and content."""
         return hashlib.blake2b(f"{self}\n{key}".encode(), digest_size=16).hexdigest()
 
     def keys_below(self, folder: str) -> Iterator[str]:
-        """Keys of all objects below a folder, found as they are asked for."""
+        """Keys of all objects below a folder, found one by one."""
         for name in self.names(folder):
             key = f"{folder}/{name}" if folder else name
             if self.nbytes(key) is None:
@@ -85,7 +104,7 @@ class ComputedStore(Store):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        return await in_reader(lambda: self.get_sync(key, prototype=prototype, byte_range=byte_range))
+        return await in_read_thread(lambda: self.get_sync(key, prototype=prototype, byte_range=byte_range))
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -96,12 +115,7 @@ class ComputedStore(Store):
         return self.nbytes(key) is not None
 
     async def getsize(self, key: str) -> int:
-        nbytes = self.nbytes(key)
-        if nbytes is None:
-            raise ObjectNotFoundError(
-                f"no object {key!r} in {self}", operation="size", key=key, url=str(self)
-            )
-        return nbytes
+        return self.require(key, "size")
 
     async def list(self) -> AsyncIterator[str]:
         for key in self.keys_below(""):
@@ -115,18 +129,6 @@ class ComputedStore(Store):
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         for name in self.names(prefix.strip("/")):
             yield name
-
-    @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
-    def supports_listing(self) -> bool:
-        return True
 
     async def set(self, key: str, value: Buffer) -> None:
         self._refuse(key)
@@ -142,31 +144,27 @@ class ComputedStore(Store):
         )
 
 
-async def in_reader(call: Callable[[], T]) -> T:
-    """Run what blocks on storage and decodes, in one of the readers' threads.
+async def in_read_thread(call: Callable[[], T]) -> T:
+    """Run a call that waits for storage and decodes, in one of the threads that read.
 
-    asyncio's default executor would not do: synchronous zarr reads beneath would wait for threads that they
-    themselves occupy.
+    asyncio's default executor would deadlock: the synchronous zarr reads in it wait for threads that they occupy.
     """
-    return await asyncio.get_running_loop().run_in_executor(_readers, call)
+    return await asyncio.get_running_loop().run_in_executor(_read_threads, call)
 
 
-def _new_readers() -> None:
-    global _readers
-    _readers = _make_readers()
+def _start_read_threads() -> None:
+    global _read_threads
+    _read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="cnr-reading")
 
 
-def _make_readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_READERS, thread_name_prefix="cnr-reading")
-
-
-_readers = _make_readers()
+_read_threads: ThreadPoolExecutor
+_start_read_threads()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_readers)  # threads don't survive a fork
+    os.register_at_fork(after_in_child=_start_read_threads)  # threads don't survive a fork
 
 
 def _bounds(byte_range: ByteRequest | None, nbytes: int) -> tuple[int, int]:
-    """First byte and the one after the last, inside the object: a range beyond its end gives what there is."""
+    """First byte and the one after the last. A range beyond the object's end is cut to what there is."""
     match byte_range:
         case None:
             start, stop = 0, nbytes

@@ -20,12 +20,12 @@ from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError,
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.filesystem import CnrFileSystem
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import ComputedStore
+from cnr_store.reading.virtual_store import VirtualStore
 
 # fsspec's suite
 
 
-class _Objects(ComputedStore):
+class _Objects(VirtualStore):
     """Whatever objects the suite reads."""
 
     def __init__(self) -> None:

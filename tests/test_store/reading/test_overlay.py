@@ -27,7 +27,7 @@ from cnr_backends import open_backend
 from cnr_store import Checkpointer, ReadOnlyError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import ComputedStore
+from cnr_store.reading.virtual_store import VirtualStore
 
 ROWS, DIM = 5000, 6
 
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # zarr's suite
 
 
-class _Filled(ComputedStore):
+class _Filled(VirtualStore):
     """Objects under any keys, put there by the suite; everything that reads is the product's."""
 
     def __init__(self, objects: dict[str, bytes], read_only: bool = False) -> None:
