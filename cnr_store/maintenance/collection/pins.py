@@ -6,12 +6,11 @@ import secrets
 import time
 from typing import Any
 
-from cnr_backends import Backend, ObjectNotFoundError, open_backend
+from cnr_backends import open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.objects import list_ids, list_objects
 
@@ -38,7 +37,8 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
-    if name in claims.list_tombstoned(backend) or not _is_there(backend, name):
+    # Asked of a new catalog, since the other one remembers the record.
+    if name in claims.list_tombstoned(backend) or Catalog(backend).find_record(name) is None:
         backend.delete(mine)
         raise VersionNotFoundError(
             f"version {name} of {backend.url} is being deleted by retention; pin another version"
@@ -82,17 +82,10 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     Raises
     ------
     FormatError
-        Something else lives there.
+        The place holds something else than a store.
     """
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format():
         return []
     pinned = list_ids(catalog.backend, layout.PINS)
     return sorted(name for name in pinned if catalog.find_record(name) is not None)
-
-
-def _is_there(backend: Backend, version: str) -> bool:
-    try:
-        return decode_record(backend.get(layout.record_key(version)), version) is not None
-    except ObjectNotFoundError:
-        return False
