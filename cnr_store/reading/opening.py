@@ -70,15 +70,6 @@ def open_version(url: Url, version: Version = "latest", **storage_options: Any) 
     storage_options
         For the filesystem, as in fsspec.
 
-    Parameters
-    ----------
-    url
-        Any fsspec URL, a path, or a Zarr store.
-    version
-        An id, a `VersionInfo`, a step, or ``latest``.
-    storage_options
-        For the filesystem, as in fsspec.
-
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
@@ -91,15 +82,6 @@ def state_dict(url: Url, version: Version = "latest", **storage_options: Any) ->
 
     Tables of bfloat16 come as float32. Dense tensors of a type that numpy lacks come as unsigned integers that hold
     their bits. Aliases of a tied tensor share one array.
-
-    Parameters
-    ----------
-    url
-        Any fsspec URL, a path, or a Zarr store.
-    version
-        An id, a `VersionInfo`, a step, or ``latest``.
-    storage_options
-        For the filesystem, as in fsspec.
 
     Parameters
     ----------
