@@ -254,11 +254,14 @@ def _chunk_rows(reader: ArrayReader) -> int:
 
 def _inside(place: list[str], counts: tuple[int, ...]) -> bool:
     """Whether names are indexes of chunks along the first axes of an array, each in its shortest form."""
-    return all(counts) and all(
-        part.isascii()
-        and part.isdecimal()
-        and len(part) < 20
-        and str(int(part)) == part
-        and int(part) < count
-        for part, count in zip(place, counts, strict=False)
+    return all(counts) and all(map(_is_index, place, counts))
+
+
+def _is_index(name: str, count: int) -> bool:
+    return (
+        name.isascii()
+        and name.isdecimal()
+        and len(name) < 20  # before `int`, whose time grows with the square of the digits
+        and str(int(name)) == name
+        and int(name) < count
     )
