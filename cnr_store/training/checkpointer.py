@@ -21,13 +21,7 @@ from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBit
 from cnr_store.training.loader import Loader
 from cnr_store.training.loading.restored import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
-from cnr_store.training.model.arguments import (
-    Overlap,
-    check_callback,
-    check_count,
-    check_overlap,
-    check_stateful,
-)
+from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
@@ -123,7 +117,7 @@ class Checkpointer:
         workers: int = 2,
         snapshot_bytes: int = 2 << 30,
         rng: bool = True,
-        overlap: Overlap = "wait",
+        overlap: arguments.Overlap = "wait",
         on_done: Callable[[PendingSave], object] | None = None,
         audit: bool | int = True,
         keep_last: int | None = None,
@@ -133,16 +127,16 @@ class Checkpointer:
     ) -> None:
         self._options = options = Options(
             retention=Rules(keep_last, keep_every),
-            workers=check_count("workers", workers, minimum=1),
-            max_chain=None if max_chain is None else check_count("max_chain", max_chain, minimum=1),
-            snapshot_bytes=check_count("snapshot_bytes", snapshot_bytes, minimum=0),
-            overlap=check_overlap(overlap),
-            on_done=check_callback("on_done", on_done),
+            workers=arguments.check_count("workers", workers, minimum=1),
+            max_chain=None if max_chain is None else arguments.check_count("max_chain", max_chain, minimum=1),
+            snapshot_bytes=arguments.check_count("snapshot_bytes", snapshot_bytes, minimum=0),
+            overlap=arguments.check_overlap(overlap),
+            on_done=arguments.check_callback("on_done", on_done),
             trusted_optimizers=trusted_classes(trusted_optimizers),
             policy=check_policy(policy),
             costs=Costs(keep_last, restores_per_save),
             codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits),
-            objects=check_stateful(state or {}),
+            objects=arguments.check_stateful(state or {}),
             rng=rng,
         )
         audit_samples = Audit.from_option(audit)
@@ -166,7 +160,7 @@ class Checkpointer:
         reader: Any = None,
         metadata: Any = None,
         full: bool = False,
-        overlap: Overlap | None = None,
+        overlap: arguments.Overlap | None = None,
     ) -> PendingSave:
         """Copy the state of training and write it in the background.
 
@@ -201,8 +195,8 @@ class Checkpointer:
         """
         with self._guard.enter("save"):
             self._check_open()
-            step = check_count("step", step, minimum=0)
-            overlap = self._options.overlap if overlap is None else check_overlap(overlap)
+            step = arguments.check_count("step", step, minimum=0)
+            overlap = self._options.overlap if overlap is None else arguments.check_overlap(overlap)
             began = time.perf_counter()
             latest = self._saves.latest
             if overlap == "skip" and latest is not None and not latest.done():

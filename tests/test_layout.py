@@ -1,0 +1,156 @@
+"""The house keeps its shape: no circles, no hidden imports, rooms of a size, none in a public name's place."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tests.source_tree import SOURCES, circles, hidden_lines, imports, modules
+
+MAX_MODULES = 14
+"""Of a folder of source, ``__init__`` aside."""
+MAX_LINES = 350
+MAX_TEST_FILES = 25
+
+HIDDEN = {
+    "cnr_store.following.follow -> cnr_store.following.apply": "torch",
+    "cnr_store.cli.demo -> cnr_store.demo.run": "demo",
+    "cnr_store.cli.export -> cnr_store.reading.server": "serve",
+    "cnr_store.training.importing.import_file -> cnr_store.training.importing.torch_file": "torch",
+}
+"""Imports that stand in a function, with the extra of cnr-store whose packages they need."""
+NAMED = {
+    "cnr_backends.testing -> cnr_backends.testing.conformance": "pytest rewrites its asserts",
+    "cnr_backends.testing -> cnr_backends.testing.store_conformance": "pytest rewrites its asserts",
+    "cnr_store.demo.interrupt -> cnr_store.demo.train": "it is started as a process",
+}
+"""Modules that a string names, with the reason."""
+LAZY = "cnr_store"
+"""Its public names that need torch are imported when they are asked for."""
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circles() == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    found = {
+        f"{each.importer} -> {each.imported}" for each in imports() if each.hidden and each.importer != LAZY
+    }
+    assert found == HIDDEN.keys() | NAMED.keys()
+
+
+def test_hidden_imports_name_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(HIDDEN.values()) <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("distribution", ["cnr_codecs", "cnr_backends"])
+def test_the_lower_distributions_hide_no_import_at_all(distribution: str) -> None:
+    assert hidden_lines(distribution) == []
+
+
+def test_rooms_have_few_modules() -> None:
+    sizes = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
+    assert {str(folder): size for folder, size in sizes.items() if size > MAX_MODULES} == {}
+
+
+def test_modules_are_short() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_test_folders_have_few_files() -> None:
+    sizes = Counter(path.parent for path in (ROOT / "tests").rglob("*.py"))
+    assert {str(folder): size for folder, size in sizes.items() if size > MAX_TEST_FILES} == {}
+
+
+def _packages() -> list[str]:
+    return sorted(name for name, path in modules().items() if path.name == "__init__.py")
+
+
+def test_rooms_hold_a_docstring_only() -> None:
+    """So that importing a module never imports its neighbours. The distributions and the backends' tests export."""
+    exporting = {*SOURCES, "cnr_backends.testing"}
+    for name in set(_packages()) - exporting:
+        tree = ast.parse(modules()[name].read_text())
+        assert len(tree.body) == 1, name
+        assert ast.get_docstring(tree) is not None, name
+
+
+PUBLIC = pytest.mark.parametrize("name", ["cnr_codecs", "cnr_backends", "cnr_backends.testing", "cnr_store"])
+
+
+@PUBLIC
+def test_no_room_bears_a_public_name(name: str) -> None:
+    """Else a first import of the room replaces the public function of that name, and mypy does not notice."""
+    package = importlib.import_module(name)
+    rooms = {each.name for each in pkgutil.iter_modules(package.__path__)}
+    assert rooms & set(package.__all__) == set()
+
+
+@PUBLIC
+def test_public_names_are_there(name: str) -> None:
+    package = importlib.import_module(name)
+    assert [each for each in package.__all__ if not hasattr(package, each)] == []
+
+
+def _contract(container: str) -> list[list[str]]:
+    """The layers of a contract, top first."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    (layers,) = [
+        each["layers"] for each in tool["importlinter"]["contracts"] if each.get("containers") == [container]
+    ]
+    return [re.split(r" [|:] ", layer) for layer in layers]
+
+
+def _picture(title: str) -> list[list[str]]:
+    """The rows of a picture in `docs/architecture.md`: the names in each, top first."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(rf"^```text title=\"{re.escape(title)}\"\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block is not None, title
+    rows = [re.findall(r"│ +([a-z_]+)/? +(?=│)", line) for line in block[1].splitlines()]
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize(
+    "container", ["cnr_store", "cnr_store.training", "cnr_store.maintenance", "cnr_codecs"]
+)
+def test_the_picture_shows_the_rooms(container: str) -> None:
+    """What the page draws is what import-linter holds, and so what the modules import."""
+    assert [sorted(row) for row in _picture(container)] == [sorted(row) for row in _contract(container)]
+
+
+def _rows_of_table(heading: str) -> list[list[str]]:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_each_room_is_described() -> None:
+    """With the modules that it holds."""
+    described = {
+        folder.strip("`"): set(re.findall(r"`(\w+)`", names))
+        for folder, _, names in _rows_of_table("What each room is for")
+    }
+    rooms: dict[str, set[str]] = {}
+    for path in modules().values():
+        if path.is_relative_to(ROOT / "cnr_store") and path.name not in ("__init__.py", "__main__.py"):
+            rooms.setdefault(str(path.parent.relative_to(ROOT)), set()).add(path.stem)
+    assert described == rooms
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:cnr_store|codecs|backends|tests|docs)/[\w./-]+)`", page)
+    assert named
+    assert [name for name in named if not Path(ROOT, name).exists()] == []
