@@ -31,9 +31,9 @@ quick: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not nightly" $(ARGS)
 
-# Everything, with other examples each time: where CI is set, hypothesis draws the same ones otherwise.
+# Everything, ten times the histories, and other examples each time: where CI is set, hypothesis draws the same ones otherwise.
 nightly: $(STAMP)
-	$(PYTEST) -m "nightly or not nightly" --hypothesis-profile=default $(ARGS)
+	CNR_NIGHTLY_FACTOR=10 $(PYTEST) -m "nightly or not nightly" --hypothesis-profile=default --timeout=3600 $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)

@@ -21,6 +21,8 @@ from cnr_store import Checkpointer, CheckpointError, VersionInfo
 from cnr_store.maintenance.verification.report import VerifyReport
 from cnr_store.maintenance.verification.verify import verify
 
+pytestmark = pytest.mark.slow
+
 Values = dict[str, bytes]
 
 

@@ -60,6 +60,7 @@ def test_movielens_ranks_alike_from_the_store(tmp_path: Path, monkeypatch: pytes
     assert cnr_store.versions(url)[-1].kind == "delta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain_torch", "movielens_adagrad"])
 def test_an_example_without_arguments_tells_its_usage(name: str) -> None:
     ended = subprocess.run(

@@ -20,6 +20,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+from tests.nightly import histories
 from tests.test_store.stateful.test_model_based import EDITS, IDS, SELDOM, settings_of
 from tests.test_store.support.faults import forget
 from tests.test_store.support.oracle import POLICIES, Content, Expected
@@ -170,7 +171,7 @@ def test_folding_changes_no_bit(policy: str) -> None:
     run_state_machine_as_test(
         type(f"FoldedJobs of policy {policy}", (FoldedJobs,), {"policy": policy}),
         settings=settings(
-            max_examples=2 if policy == "auto" else 3,
+            max_examples=histories(2 if policy == "auto" else 3),
             stateful_step_count=16,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -17,6 +17,7 @@ from cnr_store import Update, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.maintenance.folding.compact import compact
+from tests.nightly import histories
 from tests.test_store.stateful.test_model_based import IDS, SELDOM, SPOILS, settings_of
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.follower import Follower, ModelFollower, delete_version
@@ -141,7 +142,7 @@ def test_a_follower_holds_what_each_version_holds(policy: str) -> None:
     run_state_machine_as_test(
         type(f"Followed of policy {policy}", (Followed,), {"policy": policy}),
         settings=settings(
-            max_examples=3 if policy == "full" else 8,
+            max_examples=histories(3 if policy == "full" else 8),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

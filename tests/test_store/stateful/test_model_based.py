@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
+from tests.nightly import histories
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.oracle import POLICIES
 from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
@@ -139,7 +140,7 @@ def test_every_version_brings_back_every_row(policy: str) -> None:
     run_state_machine_as_test(
         type(f"Jobs of policy {policy}", (Jobs,), {"policy": policy}),
         settings=settings(
-            max_examples={"full": 2, "auto": 3}.get(policy, 4),
+            max_examples=histories({"full": 2, "auto": 3}.get(policy, 4)),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

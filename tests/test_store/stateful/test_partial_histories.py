@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 import cnr_store
 from cnr_store import Checkpointer, ModelMismatchError
+from tests.nightly import histories
 from tests.test_store.support.faults import forget
 from tests.test_store.support.oracle import POLICIES
 
@@ -231,7 +232,7 @@ def options_of(wish: Wish) -> dict[str, Any]:
     return {"tables": wish.tables, "tensors": wish.tensors, "rows": wish.rows, "strict": wish.strict}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=histories(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pair=pairs(),
     wish=wishes(),

@@ -18,6 +18,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, EmptyStoreError, SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId
+from tests.nightly import histories
 from tests.test_store.support.faults import forget
 from tests.test_store.support.retention_helpers import Content, Trainer, content, visible
 
@@ -197,7 +198,7 @@ def test_visible_is_what_was_committed_and_not_removed() -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=12,
+            max_examples=histories(12),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -17,6 +17,8 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 
+pytestmark = pytest.mark.slow
+
 # Storage that stands still until the interpreter begins to end, so that it surely does so during the save.
 _PROGRAM = """
 import os, signal, sys, threading

@@ -244,6 +244,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_close_keeps_its_last_save(tmp_path: Path) -> None:
     done = run(
         """
@@ -258,6 +259,7 @@ def test_a_script_that_ends_without_close_keeps_its_last_save(tmp_path: Path) ->
     assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
 
 
+@pytest.mark.slow
 def test_a_save_at_exit_is_one_clear_error(tmp_path: Path) -> None:
     done = run(
         """

@@ -19,6 +19,8 @@ from cnr_store.training import checkpointer, loader
 from cnr_store.training.saving import planner
 from cnr_store.training.tracking import device_bitmap, table_tracker, tracker
 
+pytestmark = pytest.mark.slow
+
 # Not `pending`: a trace can strike between the taking of a lock and its `with` block, where no signal is let in.
 FILES = {
     os.path.realpath(str(module.__file__))

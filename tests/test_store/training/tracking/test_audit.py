@@ -78,6 +78,7 @@ class Job:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", ["lookups", "rows"])
 def test_a_tracker_that_forgets_one_in_a_thousand_is_caught_within_20_saves(forgets: str) -> None:
     caught = [Job(seed, forgets).is_caught() for seed in range(100)]
