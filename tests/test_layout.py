@@ -14,6 +14,7 @@ import pytest
 
 from tests.paths import ROOT
 from tests.source_tree import SOURCES, circles, hidden_lines, imports, modules
+from tools.rooms import PAGE, listing, page_with
 
 MAX_MODULES = 14
 """Of a folder of source, ``__init__`` aside."""
@@ -114,7 +115,7 @@ def _contract(container: str) -> list[list[str]]:
 
 def _picture(title: str) -> list[list[str]]:
     """The rows of a picture in `docs/architecture.md`: the names in each, top first."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = PAGE.read_text()
     block = re.search(rf"^```text title=\"{re.escape(title)}\"\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert block is not None, title
     rows = [re.findall(r"│ +([a-z_]+)/? +(?=│)", line) for line in block[1].splitlines()]
@@ -129,28 +130,12 @@ def test_the_picture_shows_the_rooms(container: str) -> None:
     assert [sorted(row) for row in _picture(container)] == [sorted(row) for row in _contract(container)]
 
 
-def _rows_of_table(heading: str) -> list[list[str]]:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def test_each_room_is_described() -> None:
-    """With the modules that it holds."""
-    described = {
-        folder.strip("`"): set(re.findall(r"`(\w+)`", names))
-        for folder, _, names in _rows_of_table("What each room is for")
-    }
-    rooms: dict[str, set[str]] = {}
-    for path in modules().values():
-        if path.is_relative_to(ROOT / "cnr_store") and path.name not in ("__init__.py", "__main__.py"):
-            rooms.setdefault(str(path.parent.relative_to(ROOT)), set()).add(path.stem)
-    assert described == rooms
+def test_each_room_and_module_is_listed() -> None:
+    assert page_with(listing()) == PAGE.read_text(), "run python tools/rooms.py"
 
 
 def test_files_that_the_page_names_are_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = PAGE.read_text()
     named = re.findall(r"`((?:cnr_store|codecs|backends|tests|docs)/[\w./-]+)`", page)
     assert named
     assert [name for name in named if not Path(ROOT, name).exists()] == []
