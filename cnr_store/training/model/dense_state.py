@@ -91,7 +91,8 @@ def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[st
     wrappers = wrapper_paths(model)
     owners = {
         clean_name(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE, wrappers): module
-        for path, module in model.named_modules()
+        # A module with two names has an entry of the state dict under each.
+        for path, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
     if owners.keys() != values.keys():

@@ -240,6 +240,17 @@ def test_extra_state_is_given_back_whatever_it_is() -> None:
     assert "counter._extra_state" not in dense_tensors(model, find_tables(model))
 
 
+def test_extra_state_of_a_module_with_two_names_is_given_back() -> None:
+    model, other = Model(), Model()
+    for each in (model, other):
+        each.add_module("again", each.counter)
+    model.counter.value = {"seen": 3}
+    values = extra_state(model)
+    assert values.keys() == {"counter._extra_state", "again._extra_state"}
+    load_extra_state(other, values)
+    assert other.counter.value == {"seen": 3}
+
+
 def test_extra_state_of_another_model_is_refused() -> None:
     with pytest.raises(ModelMismatchError, match=r"counter\._extra_state"):
         load_extra_state(Model(), {})
