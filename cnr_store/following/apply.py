@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,14 +20,11 @@ from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.model.dense_state import check_extra_state, dense_tensors, load_extra_state
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
+    assign_dense,
     assign_ids,
-    dense_tensor,
     dtype_name,
     has_numpy_type,
-    overwriting,
 )
-
-Array = np.ndarray[Any, Any]
 
 
 def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable[[Iterable[Block]], None]:
@@ -55,7 +50,9 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     def write(blocks: Iterable[Block]) -> None:
         for name, rows, values in blocks:
             if rows is None:
-                _assign_dense(by_name[name], values)
+                tensor = by_name[name]
+                stored = None if has_numpy_type(tensor.dtype) else dtype_name(tensor.dtype)
+                assign_dense(tensor, values, stored)
             else:
                 assign_ids(by_name[name], rows, values)
         if extra is not None:
@@ -63,12 +60,6 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
                 load_extra_state(model, extra)
 
     return write
-
-
-def _assign_dense(tensor: torch.Tensor, values: Array) -> None:
-    stored = None if has_numpy_type(tensor.dtype) else dtype_name(tensor.dtype)
-    with overwriting(tensor):
-        tensor.detach().copy_(dense_tensor(values, stored))
 
 
 def _read_extra_state(

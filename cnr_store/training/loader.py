@@ -50,15 +50,7 @@ class Loader:
 
     def _load(self, record: Record, selection: Selection) -> Restored:
         trained, saves = self.trained, self.saves
-        restore = Restore(
-            self.catalog,
-            record,
-            trained.model,
-            trained.tables,
-            trained.optimizers,
-            self.options.objects,
-            selection,
-        )
+        restore = Restore(self.catalog, record, trained, self.options.objects, selection)
         before = Lineage.from_record(self.catalog, record)
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()

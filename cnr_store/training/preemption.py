@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -10,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import OptionError
-
-log = logging.getLogger("cnr_store")
 
 
 class Preemption:

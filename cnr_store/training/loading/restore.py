@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
@@ -30,13 +27,10 @@ from cnr_store.training.model.dense_state import check_extra_state, extra_state,
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import set_rng_state
-from cnr_store.training.model.row_arrays import row_arrays
-from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import dense_tensor, overwriting
+from cnr_store.training.model.tensors import AnyArray, assign_dense
+from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
-
-Array = np.ndarray[Any, Any]
 
 
 class Restore:
@@ -62,31 +56,26 @@ class Restore:
         self,
         catalog: Catalog,
         record: Record,
-        model: nn.Module,
-        tables: Sequence[Table],
-        optimizers: Sequence[Optimizer],
+        trained: TrainedModel,
         objects: Mapping[str, Any],
         selection: Selection,
     ) -> None:
         self._catalog = catalog
         self._record = record
-        self._model = model
-        self._tables = tables
-        self._optimizers = optimizers
+        self._trained = trained
         self._objects = objects
         self._selection = selection
-        self._names = parameter_names(model)
+        self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
         self._has_extra = selection.everything
-        self._info = VersionInfo.from_record(
-            record
-        )  # decodes what `metadata` was given, so it is a proof, too
+        # Decodes what `metadata` was given, so it is a proof, too.
+        self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
-        self._match = match_model(catalog, record, model, tables, selection)
+        self._match = match_model(catalog, record, trained.model, trained.tables, selection)
         self._where = self._match.where
         tree = decode_tree(catalog, record, catalog.state(record), self._where)
         self._state = check_tree(tree, self._where)
-        self._fits = self._fit_optimizers() if optimizers else []
+        self._fits = self._fit_optimizers() if trained.optimizers else []
         if selection.everything:
             self._compare_rest()
         self._match.prove()
@@ -97,9 +86,9 @@ class Restore:
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
         loaded = {*self._names.values()} if self._selection.whole else chosen
-        fits = fit_optimizers(match, self._optimizers, trees, self._names, loaded)
+        fits = fit_optimizers(match, self._trained.optimizers, trees, self._names, loaded)
         match.prove()
-        row_arrays(self._tables, self._optimizers)  # raises if two keep state of one name for one table
+        self._trained.row_arrays()  # raises if two keep state of one name for one table
         check_slots(trees, match.rows, self._record.arrays, self._where)
         for fit in fits:
             fit.take_slots(self._record.arrays)
@@ -115,15 +104,15 @@ class Restore:
                 f"{self._where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
                 f"saved, or {IGNORE} the rest",
             )
-        given = len(self._optimizers)
+        given = len(self._trained.optimizers)
         match.unexpected += [
             f"state of optimizer {position}" for position in range(given, len(state.optimizers))
         ]
         match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
         try:
-            check_extra_state(self._model, state.extra_state)
+            check_extra_state(self._trained.model, state.extra_state)
         except ModelMismatchError as error:
-            match.lacks(sorted(extra_state(self._model)), str(error))
+            match.lacks(sorted(extra_state(self._trained.model)), str(error))
             match.unexpected += sorted(state.extra_state)
             self._has_extra = False
 
@@ -145,7 +134,7 @@ class Restore:
         self._read_dense(transfer)
         if self._has_extra:
             with accepted(self._where, "a module's set_extra_state"):
-                load_extra_state(self._model, self._state.extra_state)
+                load_extra_state(self._trained.model, self._state.extra_state)
         for fit in self._fits:
             self._load_optimizer(fit)
         if self._selection.everything:
@@ -175,21 +164,20 @@ class Restore:
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors
 
-        def read(name: str) -> tuple[Array, str | None]:
+        def read(name: str) -> tuple[AnyArray, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
         for tensor, (values, torch_dtype) in zip(tensors.values(), transfer.map(read, tensors), strict=True):
-            with overwriting(tensor):
-                tensor.detach().copy_(dense_tensor(values, torch_dtype))
+            assign_dense(tensor, values, torch_dtype)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
-        optimizer, cast = fit.optimizer, self._match.cast
+        optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast
         owned = [one for group in optimizer.param_groups for one in group["params"] if one in optimizer.state]
         kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
         converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
-        tree, slots = fit.merged(self._names, self._tables)
+        tree, slots = fit.merged(self._names, tables)
         with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
-            load_optimizer(optimizer, self._names, self._tables, tree, slots, {*converted, *cast})
+            load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         # What was not chosen has gone through foreign code, too, and stays as it was.
         optimizer.state.update(kept)
 

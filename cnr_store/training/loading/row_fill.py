@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +11,15 @@ import torch
 from cnr_backends import Transfer
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.loading.selection import Ids
-from cnr_store.training.model.tensors import assign_ids, assign_rows, dtype_name, note_change, numpy_view
+from cnr_store.training.model.tensors import (
+    AnyArray,
+    assign_ids,
+    assign_rows,
+    dtype_name,
+    note_change,
+    numpy_view,
+)
 from cnr_store.training.tracking.bitmap import Bitmap
-
-Array = np.ndarray[Any, Any]
 
 
 class Fill(ABC):
@@ -41,7 +45,7 @@ class AllRows(Fill):
             and tensor.is_contiguous()
             and dtype_name(tensor.dtype) == reader.dtype.name
         )
-        self._target: Array | None = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
+        self._target: AnyArray | None = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
 
     def fill(self, first: int, rows: int) -> None:
         out = (

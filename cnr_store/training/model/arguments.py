@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import nn
 
-from cnr_store.errors import ModelMismatchError, OptionError, UnsupportedModelError
+from cnr_store.errors import ModelMismatchError, OptionError
 from cnr_store.format.validate import MOST
 
 Overlap = Literal["wait", "skip"]
 IGNORE = 'load(strict="ignore"), which loads'
 """The advice in messages, which go on with what it loads."""
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def check_overlap(overlap: object) -> Overlap:
@@ -25,7 +23,7 @@ def check_overlap(overlap: object) -> Overlap:
     return overlap  # type: ignore[return-value]  # just checked
 
 
-def check_callback(name: str, function: Function | None) -> Function | None:
+def check_callback(name: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
     """A function, or None."""
     if function is not None and not callable(function):
         raise OptionError(f"{name}={function!r}: give a function")
@@ -38,13 +36,6 @@ def check_count(name: str, value: object, minimum: int) -> int:
         hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
         raise OptionError(f"{name}={value!r}: give an integer of at least {minimum} and at most 2**62{hint}")
     return int(value)
-
-
-def check_model(model: object) -> nn.Module:
-    """A model of torch."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"the model is of type {type(model).__name__}; give a torch.nn.Module")
-    return model
 
 
 def check_stateful(objects: object) -> dict[str, Any]:

@@ -48,14 +48,6 @@ def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.
     return {key: value for key, value in state.items() if _follows_rows(key, value, parameter)}
 
 
-def table_slots(optimizers: Sequence[Optimizer], tables: Sequence[Table]) -> dict[str, set[str]]:
-    """The keys of what optimizers keep for a table's rows, by table name."""
-    return {
-        table.name: {slot for optimizer in optimizers for slot in row_slots(optimizer, table.parameter)}
-        for table in tables
-    }
-
-
 def _follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
     if not isinstance(key, str) or key == "step" or not isinstance(value, torch.Tensor):
         return False

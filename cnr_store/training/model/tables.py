@@ -29,10 +29,10 @@ class Table:
         The name in optimizers' state: see `parameter_names`.
     key
         Its key in ``model.state_dict()``, by its module.
-    aliases
-        Names like `name` of the other state dict entries that are this same parameter.
     parameter
         ``(rows, dim)``.
+    tied_names
+        Stored names of the other state dict entries that are this same parameter.
     modules
         The modules that look up rows in it.
     shared_with
@@ -43,9 +43,14 @@ class Table:
     parameter_name: str
     key: str
     parameter: nn.Parameter
-    aliases: list[str] = field(default_factory=list)
+    tied_names: tuple[str, ...] = ()
     modules: list[Lookup] = field(default_factory=list)
     shared_with: list[str] = field(default_factory=list)
+
+    @property
+    def aliases(self) -> list[str]:
+        """Names like `name` of the entries in `tied_names`."""
+        return [table_name(name) for name in self.tied_names]
 
     @property
     def rows(self) -> int:
@@ -104,8 +109,8 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
         )
     check_weight(path, weight)
     key = own if own in keys else keys[0]  # a parameter of the model itself, tied to it, may come first
-    others = [table_name(names[other]) for other in keys if other != key]
-    return Table(table_name(names[key]), names[keys[0]], key, weight, others)
+    tied_names = tuple(names[other] for other in keys if other != key)
+    return Table(table_name(names[key]), names[keys[0]], key, weight, tied_names)
 
 
 def check_weight(path: str, weight: nn.Parameter) -> None:

@@ -149,6 +149,12 @@ def assign_ids(tensor: torch.Tensor, ids: AnyArray, values: AnyArray) -> None:
         tensor.detach().index_copy_(0, torch.from_numpy(ids).to(tensor.device), source.to(tensor.device))
 
 
+def assign_dense(tensor: torch.Tensor, values: AnyArray, torch_dtype: str | None) -> None:
+    """Write what `dense_numpy` copied over a tensor of the same shape."""
+    with overwriting(tensor):
+        tensor.detach().copy_(dense_tensor(values, torch_dtype))
+
+
 def _keep_nans(target: torch.Tensor, source: npt.NDArray[np.float32]) -> None:
     """Give a bfloat16 tensor the sign and payload of each NaN of `source`, because torch makes all NaNs alike."""
     where = np.isnan(source)

@@ -9,8 +9,8 @@ from typing import Self
 from torch import nn
 from torch.optim import Optimizer
 
-from cnr_store.training.model.arguments import check_model
-from cnr_store.training.model.optimizer_state import as_list, table_slots
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.model.optimizer_state import as_list, row_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import Table, find_tables
 
@@ -24,7 +24,7 @@ class TrainedModel:
     optimizers: Sequence[Optimizer]
 
     @classmethod
-    def from_arguments(cls, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
+    def from_arguments(cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
         """Check what a caller passed, and find the tables.
 
         Raises
@@ -34,8 +34,12 @@ class TrainedModel:
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
-        checked, optimizers = check_model(model), as_list(optimizer)
-        return cls(checked, find_tables(checked), optimizers)
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(
+                f"the model is of type {type(model).__name__}; give a torch.nn.Module"
+            )
+        optimizers = as_list(optimizer)
+        return cls(model, find_tables(model), optimizers)
 
     def row_arrays(self) -> list[RowArray]:
         """Every array that is stored by rows, as it is now: see `row_arrays`."""
@@ -43,4 +47,7 @@ class TrainedModel:
 
     def table_slots(self) -> dict[str, set[str]]:
         """By table, the keys of the state that optimizers have made for its rows so far."""
-        return table_slots(self.optimizers, self.tables)
+        return {
+            table.name: {slot for each in self.optimizers for slot in row_slots(each, table.parameter)}
+            for table in self.tables
+        }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,12 +18,11 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging, table_aliases
-from cnr_store.training.tracking.bitmap import Bitmap, count, rows_of
+from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan, RowsWrite
 
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
@@ -37,7 +35,6 @@ class Planner:
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
         self._tables = trained.tables
-        self._aliases = table_aliases(trained)
         self._codecs = options.codecs
         self._policy = options.policy
         self._costs = options.costs
@@ -108,7 +105,8 @@ class Planner:
     def _offer(self, snapshot: Snapshot) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
-        since_baseline = since_previous = float(snapshot.dense_bytes)
+        dense_bytes = sum(write.values.nbytes for write in snapshot.dense)
+        since_baseline = since_previous = float(dense_bytes)
         for array in snapshot.arrays:
             table = array.table
             changed, before = snapshot.dirty[table.name], self._since_whole.get(table.name)
@@ -160,7 +158,7 @@ class Planner:
         return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
 
     def _write(
-        self, array: RowArray, decision: Decision, whole: set[str], ids: Ids, pending: PendingSave
+        self, array: RowArray, decision: Decision, whole: set[str], ids: Rows, pending: PendingSave
     ) -> RowsWrite:
         table, line = array.table, self._lineage.lines.get(array.path)
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
@@ -179,7 +177,7 @@ class Planner:
             ids=written,
             source=self._staging.stage(array, written, pending),
             codec=self._codec(array),
-            aliases=self._aliases[table.name] if is_weight else (),
+            aliases=table.tied_names if is_weight else (),
         )
 
     def _codec(self, array: RowArray) -> RowCodec:
@@ -198,7 +196,7 @@ class Planner:
             return array.tensor is not array.table.parameter
         return (line.shape, line.element) == (array.shape, array.element)
 
-    def _worth_whole(self, decision: Decision, ids: Mapping[str, Ids]) -> set[str]:
+    def _worth_whole(self, decision: Decision, ids: Mapping[str, Rows]) -> set[str]:
         """Tables whose rows all changed, so that writing them whole costs no more than a delta.
 
         Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
@@ -212,7 +210,7 @@ class Planner:
             changed = [table for table in changed if table.name not in self._since_whole]
         return {table.name for table in changed}
 
-    def _changed_ids(self, table: Table, decision: Decision, dirty: Bitmap) -> Ids:
+    def _changed_ids(self, table: Table, decision: Decision, dirty: Bitmap) -> Rows:
         if decision.since == "baseline":
             before = self._since_whole.get(table.name)
             if before is None or before.shape != dirty.shape:  # no whole version, or a table that grew

@@ -15,42 +15,41 @@ from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.model.dense_state import dense_items, extra_state
-from cnr_store.training.model.names import parameter_names, state_names
+from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.state_leaves import state_of, tensor_leaf
-from cnr_store.training.model.tensors import array_dtype, dense_numpy, gather
+from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.plan import DenseWrite
 
 Bitmaps = dict[str, Bitmap]
-Array = np.ndarray[Any, Any]
 MAX_METADATA_BYTES = 64 << 10
 
 
 class StagedRows:
     """Rows copied at the moment of the save."""
 
-    def __init__(self, values: Array) -> None:
+    def __init__(self, values: AnyArray) -> None:
         # The columns are computed because reshape can't infer a -1 for an array of no rows.
         self._values = values.reshape(len(values), math.prod(values.shape[1:]))
 
-    def values(self, begin: int, end: int) -> Array:
+    def values(self, begin: int, end: int) -> AnyArray:
         return self._values[begin:end]
 
 
 class LiveRows:
     """Rows still in the model, which training must not change until they are read or the save is interrupted."""
 
-    def __init__(self, tensor: torch.Tensor, ids: Array | None, pending: PendingSave) -> None:
+    def __init__(self, tensor: torch.Tensor, ids: AnyArray | None, pending: PendingSave) -> None:
         self._tensor = tensor.detach()
         self._ids = ids
         self._pending = pending
 
-    def values(self, begin: int, end: int) -> Array:
+    def values(self, begin: int, end: int) -> AnyArray:
         ids = np.arange(begin, end) if self._ids is None else self._ids[begin:end]
         taken = gather(self._tensor, ids).reshape(end - begin, -1)
         # Asked after the copy: training may have changed rows in the middle of it.
@@ -67,14 +66,14 @@ class Staging:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._buffers: dict[str, Array] = {}
+        self._buffers: dict[str, AnyArray] = {}
         self._used_bytes = 0
 
     def reset(self) -> None:
         """Start a snapshot, which may overwrite the rows of the last one."""
         self._used_bytes = 0
 
-    def stage(self, array: RowArray, ids: Array | None, pending: PendingSave) -> StagedRows | LiveRows:
+    def stage(self, array: RowArray, ids: AnyArray | None, pending: PendingSave) -> StagedRows | LiveRows:
         """Copy the rows `ids` (None for all), or leave them in the model if there is no room."""
         rows = array.shape[0] if ids is None else len(ids)
         nbytes = rows * array.row_bytes
@@ -92,7 +91,7 @@ class Staging:
             gather(array.tensor, ids, out)
         return StagedRows(out)
 
-    def _buffer(self, path: str, nbytes: int) -> Array:
+    def _buffer(self, path: str, nbytes: int) -> AnyArray:
         buffer = self._buffers.get(path)
         if buffer is None or len(buffer) < nbytes:
             self._buffers.pop(path, None)
@@ -125,10 +124,6 @@ class Snapshot:
     metadata: Any
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Collection[str] = ()
-
-    @property
-    def dense_bytes(self) -> int:
-        return sum(write.values.nbytes for write in self.dense)
 
 
 def take_snapshot(
@@ -193,15 +188,3 @@ def encode_metadata(metadata: Any) -> Any:
             f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
         )
     return doc
-
-
-def table_aliases(trained: TrainedModel) -> dict[str, tuple[str, ...]]:
-    """By table name, the other names of its parameter in the state dict."""
-    names = state_names(trained.model)
-    owners = {id(table.parameter): table for table in trained.tables}
-    aliases: dict[str, tuple[str, ...]] = {table.name: () for table in trained.tables}
-    for key, value in trained.model.state_dict(keep_vars=True).items():
-        table = owners.get(id(value))
-        if table is not None and key != table.key:
-            aliases[table.name] += (names[key],)
-    return aliases
