@@ -40,15 +40,6 @@ def full_bitmap(rows: int) -> Bitmap:
 
 
 @njit(nogil=True, cache=True)
-def _mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
-    for position in range(ids.size):
-        row = np.int64(ids[position])
-        if row < 0 or row >= rows:
-            return position
-        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
-    return -1
-
-
 def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     """Set the bits of `ids`, an ``(n,)`` array of integers.
 
@@ -56,7 +47,12 @@ def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     -------
     -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
     """
-    return int(_mark(bitmap, rows, ids))
+    for position in range(ids.size):
+        row = np.int64(ids[position])
+        if row < 0 or row >= rows:
+            return position
+        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+    return -1
 
 
 def _typed_pointer(_context: Any, _address: Any) -> Any:
@@ -71,17 +67,13 @@ _pointer: Any = intrinsic(_typed_pointer)
 
 
 @njit(nogil=True, cache=True)
-def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
-    bitmap = carray(_pointer(bitmap_address), (rows + 7) >> 3, np.uint8)
-    return _mark(bitmap, rows, carray(_pointer(ids_address), count, np.int64))
-
-
 def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
     """`mark` for a bitmap of `rows` rows and `count` contiguous int64 ids at these addresses.
 
     Making arrays of them would take longer than marking a few ids. The caller keeps both memories alive.
     """
-    return _mark_at(bitmap_address, rows, ids_address, count)
+    bitmap = carray(_pointer(bitmap_address), (rows + 7) >> 3, np.uint8)
+    return mark(bitmap, rows, carray(_pointer(ids_address), count, np.int64))
 
 
 def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
@@ -93,7 +85,8 @@ def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
+def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
+    """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
     for row in range(words.shape[0]):
         # An OR without an early exit, so that the compiler can use vectors.
         seen = words[row, 0]
@@ -101,11 +94,6 @@ def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
             seen |= words[row, column]
         if seen != 0:
             bitmap[row >> 3] |= np.uint8(1 << (row & 7))
-
-
-def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
-    """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
-    _mark_nonzero(bitmap, words)
 
 
 def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
