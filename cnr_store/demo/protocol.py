@@ -91,7 +91,6 @@ class Finished:
     log_loss: float
     full_bytes: int
     table_rows: int
-    train_seconds: float
 
 
 @dataclass(frozen=True)

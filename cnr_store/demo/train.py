@@ -112,7 +112,6 @@ class _Run:
         self._features = load_features(Path(config.data))
         self._model, self._optimizer = new_training(self._features.rows, config.seed)
         self._reader = TimeOrderedReader(self._features.train, config.batch)
-        self._train_seconds = 0.0
 
     def run(self, store: str | Backend | None) -> None:
         if store is None:
@@ -152,7 +151,6 @@ class _Run:
         return restored.step
 
     def _train(self, start: int, stop: int) -> None:
-        begun = time.perf_counter()
         self._model.train()
         for step in range(start + 1, stop + 1):
             samples = next(self._reader)
@@ -162,7 +160,6 @@ class _Run:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._optimizer.step()
             self._emit(Step(step, samples.tolist()))
-        self._train_seconds += time.perf_counter() - begun
 
     def _finish(self) -> None:
         features = self._features
@@ -176,7 +173,6 @@ class _Run:
                 log_loss=log_loss(labels, scores),
                 full_bytes=full.tell(),
                 table_rows=sum(features.rows.values()),
-                train_seconds=self._train_seconds,
             )
         )
 

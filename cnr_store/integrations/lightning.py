@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.training.checkpointer import Checkpointer
+from cnr_store.training.data.loader_replay import length_of
 from cnr_store.training.data.tracked_reader import TrackedReader
 from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
@@ -164,20 +165,12 @@ def _check_loaders(loaders: Any) -> None:
                 "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so a "
                 "resumed fit would skip samples: give the trainer torchdata's StatefulDataLoader"
             )
-        if callable(getattr(loader, "state_dict", None)) and not _has_length(loader):
+        if callable(getattr(loader, "state_dict", None)) and length_of(loader) is None:
             log.warning(
                 "a %s has no length, so Lightning takes one batch ahead, and a fit resumed within an epoch skips one "
                 "batch: give its dataset a __len__",
                 type(loader).__name__,
             )
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):  # those that Lightning catches
-        return False
-    return True
 
 
 def _flat(loaders: Any) -> Iterator[Any]:

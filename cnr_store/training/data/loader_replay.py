@@ -112,7 +112,7 @@ class LoaderSource(Source):
     def kind(self) -> dict[str, Any]:
         batch, drop = self._copy.batch_size, self._copy.drop_last
         if self._is_map:
-            batches = _length(self._sampler.sampler)
+            batches = length_of(self._sampler.sampler)
             return {"kind": "map", "batch_size": batch, "drop_last": drop, "batches": batches}
         return {"kind": "stream", "batch_size": batch, "drop_last": drop, "workers": self._copy.num_workers}
 
@@ -160,10 +160,11 @@ def _set_epoch(part: Any, epoch: int) -> None:
         part.set_epoch(epoch)
 
 
-def _length(sampler: Any) -> int | None:
+def length_of(batches: Any) -> int | None:
+    """The length of a loader or sampler, or None if it has none, or goes over data that has none."""
     try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):  # a sampler over one that has no length
+        return len(batches)
+    except (TypeError, NotImplementedError):
         return None
 
 

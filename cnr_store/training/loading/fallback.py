@@ -75,7 +75,8 @@ def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restor
 def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restored:
     url = catalog.backend.url
     skipped: list[tuple[str, CheckpointError]] = []
-    for name, record in _newest_first(catalog, version):
+    wanted = version.id if isinstance(version, VersionInfo) else version
+    for name, record in _newest_first(catalog, wanted):
         try:
             restored = _load_version(catalog, name, record, load)
         except (CorruptionError, FormatError, ModelMismatchError) as error:
@@ -96,7 +97,6 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
             return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))
     if not skipped:
         return load(catalog.find(version))  # raises the error that says what is missing
-    wanted = version.id if isinstance(version, VersionInfo) else version
     damage = "\n".join(f"{name}: {error}" for name, error in skipped)
     raise CorruptionError(
         f"{url}: neither {wanted!r} nor any version before it is sound and fits; the model may be partly "
@@ -120,13 +120,12 @@ def _load_version(catalog: Catalog, name: str, record: Record | CheckpointError,
         return load(reread)
 
 
-def _newest_first(catalog: Catalog, version: Version) -> Iterator[tuple[str, Record | CheckpointError]]:
+def _newest_first(catalog: Catalog, wanted: str | int) -> Iterator[tuple[str, Record | CheckpointError]]:
     """The version asked for and those before it; of one whose record is damaged, the error.
 
     A damaged record does not tell its step: where a step is asked for, each such version may be the one.
     """
     catalog.check_format()
-    wanted = version.id if isinstance(version, VersionInfo) else version
     names = catalog.ids()
     if isinstance(wanted, str) and wanted != "latest":
         if VersionId.parse(wanted) is None or wanted not in names:

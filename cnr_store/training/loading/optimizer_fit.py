@@ -146,8 +146,9 @@ def _fit_optimizer(
     names: Mapping[int, str],
     loaded: Collection[str],
 ) -> OptimizerFit:
-    params = [one for group in optimizer.param_groups for one in group["params"]]
-    owned = {names[id(one)]: one for one in params if id(one) in names}
+    owned = {
+        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if id(one) in names
+    }
     fits = {fit.table.name: fit for fit in match.tables if fit.table.parameter_name in owned}
     trained = {name for group in tree["param_groups"] for name in group["params"]}
     kept = [

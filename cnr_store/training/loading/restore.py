@@ -141,7 +141,18 @@ class Restore:
             self._load_objects()
             if rng and self._state.rng is not None:
                 set_rng_state(self._state.rng)
-        return self._restored(), changed
+        info, match = self._info, self._match
+        restored = Restored(
+            info,
+            info.step,
+            self._state.reader,
+            info.metadata,
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            grown=match.grown,
+            cast=match.cast,
+        )
+        return restored, changed
 
     def _read_rows(self, transfer: Transfer) -> dict[str, Bitmap]:
         targets: list[tuple[str, TableFit, torch.Tensor]] = [
@@ -158,8 +169,11 @@ class Restore:
                 chosen.append(ChosenRows(reader, tensor, fit.ids))
         fill_all([*exact.values(), *chosen], transfer)
         self._exact = exact.keys()
-        exact_tables = [fit.table.name for fit in self._match.tables if fit.exact]
-        return {name: exact[weight_path(name)].changed() for name in exact_tables}
+        return {
+            fit.table.name: exact[weight_path(fit.table.name)].changed()
+            for fit in self._match.tables
+            if fit.exact
+        }
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors
@@ -186,19 +200,6 @@ class Restore:
             if name in self._state.objects:
                 with accepted(self._where, f"load_state_dict of {name!r}"):
                     value.load_state_dict(self._state.objects[name])
-
-    def _restored(self) -> Restored:
-        info, match = self._info, self._match
-        return Restored(
-            info,
-            info.step,
-            self._state.reader,
-            info.metadata,
-            missing=tuple(match.missing),
-            unexpected=tuple(match.unexpected),
-            grown=match.grown,
-            cast=match.cast,
-        )
 
     def trusted(self, lineage: Lineage) -> Lineage:
         """The part of the version's lineage that deltas may depend on, once `run` has ended.

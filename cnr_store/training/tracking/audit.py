@@ -180,8 +180,7 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
 
 
 def _are_set(flagged: Bitmap, ids: Rows) -> npt.NDArray[np.bool_]:
-    are_set: npt.NDArray[np.bool_] = (flagged[ids >> 3] >> (ids & 7)) & 1 != 0
-    return are_set
+    return np.asarray((flagged[ids >> 3] >> (ids & 7)) & 1 != 0)
 
 
 def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:

@@ -38,12 +38,12 @@ def hook_lookups(module: Lookup, tracker: TableTracker, hooks: ExitStack) -> Non
 
     `hooks` removes the hooks when it is closed, also those that are added later.
     """
-    register_after_load: Callable[..., Any] = module.register_load_state_dict_post_hook
     after = _AfterLookup(module, tracker, hooks)
     if module.max_norm is not None:
         after.check_before()
     hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-    hooks.callback(register_after_load(_AfterLoad(tracker)).remove)
+    after_load = module.register_load_state_dict_post_hook(_AfterLoad(tracker))  # type: ignore[no-untyped-call]
+    hooks.callback(after_load.remove)
 
 
 class _TableHook:
@@ -63,7 +63,7 @@ class _TableHook:
 
 class _CopiedHook:
     def __call__(self, *_: object) -> None:
-        return None
+        """Do nothing."""
 
 
 class _AfterLoad(_TableHook):

@@ -207,7 +207,7 @@ def test_the_real_data_are_fetched_once_and_repaired(tmp_path: Path, monkeypatch
         Started(3, V1, 0.5),
         Step(4, [1, 2]),
         Saved(4, 0.25),
-        Finished(0.7, 0.6, 10, 2, 1.0),
+        Finished(0.7, 0.6, 10, 2),
         Failed("no"),
     ],
 )
