@@ -50,6 +50,7 @@ class Interruption:
     newest: str | None
 
 
+@dataclass(frozen=True)
 class Watcher:
     """Sees a store as a process does that does not write to it.
 
@@ -57,20 +58,21 @@ class Watcher:
     ----------
     committed
         Versions seen with a commit record.
+    abandoned
+        Versions whose writer is gone.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._abandoned: set[str] = set()
-        self.committed: set[str] = set()
+    backend: Backend
+    committed: set[str] = field(default_factory=set)
+    abandoned: set[str] = field(default_factory=set)
 
     def unfinished(self) -> str | None:
         """The newest version that has objects and no commit record, if there is one now."""
         newest = None
-        for version in sorted({*Catalog(self._backend).ids()} - self.committed - self._abandoned):
-            if NODE in self._backend.list_names(version_key(version)):
+        for version in sorted({*Catalog(self.backend).ids()} - self.committed - self.abandoned):
+            if NODE in self.backend.list_names(version_key(version)):
                 self.committed.add(version)
-            elif any(self._backend.list_keys(version_key(version))):
+            elif any(self.backend.list_keys(version_key(version))):
                 newest = version
         return newest
 
@@ -82,9 +84,9 @@ class Watcher:
     def interruption(self, version: str, step: int) -> Interruption:
         """What is left of `version`, the save of `step`, now that its writer is gone."""
         self.unfinished()
-        sizes = dict(self._backend.list_keys(version_key(version)))
+        sizes = dict(self.backend.list_keys(version_key(version)))
         committed = record_key(version) in sizes
-        (self.committed if committed else self._abandoned).add(version)
+        (self.committed if committed else self.abandoned).add(version)
         newest = max(self.committed, default=None)
         return Interruption(version, step, len(sizes), sum(sizes.values()), committed, newest)
 

@@ -46,9 +46,10 @@ class Recommender(nn.Module):
 
 
 def _table(name: str, rows: int, dim: int) -> nn.Module:
-    table: nn.Embedding | nn.EmbeddingBag
     if name in BAGS:
-        table = nn.EmbeddingBag(rows, dim, mode="mean", padding_idx=0, sparse=True)
+        table: nn.Embedding | nn.EmbeddingBag = nn.EmbeddingBag(
+            rows, dim, mode="mean", padding_idx=0, sparse=True
+        )
     else:
         table = nn.Embedding(rows, dim, sparse=True)
     nn.init.normal_(table.weight, std=0.05)

@@ -152,12 +152,15 @@ def check_all(
         Samples of an epoch.
     """
     last = versions[-1].step if versions else None
-    committed = f"newest version: step {last}; {len(versions)} versions"
     checks = [
         _interrupted_in_a_save(story, versions),
         _resumed_from_newest(story),
         _exactly_once(story, config, samples),
-        Check("the last step is in a committed version", last == config.steps, committed),
+        Check(
+            "the last step is in a committed version",
+            last == config.steps,
+            f"newest version: step {last}; {len(versions)} versions",
+        ),
     ]
     if config.bits == 32:
         checks.append(_same_bits(story.logs[-1], uninterrupted))
@@ -178,16 +181,22 @@ def _interrupted_in_a_save(story: Story, versions: Sequence[VersionInfo]) -> Che
     if caught is None:
         return Check(statement, False, f"{len(story.interruptions)} kills, each after its save was committed")
     listed = caught.version in {info.id for info in versions}
-    left = f"{_objects(caught)}, {caught.nbytes:,} bytes, {'listed' if listed else 'not listed'}"
-    return Check(statement, caught.objects > 0 and not listed, f"{caught.version}: {left}")
+    return Check(
+        statement,
+        caught.objects > 0 and not listed,
+        f"{caught.version}: {_objects(caught)}, {caught.nbytes:,} bytes, {'listed' if listed else 'not listed'}",
+    )
 
 
 def _resumed_from_newest(story: Story) -> Check:
     restored = [log.started.version if log.started else None for log in story.logs[1:]]
     newest = [interruption.newest for interruption in story.interruptions]
     pairs = ", ".join(f"{each} (newest: {other})" for each, other in zip(restored, newest, strict=True))
-    statement = "the resumed run started from the newest committed version"
-    return Check(statement, bool(newest) and restored == newest, pairs or "it never resumed")
+    return Check(
+        "the resumed run started from the newest committed version",
+        bool(newest) and restored == newest,
+        pairs or "it never resumed",
+    )
 
 
 def _exactly_once(story: Story, config: TrainConfig, samples: int) -> Check:

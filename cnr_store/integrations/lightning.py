@@ -73,10 +73,15 @@ class CnrCheckpoint(Callback):
                 "and num_nodes=1"
             )
         self._step_before_batch = trainer.global_step
-        state = dict(self._options.get("state") or {})
-        state |= {"lightning.loops": trainer.fit_loop, "lightning.precision": trainer.precision_plugin}
-        for position, config in enumerate(trainer.lr_scheduler_configs):
-            state[f"lightning.scheduler.{position}"] = config.scheduler
+        state = {
+            **(self._options.get("state") or {}),
+            "lightning.loops": trainer.fit_loop,
+            "lightning.precision": trainer.precision_plugin,
+            **{
+                f"lightning.scheduler.{position}": config.scheduler
+                for position, config in enumerate(trainer.lr_scheduler_configs)
+            },
+        }
         self._saved_step = None
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)

@@ -13,7 +13,6 @@ from cnr_store.errors import OptionError
 from cnr_store.training.model.rng_state import check_numpy, check_python, check_torch
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
 # Numbers that numpy's bit generators don't check: positions in a buffer, and values kept in fixed widths.
 _UPPER_BOUNDS = {
@@ -49,7 +48,7 @@ def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, o
 def _is_generator(value: object) -> bool:
     if isinstance(value, torch.Generator):
         return value.device.type == "cpu"
-    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
 def check_generators(generators: Mapping[str, Any]) -> dict[str, Generator]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
 from cnr_store.training.importing.model_file import NUMPY_ELEMENTS, Array, FileTensor, ModelFile
 from cnr_store.training.importing.safetensors_file import read_safetensors_file
+from cnr_store.training.model.patterns import check_patterns
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
 from cnr_store.writing.writer import Writer
@@ -30,17 +31,17 @@ TABLE_ROWS = 10_000
 """With ``tables=None``, a matrix of at least so many rows is taken for a table."""
 
 
+@dataclass(frozen=True)
 class FileRows:
     """Rows of a table in a file. Encoding reads them, so the whole table need not fit into memory."""
 
-    def __init__(self, tensor: FileTensor) -> None:
-        self._tensor = tensor
+    tensor: FileTensor
 
     def values(self, begin: int, end: int) -> Array:
-        rows = self._tensor.values[begin:end]
-        if self._tensor.element == "bfloat16":
+        rows = self.tensor.values[begin:end]
+        if self.tensor.element == "bfloat16":
             return (rows.astype(np.uint32) << 16).view(np.float32)
-        return np.array(rows, array_dtype(self._tensor.element), order="C")
+        return np.array(rows, array_dtype(self.tensor.element), order="C")
 
 
 def import_file(
@@ -101,7 +102,7 @@ def import_file(
     if type(workers) is not int or workers < 1:
         raise OptionError(f"workers={workers!r}: give an integer of at least 1")
     path = _path(source)
-    patterns = _patterns(tables)
+    patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)
     model = _open(path, key)
     chosen = _choose_tables(model.tensors, patterns)
@@ -109,7 +110,12 @@ def import_file(
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
     dense = [
-        _dense(name, tensor, _aliases(model, name))
+        DenseWrite(
+            dense_path("model", name),
+            tensor.values,
+            torch_dtype=None if tensor.element in NUMPY_ELEMENTS else tensor.element,
+            aliases=_aliases(model, name),
+        )
         for name, tensor in model.tensors.items()
         if name not in chosen
     ]
@@ -132,18 +138,6 @@ def _path(source: object) -> Path:
     except UnicodeEncodeError:  # no file has such a name
         pass
     raise OptionError(f"can't import {source!r}: give the path of a file")
-
-
-def _patterns(tables: object) -> list[str] | None:
-    if tables is None:
-        return None
-    try:
-        patterns = [tables] if isinstance(tables, str) else list(tables)  # type: ignore[call-overload]  # or TypeError
-    except TypeError:
-        patterns = [None]
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"tables={tables!r}: give names, or patterns like 'user*'")
-    return patterns
 
 
 def _open(path: Path, key: str | None) -> ModelFile:
@@ -203,11 +197,6 @@ def _rows(name: str, tensor: FileTensor, aliases: tuple[str, ...], codecs: Codec
         codec=codecs.codec_for(table, rows * row_bytes),
         aliases=aliases,
     )
-
-
-def _dense(name: str, tensor: FileTensor, aliases: tuple[str, ...]) -> DenseWrite:
-    stored = None if tensor.element in NUMPY_ELEMENTS else tensor.element
-    return DenseWrite(dense_path("model", name), tensor.values, stored, aliases)
 
 
 def _aliases(model: ModelFile, name: str) -> tuple[str, ...]:

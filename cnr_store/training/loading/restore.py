@@ -64,7 +64,6 @@ class Restore:
         self._record = record
         self._trained = trained
         self._objects = objects
-        self._selection = selection
         self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
         self._has_extra = selection.everything
@@ -72,9 +71,8 @@ class Restore:
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
-        self._where = self._match.where
-        tree = decode_tree(catalog, record, catalog.state(record), self._where)
-        self._state = check_tree(tree, self._where)
+        tree = decode_tree(catalog, record, catalog.state(record), self._match.where)
+        self._state = check_tree(tree, self._match.where)
         self._fits = self._fit_optimizers() if trained.optimizers else []
         if selection.everything:
             self._compare_rest()
@@ -85,11 +83,11 @@ class Restore:
         trees, match = self._state.optimizers, self._match
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
-        loaded = {*self._names.values()} if self._selection.whole else chosen
+        loaded = {*self._names.values()} if self._match.selection.whole else chosen
         fits = fit_optimizers(match, self._trained.optimizers, trees, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
-        check_slots(trees, match.rows, self._record.arrays, self._where)
+        check_slots(trees, match.rows, self._record.arrays, self._match.where)
         for fit in fits:
             fit.take_slots(self._record.arrays)
         return fits
@@ -101,7 +99,7 @@ class Restore:
         if lacking:
             match.lacks(
                 [f"state of {name!r}" for name in lacking],
-                f"{self._where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
+                f"{match.where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
                 f"saved, or {IGNORE} the rest",
             )
         given = len(self._trained.optimizers)
@@ -133,11 +131,11 @@ class Restore:
         changed = self._read_rows(transfer)
         self._read_dense(transfer)
         if self._has_extra:
-            with accepted(self._where, "a module's set_extra_state"):
+            with accepted(self._match.where, "a module's set_extra_state"):
                 load_extra_state(self._trained.model, self._state.extra_state)
         for fit in self._fits:
             self._load_optimizer(fit)
-        if self._selection.everything:
+        if self._match.selection.everything:
             self._load_objects()
             if rng and self._state.rng is not None:
                 set_rng_state(self._state.rng)
@@ -190,7 +188,7 @@ class Restore:
         kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
         converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
         tree, slots = fit.merged(self._names, tables)
-        with accepted(self._where, f"{type(optimizer).__name__}.load_state_dict"):
+        with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         # What was not chosen has gone through foreign code, too, and stays as it was.
         optimizer.state.update(kept)
@@ -198,7 +196,7 @@ class Restore:
     def _load_objects(self) -> None:
         for name, value in self._objects.items():
             if name in self._state.objects:
-                with accepted(self._where, f"load_state_dict of {name!r}"):
+                with accepted(self._match.where, f"load_state_dict of {name!r}"):
                     value.load_state_dict(self._state.objects[name])
 
     def trusted(self, lineage: Lineage) -> Lineage:
@@ -206,7 +204,7 @@ class Restore:
 
         After a whole load all of it, else the arrays that are now as they are stored.
         """
-        if self._selection.whole:
+        if self._match.selection.whole:
             return lineage
         return replace(
             lineage, lines={path: line for path, line in lineage.lines.items() if path in self._exact}

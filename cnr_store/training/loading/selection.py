@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import ModelMismatchError, OptionError
+from cnr_store.training.model.patterns import check_patterns
 
 Strict = Literal["raise", "ignore", "report"]
 Ids = npt.NDArray[np.int64]
@@ -60,8 +61,13 @@ class Selection:
         by_pattern = _rows(rows)
         if tables is None and by_pattern is not None:
             tables = tuple(by_pattern)
-        names = _patterns("tables", tables), _patterns("tensors", tensors)
-        return cls(*names, by_pattern, everything=False, strict=known)
+        return cls(
+            tables=() if tables is None else check_patterns("tables", tables),
+            tensors=() if tensors is None else check_patterns("tensors", tensors),
+            rows=by_pattern,
+            everything=False,
+            strict=known,
+        )
 
     @property
     def whole(self) -> bool:
@@ -100,18 +106,6 @@ class Selection:
                     f"table {table!r} is chosen, but rows={{...}} has none of it: name its rows there, or load it "
                     "whole by a call of its own"
                 )
-
-
-def _patterns(name: str, given: Any) -> Patterns:
-    if given is None:
-        return ()
-    try:
-        patterns = (given,) if isinstance(given, str) else tuple(given)
-    except TypeError:
-        patterns = (None,)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"{name}={given!r}: give names, or patterns like 'user*'")
-    return tuple(map(str, patterns))  # numpy's strings have another repr, which messages would show
 
 
 def _rows(given: Any) -> dict[str, Ids] | None:

@@ -67,8 +67,13 @@ def check_tree(tree: object, where: str) -> StoredState:
             _check_optimizer(members(optimizer, "optimizers"), f"optimizers[{position}]")
     except (KeyError, ValueError) as error:
         raise CorruptionError(f"{where}: the state is malformed: {error}") from error
-    if doc["rng"] is not None:
-        _check_rng(doc["rng"], where)
+    try:
+        if doc["rng"] is not None:
+            check_rng_state(members(doc["rng"], "rng"))
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CorruptionError(
+            f"{where}: the state of the random number generators is malformed: {error}"
+        ) from error
     return StoredState(doc["reader"], doc["objects"], doc["optimizers"], doc["extra_state"], doc["rng"])
 
 
@@ -91,15 +96,6 @@ def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
     other: dict[Any, Any] = members(tree["other"], f"{name}.other")
     if any(isinstance(key, int) for key in other):
         raise ValueError(f"{name}.other holds the state of a parameter")
-
-
-def _check_rng(state: Any, where: str) -> None:
-    try:
-        check_rng_state(members(state, "rng"))
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(
-            f"{where}: the state of the random number generators is malformed: {error}"
-        ) from error
 
 
 def check_slots(

@@ -164,12 +164,11 @@ def load_optimizer(
     groups = _named_groups(optimizer, names)
     numbered = dict(enumerate(name for params in groups for name in params))
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
-    values = {
-        name: {**tree["state"].get(name, {}), **by_table.get(name, {})}
-        for name in numbered.values()
+    state = {
+        number: {**tree["state"].get(name, {}), **by_table.get(name, {})}
+        for number, name in numbered.items()
         if name in tree["state"] or by_table.get(name)
     }
-    state = {number: values[name] for number, name in numbered.items() if name in values}
     numbers = itertools.count()  # torch's, in the order of the optimizer's groups
     saved_groups = [
         {**group, "params": [next(numbers) for _ in group["params"]]}

@@ -63,8 +63,10 @@ class BackgroundMaintenance:
         attempt = VersionId.parse(record.id)
         assert attempt is not None  # the id of a committed record is valid
         if self._retention is None or self._retention[0] != attempt.claim:
-            retention = Retention(self._backend, self._options.retention, own=attempt.claim)
-            self._retention = attempt.claim, retention
+            self._retention = (
+                attempt.claim,
+                Retention(self._backend, self._options.retention, own=attempt.claim),
+            )
         report = self._retention[1].run()
         if report.stopped is not None:
             log.warning("nothing was removed from %s: %s", self._backend.url, report.stopped)

@@ -100,8 +100,7 @@ class CodecChoice:
         OptionError
             A pattern fits none; the error names the pattern and the tables.
         """
-        patterns = [*self._patterns, *(self._bits if isinstance(self._bits, Mapping) else ())]
-        for pattern in patterns:
+        for pattern in [*self._patterns, *(self._bits if isinstance(self._bits, Mapping) else ())]:
             if not any(match_pattern({pattern: True}, table) for table in tables):
                 raise OptionError(
                     f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
@@ -135,10 +134,12 @@ class CodecChoice:
         wanted = {
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
-        for bits in self._state.quantized:
-            wanted |= {
-                (CeilingRows(bits), dim, kind) for _, dim, kind in sizes.values() if kind in QUANTIZABLE
-            }
+        wanted |= {
+            (CeilingRows(bits), dim, element)
+            for bits in self._state.quantized
+            for _, dim, element in sizes.values()
+            if element in QUANTIZABLE
+        }
         for codec, dim, element in wanted:
             # Two rows of varied values run every kernel that full tables will run.
             rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)

@@ -105,8 +105,7 @@ class Planner:
     def _offer(self, snapshot: Snapshot) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
-        dense_bytes = sum(write.values.nbytes for write in snapshot.dense)
-        since_baseline = since_previous = float(dense_bytes)
+        since_baseline = since_previous = float(sum(write.values.nbytes for write in snapshot.dense))
         for array in snapshot.arrays:
             table = array.table
             changed, before = snapshot.dirty[table.name], self._since_whole.get(table.name)

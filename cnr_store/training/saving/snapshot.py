@@ -41,20 +41,20 @@ class StagedRows:
         return self._values[begin:end]
 
 
+@dataclass(frozen=True)
 class LiveRows:
     """Rows still in the model, which training must not change until they are read or the save is interrupted."""
 
-    def __init__(self, tensor: torch.Tensor, ids: AnyArray | None, pending: PendingSave) -> None:
-        self._tensor = tensor.detach()
-        self._ids = ids
-        self._pending = pending
+    tensor: torch.Tensor
+    ids: AnyArray | None
+    pending: PendingSave
 
     def values(self, begin: int, end: int) -> AnyArray:
-        ids = np.arange(begin, end) if self._ids is None else self._ids[begin:end]
-        taken = gather(self._tensor, ids).reshape(end - begin, -1)
+        ids = np.arange(begin, end) if self.ids is None else self.ids[begin:end]
+        taken = gather(self.tensor, ids).reshape(end - begin, -1)
         # Asked after the copy: training may have changed rows in the middle of it.
-        if self._pending.interrupted.is_set():
-            raise SaveError(f"the save of step {self._pending.step} was interrupted while it read the model")
+        if self.pending.interrupted.is_set():
+            raise SaveError(f"the save of step {self.pending.step} was interrupted while it read the model")
         return taken
 
 
@@ -78,7 +78,7 @@ class Staging:
         rows = array.shape[0] if ids is None else len(ids)
         nbytes = rows * array.row_bytes
         if self._used_bytes + nbytes > self._limit_bytes:
-            return LiveRows(array.tensor, ids, pending)
+            return LiveRows(array.tensor.detach(), ids, pending)
         self._used_bytes += nbytes
         out = (
             self._buffer(array.path, nbytes)
@@ -166,13 +166,15 @@ def _copy_dense(trained: TrainedModel) -> list[DenseWrite]:
     """Copies of the model's own dense tensors; tied ones once, with their other names."""
     entries = list(dense_items(trained.model, trained.tables))
     tied = [(name, owner) for name, owner, _ in entries if name != owner]
-    writes = []
-    for name, owner, tensor in entries:
-        if name == owner:
-            values, torch_dtype = dense_numpy(tensor)
-            aliases = tuple(alias for alias, of in tied if of == name)
-            writes.append(DenseWrite(dense_path("model", name), values, torch_dtype, aliases))
-    return writes
+    return [
+        DenseWrite(
+            dense_path("model", name),
+            *dense_numpy(tensor),
+            aliases=tuple(alias for alias, of in tied if of == name),
+        )
+        for name, owner, tensor in entries
+        if name == owner
+    ]
 
 
 def encode_metadata(metadata: Any) -> Any:

@@ -216,18 +216,15 @@ def _differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> torc
     differs = before != now
     if dtype.is_floating_point:
         differs &= ~(before.view(dtype).isnan() & now.view(dtype).isnan())
-        differs &= ~(_magnitude(before) < _smallest_normal(dtype)) | (_magnitude(now) != 0)
+        # The bits of the smallest positive normal number: an exponent of 1 above the fraction.
+        smallest_normal = 1 << round(-math.log2(torch.finfo(dtype).eps))
+        differs &= ~(_magnitude(before) < smallest_normal) | (_magnitude(now) != 0)
     return differs
 
 
 def _magnitude(bits: torch.Tensor) -> torch.Tensor:
     """The bits without the sign. As integers, because arithmetic may take subnormal numbers for zero."""
     return bits & torch.iinfo(bits.dtype).max
-
-
-def _smallest_normal(dtype: torch.dtype) -> int:
-    """The bits of the smallest positive normal number of a type: an exponent of 1 above the fraction."""
-    return 1 << round(-math.log2(torch.finfo(dtype).eps))
 
 
 def _listed(rows: Rows) -> str:

@@ -29,9 +29,11 @@ def outside_graphs(function: Callable[[*Args], None]) -> Callable[[*Args], None]
 class StepListener(Protocol):
     """Is called around each step."""
 
-    def before_step(self, optimizer: Optimizer) -> None: ...
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before the step's own hooks and its update."""
 
-    def after_step(self, optimizer: Optimizer) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called right after the update."""
 
 
 _listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
