@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
-from cnr_store.errors import CheckpointError, ClosedError, OptionError
+from cnr_store.errors import CheckpointError, ClosedError
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
@@ -264,10 +264,7 @@ class Checkpointer:
         return restored
 
     def _load_version(self, version: Version, fallback: bool, selection: Selection) -> Restored:
-        if fallback and not selection.whole:
-            raise OptionError(
-                "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
-            )
+        self._loader.check_options(fallback, selection)
         with self._guard.enter("load"):
             self._check_open()
             self._follow_model()

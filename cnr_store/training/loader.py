@@ -8,7 +8,7 @@ from cnr_backends import Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.chains.array_reader import READ_WORKERS
-from cnr_store.errors import CorruptionError, VersionNotFoundError
+from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.restore import Restore
@@ -28,6 +28,19 @@ class Loader:
     trained: TrainedModel
     options: Options
     saves: SaveQueue
+
+    @staticmethod
+    def check_options(fallback: bool, selection: Selection) -> None:
+        """Refuse options that contradict each other.
+
+        Raises
+        ------
+        OptionError
+        """
+        if fallback and not selection.whole:
+            raise OptionError(
+                "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
+            )
 
     def load(self, version: Version, fallback: bool, selection: Selection) -> Restored:
         """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
