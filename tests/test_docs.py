@@ -26,6 +26,8 @@ from tests.paths import ROOT
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 VERSION, PATH = "000002-0123abcd.00000007", "tables/items/weight"
 WRITTEN = {1: (0, 0.50018311, 1.50054932), 4: (-1, 0.00036621, 2.00109863), 6: (1, np.inf, -3)}
+Reader = dict[str, Any]
+"""The names that the reader of docs/format.md defines."""
 
 
 def block(title: str) -> str:
@@ -42,9 +44,9 @@ def hex_block(title: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def reader() -> dict[str, Any]:
+def reader() -> Reader:
     """The names of the reader that the format's page ends with; nothing in it is ours."""
-    names: dict[str, Any] = {}
+    names: Reader = {}
     program = block("reader")
     assert "import cnr" not in program
     exec(compile(program, "docs/format.md", "exec"), names)
@@ -64,7 +66,7 @@ def test_the_payload_of_the_example_decodes_to_the_rows_beside_it() -> None:
         np.testing.assert_allclose(out[row], np.array(values, np.float32), rtol=0, atol=5e-9)
 
 
-def test_the_reader_of_the_page_decodes_the_example(reader: Any) -> None:
+def test_the_reader_of_the_page_decodes_the_example(reader: Reader) -> None:
     seal = layout.seal(VERSION, PATH, 0, 0)
     found = list(reader["segments"](hex_block("payload"), seal, 8, 3, "float32"))
     rows = {int(row): values[i] for ids, values in found for i, row in enumerate(ids)}
@@ -90,7 +92,7 @@ def test_the_shard_of_the_example_is_sound() -> None:
     assert f"tail, {index.crc}" in block("shard")
 
 
-def test_the_records_of_the_example_are_proved(reader: Any, tmp_path: Path) -> None:
+def test_the_records_of_the_example_are_proved(reader: Reader, tmp_path: Path) -> None:
     record = decode_record(block("record").rstrip("\n").encode(), VERSION)
     assert record is not None
     assert (record.step, record.previous, record.metadata) == (
@@ -127,7 +129,7 @@ class Model(nn.Module):
     [(2, torch.float32), (3, torch.float16), (8, torch.bfloat16), (32, torch.bfloat16), (4, torch.float32)],
 )
 def test_the_reader_of_the_page_reads_every_version(
-    reader: Any, tmp_path: Path, policy: str, bits: int, dtype: torch.dtype
+    reader: Reader, tmp_path: Path, policy: str, bits: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     model = Model(dtype)
@@ -162,7 +164,7 @@ def test_the_reader_of_the_page_reads_every_version(
     ],
 )
 def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(
-    reader: Any, tmp_path: Path, codec: Any
+    reader: Reader, tmp_path: Path, codec: dict[str, str | int]
 ) -> None:
     model = Model(torch.float32, users=60_000)  # several chunks a shard
     optimizer = torch.optim.Adagrad(model.parameters())

@@ -25,6 +25,8 @@ from cnr_store import (
     VersionInfo,
     VersionNotFoundError,
 )
+from cnr_store.catalog.catalog import Url
+from cnr_store.following.follow import Since
 from cnr_store.reading import changed_rows
 from tests.test_store.support.follower import Follower, delete_version
 
@@ -46,7 +48,7 @@ class Model(nn.Module):
 class Run:
     """A job that trains on chosen users, with lossless rows unless told otherwise."""
 
-    def __init__(self, place: Path, policy: str = "intermittent", bits: Any = 32, **model: Any) -> None:
+    def __init__(self, place: Path, policy: str = "intermittent", bits: int = 32, **model: Any) -> None:
         self.place = place
         torch.manual_seed(0)
         self.model = Model(**model)
@@ -68,7 +70,7 @@ def rows_of(update: Update, name: str = "users.weight") -> list[int]:
     return [int(row) for rows in found if rows is not None for row in rows]
 
 
-def only(url: Any, since: Any) -> Update:
+def only(url: Url, since: Since) -> Update:
     (update,) = cnr_store.follow(url, since)
     return update
 
@@ -102,7 +104,7 @@ def test_nothing_comes_from_an_empty_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("since", ["yesterday", 77, "000009-0123abcd"])
-def test_a_version_that_never_was_is_refused_at_once(tmp_path: Path, since: Any) -> None:
+def test_a_version_that_never_was_is_refused_at_once(tmp_path: Path, since: str | int) -> None:
     Run(tmp_path).save(1)
     with pytest.raises(VersionNotFoundError):
         cnr_store.follow(tmp_path, since)
@@ -380,7 +382,7 @@ def test_extra_state_is_applied(tmp_path: Path) -> None:
         def get_extra_state(self) -> object:
             return {"words": self.vocabulary}
 
-        def set_extra_state(self, state: Any) -> None:
+        def set_extra_state(self, state: dict[str, object]) -> None:
             self.vocabulary = state["words"]
 
     model = WithExtra()
@@ -395,7 +397,7 @@ def test_extra_state_is_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [Model(rows=ROWS + 1), Model(dtype=torch.float16), nn.Linear(2, 2)])
-def test_a_model_that_does_not_fit_is_not_touched(tmp_path: Path, other: Any) -> None:
+def test_a_model_that_does_not_fit_is_not_touched(tmp_path: Path, other: nn.Module) -> None:
     Run(tmp_path).save()
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ModelMismatchError):

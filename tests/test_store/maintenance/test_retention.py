@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.test_store.support.retention_helpers import (
     visible,
 )
 from tests.test_store.support.small_model import make_model
+from tests.test_store.support.zarr_nodes import values_of
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def steps(backend: Backend) -> list[int]:
         ({"keep_last": 2, "keep_every": 2}, [2, 4, 6, 7]),
     ],
 )
-def test_rules_say_which_versions_stay(backend, rules, kept):
+def test_rules_say_which_versions_stay(backend: Backend, rules: dict[str, Any], kept: list[int]) -> None:
     save_many(backend, range(1, 8), policy="full")
     before = contents(backend)
     planned = cnr_store.gc(backend, **rules, dry_run=True)
@@ -83,13 +85,13 @@ def test_rules_say_which_versions_stay(backend, rules, kept):
     assert (report.stopped, report.leftovers, report.dry_run) == (None, (), False)
 
 
-def test_keep_every_takes_the_newest_at_or_before_each_multiple(backend):
+def test_keep_every_takes_the_newest_at_or_before_each_multiple(backend: Backend) -> None:
     save_many(backend, [90, 190, 200, 250, 410, 650], policy="full")
     cnr_store.gc(backend, keep_every=200)
     assert steps(backend) == [200, 250, 410, 650]  # the last before 200, 400, 600 and 800
 
 
-def test_keep_every_is_the_same_however_often_it_runs(backend):
+def test_keep_every_is_the_same_however_often_it_runs(backend: Backend) -> None:
     trainer = Trainer(backend, policy="full")
     for step in range(7, 300, 7):
         trainer.save(step)
@@ -98,7 +100,7 @@ def test_keep_every_is_the_same_however_often_it_runs(backend):
     assert steps(backend) == [49, 98, 147, 196, 245, 294]
 
 
-def test_after_a_rollback_keep_every_takes_the_newer_branch(backend):
+def test_after_a_rollback_keep_every_takes_the_newer_branch(backend: Backend) -> None:
     first = save_many(backend, [10, 20, 30], policy="full")
     trainer = Trainer(backend, policy="full")
     trainer.checkpointer.load(first[0])
@@ -111,7 +113,7 @@ def test_after_a_rollback_keep_every_takes_the_newer_branch(backend):
 @pytest.mark.parametrize(
     "rules", [{"keep_last": 0}, {"keep_every": -1}, {"keep_last": True}, {"keep_last": 1.5}]
 )
-def test_rules_out_of_range_are_refused(backend, rules):
+def test_rules_out_of_range_are_refused(backend: Backend, rules: dict[str, Any]) -> None:
     name = next(iter(rules))
     with pytest.raises(OptionError, match=name):
         cnr_store.gc(backend, **rules)
@@ -121,7 +123,7 @@ def test_rules_out_of_range_are_refused(backend, rules):
         cnr_store.gc(backend, grace_seconds=-1)
 
 
-def test_nothing_happens_where_no_store_is(backend):
+def test_nothing_happens_where_no_store_is(backend: Backend) -> None:
     with pytest.raises(cnr_store.EmptyStoreError, match="check the URL"):
         cnr_store.gc(backend, keep_last=1)
     assert objects(backend) == {}
@@ -131,7 +133,7 @@ def test_nothing_happens_where_no_store_is(backend):
 # Chains and folds
 
 
-def test_what_a_kept_version_leans_on_stays(backend):
+def test_what_a_kept_version_leans_on_stays(backend: Backend) -> None:
     made = save_many(backend, range(1, 8), full=[1, 4])
     before = contents(backend)
     report = cnr_store.gc(backend, keep_last=1)
@@ -141,7 +143,7 @@ def test_what_a_kept_version_leans_on_stays(backend):
     assert not any(remains(backend, version) for version in made[:3])
 
 
-def test_nothing_of_a_removed_version_is_left_in_the_end(backend):
+def test_nothing_of_a_removed_version_is_left_in_the_end(backend: Backend) -> None:
     made = save_many(backend, range(1, 6), policy="full")
     report = cnr_store.gc(backend, keep_last=1, grace_seconds=0)
     assert report.removed == tuple(made[:4])
@@ -150,7 +152,7 @@ def test_nothing_of_a_removed_version_is_left_in_the_end(backend):
     assert not [key for key in keys if key.startswith(("tombstones", "pins"))]
 
 
-def test_the_record_of_a_removed_version_stays_taken_for_the_grace_time(backend):
+def test_the_record_of_a_removed_version_stays_taken_for_the_grace_time(backend: Backend) -> None:
     made = save_many(backend, [1, 2, 3], policy="full")
     record = backend.get(record_key(made[0]))
     cnr_store.gc(backend, keep_last=1)
@@ -160,7 +162,7 @@ def test_the_record_of_a_removed_version_stays_taken_for_the_grace_time(backend)
     assert visible(backend) == made[2:]
 
 
-def test_freed_bytes_are_those_that_are_gone(backend):
+def test_freed_bytes_are_those_that_are_gone(backend: Backend) -> None:
     save_many(backend, [1, 2, 3], policy="full")
     before = sum(nbytes for _, nbytes in backend.list_keys("versions"))
     planned = cnr_store.gc(backend, keep_last=1, dry_run=True)
@@ -170,7 +172,7 @@ def test_freed_bytes_are_those_that_are_gone(backend):
     assert gone <= planned.freed_bytes < gone + 1000
 
 
-def test_beneath_a_fold_nothing_is_needed(backend):
+def test_beneath_a_fold_nothing_is_needed(backend: Backend) -> None:
     made = save_many(backend, range(1, 5), full=[1])
     trainer = Trainer(backend, seed=2)
     trainer.checkpointer.load(made[3])
@@ -185,7 +187,7 @@ def test_beneath_a_fold_nothing_is_needed(backend):
     assert not list(backend.list_keys("folds"))
 
 
-def test_a_writer_that_has_not_heard_of_a_fold_keeps_its_chain(backend):
+def test_a_writer_that_has_not_heard_of_a_fold_keeps_its_chain(backend: Backend) -> None:
     trainer = Trainer(backend)
     made = [trainer.save(step, step == 1) for step in (1, 2, 3)]
     cnr_store.compact(backend, made[2])
@@ -198,7 +200,7 @@ def test_a_writer_that_has_not_heard_of_a_fold_keeps_its_chain(backend):
     trainer.close()
 
 
-def test_a_fold_that_was_removed_is_trusted_no_more(backend):
+def test_a_fold_that_was_removed_is_trusted_no_more(backend: Backend) -> None:
     """A job's retention has read it before; it was damaged, and its record was removed."""
     trainer = Trainer(backend, keep_last=2)
     made = [trainer.save(step, step == 1) for step in (1, 2, 3)]
@@ -219,7 +221,7 @@ def test_a_fold_that_was_removed_is_trusted_no_more(backend):
 # Pins
 
 
-def test_a_pinned_version_stays_with_what_it_leans_on(backend):
+def test_a_pinned_version_stays_with_what_it_leans_on(backend: Backend) -> None:
     made = save_many(backend, range(1, 8), full=[1, 4, 7])
     before = contents(backend)
     assert cnr_store.pin(backend, 2) == made[1]
@@ -234,7 +236,7 @@ def test_a_pinned_version_stays_with_what_it_leans_on(backend):
     assert check_exact(backend, before) == [made[6]]
 
 
-def test_a_doomed_version_can_not_be_pinned(backend):
+def test_a_doomed_version_can_not_be_pinned(backend: Backend) -> None:
     made = save_many(backend, [1, 2], policy="full")
     backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     with pytest.raises(VersionNotFoundError, match=made[0]):
@@ -244,7 +246,7 @@ def test_a_doomed_version_can_not_be_pinned(backend):
         cnr_store.pin(backend, 17)
 
 
-def test_a_pin_that_comes_between_the_looks_holds(backend):
+def test_a_pin_that_comes_between_the_looks_holds(backend: Backend) -> None:
     """The pin was granted before there was a tombstone, so retention must see it the second time."""
     made = save_many(backend, [1, 2, 3], policy="full")
 
@@ -263,7 +265,7 @@ def test_a_pin_that_comes_between_the_looks_holds(backend):
 # Leftovers
 
 
-def test_leftovers_of_older_generations_are_voided_then_removed(backend):
+def test_leftovers_of_older_generations_are_voided_then_removed(backend: Backend) -> None:
     made = save_many(backend, [1, 2], policy="full")
     crashed = crash(backend)
     cnr_store.gc(backend)
@@ -287,7 +289,7 @@ def test_leftovers_of_older_generations_are_voided_then_removed(backend):
     assert cnr_store.gc(backend, grace_seconds=0).leftovers == ()
 
 
-def test_a_late_commit_of_a_stopped_writer_loses(backend):
+def test_a_late_commit_of_a_stopped_writer_loses(backend: Backend) -> None:
     """It passed its last look, was stopped, and another run took over and removed what it leant on."""
     trainer = Trainer(backend)
     trainer.save(1)
@@ -323,7 +325,7 @@ def test_a_late_commit_of_a_stopped_writer_loses(backend):
 # Writers
 
 
-def test_a_writer_finds_what_it_leans_on_doomed_and_goes_on_whole(backend):
+def test_a_writer_finds_what_it_leans_on_doomed_and_goes_on_whole(backend: Backend) -> None:
     trainer = Trainer(backend)
     made = [trainer.save(1), trainer.save(2)]
     backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
@@ -338,7 +340,7 @@ def test_a_writer_finds_what_it_leans_on_doomed_and_goes_on_whole(backend):
     assert check_exact(backend, before) == [fourth]
 
 
-def test_a_doomed_version_loads_and_nothing_leans_on_it(backend):
+def test_a_doomed_version_loads_and_nothing_leans_on_it(backend: Backend) -> None:
     made = save_many(backend, [1, 2])
     backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
     trainer = Trainer(backend, seed=2)
@@ -349,7 +351,9 @@ def test_a_doomed_version_loads_and_nothing_leans_on_it(backend):
 
 
 @pytest.mark.parametrize("when", ["before its tombstone", "before the second look"])
-def test_a_run_that_starts_between_the_looks_keeps_its_base_or_leans_on_nothing(backend, when):
+def test_a_run_that_starts_between_the_looks_keeps_its_base_or_leans_on_nothing(
+    backend: Backend, when: str
+) -> None:
     made = save_many(backend, [1, 2, 3], policy="full")
     runs: list[Trainer] = []
     looks: list[str] = []
@@ -377,7 +381,7 @@ def test_a_run_that_starts_between_the_looks_keeps_its_base_or_leans_on_nothing(
     runs[0].close()
 
 
-def test_what_a_run_started_from_stays_until_its_first_commit(backend):
+def test_what_a_run_started_from_stays_until_its_first_commit(backend: Backend) -> None:
     made = save_many(backend, [1, 2, 3], full=[1, 3])
     down = threading.Event()
 
@@ -399,7 +403,7 @@ def test_what_a_run_started_from_stays_until_its_first_commit(backend):
     assert list(cnr_store.gc(backend, keep_last=1).kept) == [fourth]
 
 
-def test_what_came_between_the_looks_stays_whole_although_no_rule_asks_for_it(backend):
+def test_what_came_between_the_looks_stays_whole_although_no_rule_asks_for_it(backend: Backend) -> None:
     made = save_many(backend, [1, 2], policy="full")
     runs: list[str] = []
 
@@ -420,7 +424,7 @@ def test_what_came_between_the_looks_stays_whole_although_no_rule_asks_for_it(ba
     assert check_exact(backend, before) == runs[1:]
 
 
-def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend):
+def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend: Backend) -> None:
     """Its commit has landed, whole; retention must not take that one for what the next version leans on."""
     storm: list[str] = ["fine"]
 
@@ -448,7 +452,7 @@ def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend):
     trainer.close()
 
 
-def test_a_writer_goes_on_under_a_new_claim_only_if_nobody_else_has_claimed(backend):
+def test_a_writer_goes_on_under_a_new_claim_only_if_nobody_else_has_claimed(backend: Backend) -> None:
     trainer = Trainer(backend)
     made = [trainer.save(1), trainer.save(2)]
     backend.put(version_key(made[0], "0", prefix="tombstones"), b"{}")
@@ -469,7 +473,7 @@ def test_a_writer_goes_on_under_a_new_claim_only_if_nobody_else_has_claimed(back
 # A job's own retention
 
 
-def test_a_job_keeps_so_many_versions(backend):
+def test_a_job_keeps_so_many_versions(backend: Backend) -> None:
     with_rules = Trainer(backend, keep_last=2, keep_every=4)
     expected = {}
     for step in range(1, 12):
@@ -485,7 +489,7 @@ def test_a_job_keeps_so_many_versions(backend):
         assert torch.isfinite(here).all()
 
 
-def test_failing_retention_fails_no_save(backend, caplog):
+def test_failing_retention_fails_no_save(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     def fault(operation: str, key: str, _: int) -> Fault:
         return "before" if key.startswith("tombstones") else None
 
@@ -498,7 +502,7 @@ def test_failing_retention_fails_no_save(backend, caplog):
     assert "upkeep after version" in caplog.text
 
 
-def test_retention_of_a_superseded_job_touches_nothing(backend):
+def test_retention_of_a_superseded_job_touches_nothing(backend: Backend) -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def hold(operation: str, key: str, _: int) -> Fault:
@@ -525,7 +529,7 @@ def test_retention_of_a_superseded_job_touches_nothing(backend):
 
 
 @pytest.mark.parametrize("how", ["open", "state_dict", "load"])
-def test_a_version_that_goes_while_it_is_read_is_said_to_be_gone(backend, how):
+def test_a_version_that_goes_while_it_is_read_is_said_to_be_gone(backend: Backend, how: str) -> None:
     save_many(backend, [1, 2], policy="full")
     removed: list[int] = []
 
@@ -536,7 +540,7 @@ def test_a_version_that_goes_while_it_is_read_is_said_to_be_gone(backend, how):
         return None
 
     reads: dict[str, Callable[[Backend], object]] = {
-        "open": lambda there: cnr_store.open(there, 1)["tables/items/weight"][:],
+        "open": lambda there: values_of(cnr_store.open(there, 1), "tables/items/weight"),
         "state_dict": lambda there: cnr_store.state_dict(there, 1),
         "load": lambda there: cnr_store.load(there, *make_model("adagrad", 0), version=1, rng=False),
     }
@@ -544,7 +548,7 @@ def test_a_version_that_goes_while_it_is_read_is_said_to_be_gone(backend, how):
         reads[how](FaultyBackend(backend, remove, reads=True))
 
 
-def test_a_base_that_is_lost_is_still_damage(backend):
+def test_a_base_that_is_lost_is_still_damage(backend: Backend) -> None:
     made = save_many(backend, [1, 2])
     for key, _ in list(backend.list_keys(f"versions/{made[0]}")):
         backend.delete(key)
@@ -552,7 +556,7 @@ def test_a_base_that_is_lost_is_still_damage(backend):
         cnr_store.state_dict(backend, made[1])
 
 
-def test_a_record_that_can_not_be_read_stops_retention(backend):
+def test_a_record_that_can_not_be_read_stops_retention(backend: Backend) -> None:
     made = save_many(backend, [1, 2, 3], policy="full")
     backend.put(record_key(made[1]), b"{}")
     before = objects(backend)
@@ -561,7 +565,7 @@ def test_a_record_that_can_not_be_read_stops_retention(backend):
     assert objects(backend) == before
 
 
-def test_storage_that_fails_is_its_own_error(backend):
+def test_storage_that_fails_is_its_own_error(backend: Backend) -> None:
     save_many(backend, [1, 2, 3], policy="full")
     with pytest.raises(StorageError):
         cnr_store.gc(FaultyBackend(backend, lambda *_: "before"), keep_last=1)

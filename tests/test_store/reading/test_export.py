@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import fsspec
 import numpy as np
@@ -16,12 +16,17 @@ import torch
 import xarray
 import zarr
 from torch import nn
+from zarr.core.metadata import ArrayV3Metadata
 
 import cnr_store
 from cnr_backends import StorageError
 from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError
 from cnr_store.chains import array_reader
 from cnr_store.format import arrays
+from tests.s3_server import S3Server
+from tests.test_store.support.zarr_nodes import array_of, values_of
+
+Format = Literal["safetensors", "zarr"]
 
 
 class Model(nn.Module):
@@ -80,7 +85,14 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
 
 
-def test_safetensors_reads_what_load_brings(store, tmp_path):
+def paths_by_name(group: zarr.Group) -> dict[str, str]:
+    """The paths that an exported group gives by the model's names."""
+    paths = group.attrs["names"]
+    assert isinstance(paths, dict)
+    return paths
+
+
+def test_safetensors_reads_what_load_brings(store: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "model.safetensors"
     info = cnr_store.export(store, target)
     assert info == cnr_store.versions(store)[-1]
@@ -99,7 +111,7 @@ def test_safetensors_reads_what_load_brings(store, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_every_tensor_of_a_file_is_aligned(store, tmp_path):
+def test_every_tensor_of_a_file_is_aligned(store: Path, tmp_path: Path) -> None:
     cnr_store.export(store, tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -109,25 +121,27 @@ def test_every_tensor_of_a_file_is_aligned(store, tmp_path):
         assert header[name]["data_offsets"][0] % values.element_size() == 0
 
 
-def test_zarr_reads_what_open_shows(store, tmp_path):
+def test_zarr_reads_what_open_shows(store: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "model.zarr"
     info = cnr_store.export(store, target, format="zarr")
     found, expected = zarr.open_group(target, mode="r"), cnr_store.open(store)
     assert found.attrs["cnr_version"] == {"id": info.id, "step": 2}
     by_name = cnr_store.state_dict(store)
-    assert found.attrs["names"].keys() == by_name.keys()
-    for name, path in found.attrs["names"].items():
-        array = found[path]
+    assert paths_by_name(found).keys() == by_name.keys()
+    for name, path in paths_by_name(found).items():
+        array = array_of(found, path)
         assert "cnr" not in json.dumps(array.metadata.to_dict(), default=str)
         assert (array.dtype, array.shape) == (by_name[name].dtype, by_name[name].shape)
-        assert np.array_equal(array[...], by_name[name])
-        assert np.array_equal(array[...], expected[path][...])
+        assert np.array_equal(values_of(found, path), by_name[name])
+        assert np.array_equal(values_of(found, path), values_of(expected, path))
     assert found["dense/model/sixteenth"].attrs["torch_dtype"] == "bfloat16"
-    assert found["tables/users/weight"].metadata.dimension_names == ("row", "dim")
+    metadata = array_of(found, "tables/users/weight").metadata
+    assert isinstance(metadata, ArrayV3Metadata)
+    assert metadata.dimension_names == ("row", "dim")
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_a_zarr_export_keeps_the_bits_of_what_equals_the_fill_value(tmp_path):
+def test_a_zarr_export_keeps_the_bits_of_what_equals_the_fill_value(tmp_path: Path) -> None:
     model = nn.Embedding(40, 4)
     model.register_buffer("zeros", torch.full((5,), -0.0))
     with torch.no_grad():
@@ -136,16 +150,16 @@ def test_a_zarr_export_keeps_the_bits_of_what_equals_the_fill_value(tmp_path):
     cnr_store.export(tmp_path / "store", tmp_path / "zarr", format="zarr")
     found = zarr.open_group(tmp_path / "zarr", mode="r")
     for name, values in cnr_store.state_dict(tmp_path / "store").items():
-        assert found[found.attrs["names"][name]][...].tobytes() == values.tobytes()
+        assert values_of(found, paths_by_name(found)[name]).tobytes() == values.tobytes()
 
 
-def test_xarray_opens_an_export(store, tmp_path):
+def test_xarray_opens_an_export(store: Path, tmp_path: Path) -> None:
     cnr_store.export(store, tmp_path / "zarr", format="zarr")
     tree = xarray.open_datatree(tmp_path / "zarr", engine="zarr", consolidated=False, chunks=None)
     assert np.array_equal(tree["tables/users/weight"], cnr_store.state_dict(store)["users.weight"])
 
 
-def test_an_older_version_can_be_exported(store, tmp_path):
+def test_an_older_version_can_be_exported(store: Path, tmp_path: Path) -> None:
     first = cnr_store.versions(store)[0]
     assert cnr_store.export(store, tmp_path / "file", version=1) == first
     found = safetensors.torch.load_file(tmp_path / "file")
@@ -153,7 +167,7 @@ def test_an_older_version_can_be_exported(store, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
-def test_what_is_there_is_kept_unless_asked(store, tmp_path, kind):
+def test_what_is_there_is_kept_unless_asked(store: Path, tmp_path: Path, kind: Format) -> None:
     target = tmp_path / "target"
     cnr_store.export(store, target, version=1, format=kind)
     before = contents(target)
@@ -165,14 +179,16 @@ def test_what_is_there_is_kept_unless_asked(store, tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "target"]
 
 
-def contents(place: Path) -> Any:
+def contents(place: Path) -> bytes | dict[Path, bytes]:
     if place.is_file():
         return place.read_bytes()
     return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_is_not_replaced_by_a_folder_nor_a_folder_by_a_file(store, tmp_path, overwrite):
+def test_a_file_is_not_replaced_by_a_folder_nor_a_folder_by_a_file(
+    store: Path, tmp_path: Path, overwrite: bool
+) -> None:
     (tmp_path / "file").write_text("a")
     (tmp_path / "folder").mkdir()
     with pytest.raises(OptionError, match="is there already"):
@@ -184,7 +200,7 @@ def test_a_file_is_not_replaced_by_a_folder_nor_a_folder_by_a_file(store, tmp_pa
 
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 @pytest.mark.parametrize("place", ["memory", "local"])
-def test_a_damaged_version_leaves_no_export(store, tmp_path, kind, place):
+def test_a_damaged_version_leaves_no_export(store: Path, tmp_path: Path, kind: Format, place: str) -> None:
     (shard,) = (store / "versions" / cnr_store.versions(store)[0].id / "tables/tags/weight/c").rglob("0/0")
     shard.write_bytes(shard.read_bytes()[:-1])
     target = f"memory://{uuid.uuid4().hex}/x" if place == "memory" else str(tmp_path / "target")
@@ -199,11 +215,11 @@ def test_a_damaged_version_leaves_no_export(store, tmp_path, kind, place):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
-def test_an_export_goes_wherever_fsspec_leads(store, kind):
+def test_an_export_goes_wherever_fsspec_leads(store: Path, kind: Format) -> None:
     target = f"memory://{uuid.uuid4().hex}/x"
     cnr_store.export(store, target, format=kind)
     if kind == "zarr":
-        found = zarr.open_group(target, mode="r")["tables/users/weight"][:]
+        found = values_of(zarr.open_group(target, mode="r"), "tables/users/weight")
     else:
         found = safetensors.torch.load(fsspec.filesystem("memory").cat(target))["users.weight"].numpy()
     assert np.array_equal(found, cnr_store.state_dict(store)["users.weight"])
@@ -213,11 +229,11 @@ def test_an_export_goes_wherever_fsspec_leads(store, kind):
     fsspec.filesystem("memory").rm(target, recursive=True)
 
 
-def test_a_zarr_export_goes_into_a_store_object(store):
+def test_a_zarr_export_goes_into_a_store_object(store: Path) -> None:
     target = zarr.storage.MemoryStore()
     cnr_store.export(store, target)
     assert np.array_equal(
-        zarr.open_group(target)["tables/users/weight"][:], cnr_store.state_dict(store)["users.weight"]
+        values_of(zarr.open_group(target), "tables/users/weight"), cnr_store.state_dict(store)["users.weight"]
     )
     with pytest.raises(OptionError, match="give a path or a URL"):
         cnr_store.export(store, zarr.storage.MemoryStore(), format="safetensors")
@@ -225,11 +241,11 @@ def test_a_zarr_export_goes_into_a_store_object(store):
 
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
-def test_an_export_goes_to_s3(store, tmp_path, s3_server, kind):
+def test_an_export_goes_to_s3(store: Path, tmp_path: Path, s3_server: S3Server, kind: Format) -> None:
     target, options = s3_server.url(f"export-{uuid.uuid4().hex}/{kind}"), s3_server.storage_options
     cnr_store.export(store, target, format=kind, target_options=options)
     if kind == "zarr":
-        found = zarr.open_group(target, mode="r", storage_options=options)["tables/users/weight"][:]
+        found = values_of(zarr.open_group(target, mode="r", storage_options=options), "tables/users/weight")
     else:
         data = fsspec.filesystem("s3", **options, skip_instance_cache=True).cat(target)
         found = safetensors.torch.load(data)["users.weight"].numpy()
@@ -238,7 +254,7 @@ def test_an_export_goes_to_s3(store, tmp_path, s3_server, kind):
         cnr_store.export(store, target, format=kind, target_options=options)
 
 
-def test_errors_are_told_before_anything_is_written(tmp_path):
+def test_errors_are_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(EmptyStoreError):
         cnr_store.export(tmp_path / "none", tmp_path / "target")
     model = nn.Module()
@@ -248,19 +264,20 @@ def test_errors_are_told_before_anything_is_written(tmp_path):
     with pytest.raises(OptionError, match=r"'wide' of type complex128.*format='zarr'"):
         cnr_store.export(tmp_path / "store", tmp_path / "target")
     with pytest.raises(OptionError, match="'safetensors' or 'zarr'"):
-        cnr_store.export(tmp_path / "store", tmp_path / "target", format="csv")
-    for kind in ("safetensors", "zarr"):
+        cnr_store.export(tmp_path / "store", tmp_path / "target", format="csv")  # type: ignore[arg-type]  # deliberately wrong
+    kinds: tuple[Format, ...] = ("safetensors", "zarr")
+    for kind in kinds:
         for target in ("nowhere://a/b", "", 5):
             with pytest.raises(OptionError, match="can't write to"):
-                cnr_store.export(tmp_path / "other", target, format=kind)
+                cnr_store.export(tmp_path / "other", target, format=kind)  # type: ignore[arg-type]  # deliberately wrong
         with pytest.raises(OptionError, match="takes no target_options"):
             cnr_store.export(tmp_path / "other", tmp_path / "x", format=kind, target_options={"key": "a"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
     cnr_store.export(tmp_path / "store", tmp_path / "target", format="zarr")
-    assert zarr.open_group(tmp_path / "target")["dense/model/wide"].dtype == np.complex128
+    assert array_of(zarr.open_group(tmp_path / "target"), "dense/model/wide").dtype == np.complex128
 
 
-def test_a_target_that_cannot_be_written_is_told(store, tmp_path):
+def test_a_target_that_cannot_be_written_is_told(store: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="can't write"):
         cnr_store.export(store, "http://127.0.0.1:9/file")
     (tmp_path / "file").write_text("a")

@@ -63,6 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class _Filled(VirtualStore):
     """Objects under any keys, put there by the suite; everything that reads is the product's."""
 
+    supports_writes = True
+    supports_deletes = True
+
     def __init__(self, objects: dict[str, bytes], read_only: bool = False) -> None:
         super().__init__()
         self.objects = objects
@@ -93,14 +96,6 @@ class _Filled(VirtualStore):
         if self.read_only:
             await super().delete(key)
         self.objects.pop(key, None)
-
-    @property
-    def supports_writes(self) -> bool:
-        return True
-
-    @property
-    def supports_deletes(self) -> bool:
-        return True
 
 
 class TestReading(StoreTests[_Filled, cpu.Buffer]):

@@ -119,7 +119,7 @@ class Training:
         return not pending.done()
 
     def train(self, ids: Ids) -> None:
-        self.model(ids).backward()  # type: ignore[no-untyped-call]
+        self.model(ids).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

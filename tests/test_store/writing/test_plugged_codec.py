@@ -21,6 +21,7 @@ from cnr_codecs import Followed, RowCodec, UniformRows
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_unpacker
 from tests.paths import ROOT
+from tests.test_store.support.zarr_nodes import values_of
 
 PAGE = ROOT / "docs" / "codecs.md"
 ROWS, DIM = 3000, 16
@@ -92,7 +93,7 @@ def _train(url: Path, policy: str, codec: Any, codecs: dict[str, RowCodec]) -> l
             if step:
                 ids = torch.randint(20, ROWS, (200,), generator=generator)
                 optimizer.zero_grad()
-                model(ids).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                model(ids).backward()
                 optimizer.step()
             checkpointer.save(step).result()
             now = {name: _as_stored(codecs[name], model.table(name)) for name in codecs}
@@ -115,7 +116,7 @@ def _assert_holds(url: Path, expected: list[dict[str, Array]]) -> None:
         model = Model(5)
         cnr_store.load(url, model, version=info)
         for name, values in tables.items():
-            np.testing.assert_array_equal(group[f"tables/{name}/weight"][:], values)
+            np.testing.assert_array_equal(values_of(group, f"tables/{name}/weight"), values)
             np.testing.assert_array_equal(model.table(name), values)
 
 
@@ -125,7 +126,7 @@ def _assert_zarr_alone_reads(url: Path, expected: list[dict[str, Array]]) -> int
     for info, tables in zip(cnr_store.versions(url), expected, strict=True):
         group = zarr.open_group(LocalStore(url), path=f"versions/{info.id}", mode="r")
         for name, values in tables.items():
-            found = np.asarray(group[f"tables/{name}/weight"][:])
+            found = values_of(group, f"tables/{name}/weight")
             held = ~np.isnan(found).all(axis=1)
             assert held.all() or info.kind == "delta"
             np.testing.assert_array_equal(found[held], values[held])
@@ -154,7 +155,8 @@ def test_metadata_names_what_follows(tmp_path: Path) -> None:
     config = {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd", "level": 3}]}
     info = cnr_store.save(tmp_path, Model(1), codec=config)
     array = zarr.open_array(LocalStore(tmp_path), path=f"versions/{info.id}/tables/users/weight", mode="r")
-    (sharding,) = array.metadata.to_dict()["codecs"]  # type: ignore[misc]  # zarr's metadata is JSON
+    codecs: Any = array.metadata.to_dict()["codecs"]  # JSON
+    (sharding,) = codecs
     names = [codec["name"] for codec in sharding["configuration"]["codecs"]]
     assert names == ["cnr.uniform", "zstd", "crc32c"]
 
@@ -191,9 +193,9 @@ def test_a_codec_that_can_not_follow_is_refused_before_anything_is_written(tmp_p
 
 def test_the_codec_of_the_page_is_a_row_codec() -> None:
     codec = Clipped(3)
+    assert dataclasses.replace(codec, percent=1) == CODECS["clipped"]
     assert isinstance(codec, RowCodec)
     assert cnr_codecs.row_codec(codec) is codec
-    assert dataclasses.replace(codec, percent=1) == CODECS["clipped"]
     rows = np.random.default_rng(0).standard_t(2, (500, 64)).astype(np.float32)
     ours, wide = cnr_codecs.error_report(rows, codecs=[codec, UniformRows("asymmetric", 8)])
     assert ours.row_bytes == wide.row_bytes == codec.bytes_per_row(64, "float32")

@@ -16,7 +16,7 @@ from tests.test_store.support.tracked_table import ALL, Bench, backward, ids, li
 
 
 def ragged() -> torch.Tensor:
-    return torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.nested.nested_tensor([ids(1, 2), ids(3)], layout=torch.jagged)
 
 
 def test_ragged_ids_are_marked() -> None:
@@ -42,7 +42,7 @@ def faked(table: nn.Embedding) -> None:
 
 
 def functionalized(table: nn.Embedding) -> None:
-    torch.func.functionalize(table)(ids(1, 2))  # type: ignore[no-untyped-call]
+    torch.func.functionalize(table)(ids(1, 2))
 
 
 def without_memory(table: nn.Embedding) -> None:
@@ -146,7 +146,11 @@ def test_a_forward_of_its_own_takes_anything_by_any_name(given: bool, compiled: 
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     tracker = Tracker(find_tables(nn.ModuleDict({"t": table})), [optimizer] if given else [])
     program: Any = torch.compile(table, backend="eager", fullgraph=True) if compiled else table
-    for call in (lambda: program(batch={"ids": ids(1, 2)}), lambda: program({"ids": ids(1, 2)})):
+    calls: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: program(batch={"ids": ids(1, 2)}),
+        lambda: program({"ids": ids(1, 2)}),
+    )
+    for call in calls:
         backward(call().sum())
         optimizer.step()
         optimizer.zero_grad()
