@@ -7,14 +7,13 @@ import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.paths import SHARED_MEMORY
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
 
-SHARED_MEMORY = Path("/dev/shm")
 ROOM_BYTES = 4 << 30
 """What the temporary files of a whole run have room in."""
 

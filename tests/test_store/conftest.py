@@ -1,4 +1,4 @@
-"""What the tests of several rooms need: a small store, and processes to stop, kill and wake."""
+"""What the tests of several rooms need: places, small stores, and processes to stop, kill and wake."""
 
 from __future__ import annotations
 
@@ -7,8 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_store.support.lasting_store import lasting_store
+from tests.test_store.support.places import memory_url, quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.tampering import make_store
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The URL of a store in memory."""
+    with memory_url() as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "local"])
+def root(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where to make stores, each in a folder of its own."""
+    with memory_url() if request.param == "memory" else quick_folder() as found:
+        yield found
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Path]:
+    """A store of `make_model()` that every test must leave as it is."""
+    with lasting_store(tmp_path / "stored") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

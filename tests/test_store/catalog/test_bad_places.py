@@ -18,16 +18,10 @@ import zarr
 import cnr_store
 from cnr_backends import OpenError, StorageError
 from cnr_store import Checkpointer, EmptyStoreError, FormatError, SaveError
-from tests.test_store.support.lasting_store import lasting_store, make_model, weight
+from tests.test_store.support.lasting_store import make_model, weight
 
 if TYPE_CHECKING:
     from tests.s3_server import S3Server
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Path]:
-    with lasting_store(tmp_path / "stored") as folder:
-        yield folder
 
 
 def _unopenable(kind: str, folder: Path) -> tuple[Any, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store import VersionNotFoundError
 from cnr_store.policies.policy import POLICIES
+from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.retention_helpers import is_void, remains
 from tests.test_store.support.retention_process import digest
@@ -24,8 +23,7 @@ RUNS = 20
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+    with quick_folder() as folder:
         yield folder
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,9 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CorruptionError
 from cnr_store.format import layout
 from cnr_store.reading.filesystem import CnrFileSystem
-from tests.test_store.support.faults import forget
 
 ROWS = 3000
 CHUNK = "tables/weight/weight/c/0/0"
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    found = f"memory://{uuid.uuid4().hex}"
-    yield found
-    forget(found)
 
 
 def chained(url: str, policy: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from benchmarks.storage_bench.memory import peak_bytes
 from benchmarks.storage_bench.peak import SNAPSHOT_BYTES
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.writing.stage import PUT_BYTES_IN_FLIGHT
+from tests.test_store.support.places import quick_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,8 +26,7 @@ TABLE_BYTES = ROWS * DIM * 4
 @pytest.fixture(scope="module")
 def store() -> Iterator[Path]:
     """A store of one table; it takes 90 MB there."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+    with quick_folder() as name:
         folder = Path(name)
         rise = peak_bytes("save", folder, ROWS, DIM)
         # Its rows have no room in the snapshot, so they are taken from the model; its shards may all be under way.

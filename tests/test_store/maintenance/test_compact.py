@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
 from cnr_store.format.record_document import decode_record, encode_record
-from tests.test_store.support.faults import forget
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CODECS: dict[str, Any] = {
@@ -55,13 +52,6 @@ CODECS: dict[str, Any] = {
         "then": [{"id": "zlib"}, {"id": "crc32"}],
     },
 }
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    found = f"memory://{uuid.uuid4().hex}"
-    yield found
-    forget(found)
 
 
 @pytest.fixture

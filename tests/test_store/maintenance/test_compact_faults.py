@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from tests.s3_server import S3Server
 from tests.test_store.support import folding_process
 from tests.test_store.support.faults import forget
 from tests.test_store.support.fork_server import ForkServer
+from tests.test_store.support.places import quick_folder
 
 pytestmark = pytest.mark.slow
 
@@ -60,23 +59,6 @@ def stored() -> tuple[Objects, Arrays]:
     expected = cnr_store.state_dict(url)
     forget(url)
     return found, expected
-
-
-@pytest.fixture(params=["memory", "local"])
-def root(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where stores are made; local ones in memory where there is such a folder, since every object is synced."""
-    if request.param == "memory":
-        url = f"memory://{uuid.uuid4().hex}"
-        yield url
-        forget(url)
-        return
-    with local_folder() as folder:
-        yield folder
-
-
-def local_folder() -> tempfile.TemporaryDirectory[str]:
-    shared = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None)
 
 
 def filled(root: str, stored: Objects) -> Backend:
@@ -236,7 +218,7 @@ def operations(root: str, stored: Objects) -> list[str]:
 
 def test_killed_at_every_operation(folders: Folders, stored: tuple[Objects, Arrays]) -> None:
     objects, expected = stored
-    with local_folder() as root:
+    with quick_folder() as root:
         names = operations(root, objects)
         for number in range(len(names)):
             backend = filled(root, objects)
@@ -248,7 +230,7 @@ def test_killed_at_every_operation(folders: Folders, stored: tuple[Objects, Arra
 
 def test_processes_that_fold_at_once(folders: Folders, stored: tuple[Objects, Arrays]) -> None:
     objects, expected = stored
-    with local_folder() as root:
+    with quick_folder() as root:
         for _ in range(8):
             backend = filled(root, objects)
             children = [folders.start(backend.url) for _ in range(3)]
@@ -260,7 +242,7 @@ def test_processes_that_fold_at_once(folders: Folders, stored: tuple[Objects, Ar
 def test_stopped_and_woken_when_another_has_folded(folders: Folders, stored: tuple[Objects, Arrays]) -> None:
     """A zombie puts its last objects, and comes too late with its record, after another's fold is there."""
     objects, expected = stored
-    with local_folder() as root:
+    with quick_folder() as root:
         names = operations(root, objects)
         create = names.index("create")
         puts = [number for number, name in enumerate(names) if name == "put"]
@@ -276,7 +258,7 @@ def test_stopped_and_woken_when_another_has_folded(folders: Folders, stored: tup
 
 def test_stopped_and_woken_when_the_version_is_gone(folders: Folders, stored: tuple[Objects, Arrays]) -> None:
     objects, _ = stored
-    with local_folder() as root:
+    with quick_folder() as root:
         create = operations(root, objects).index("create")
         for number in (create - 1, create):
             backend = filled(root, objects)

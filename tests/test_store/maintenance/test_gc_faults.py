@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from cnr_store.chains.array_reader import chain
 from cnr_store.format.layout import VersionId, version_key
 from tests.s3_server import S3Server
 from tests.test_store.support.faults import forget
+from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.retention_helpers import (
     Trainer,
@@ -141,18 +141,6 @@ def prepared() -> Iterator[Prepared]:
     forget(url)
 
 
-@pytest.fixture(params=["memory", "local"])
-def root(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "memory":
-        url = f"memory://{uuid.uuid4().hex}"
-        yield url
-        forget(url)
-        return
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        yield folder
-
-
 def collect(backend: Backend, fault: Callable[[str, str, int], Fault]) -> FaultyBackend:
     """Run retention over storage that fails like this; returns the storage."""
     faulty = FaultyBackend(backend, fault, reads=True)
@@ -224,8 +212,7 @@ def test_storage_is_down_from_every_operation_on(prepared: Prepared, root: str, 
 
 @pytest.mark.slow
 def test_process_killed_at_every_operation(prepared: Prepared, jobs: Jobs) -> None:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as root:
+    with quick_folder() as root:
         for number in range(operations(prepared, f"{root}/count")):
             backend = prepared.copy(f"{root}/{number}")
             _, how = jobs.run("collect", f"{root}/{number}", keep_last=2, at=number, signal="SIGKILL")

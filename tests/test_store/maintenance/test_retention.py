@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, Checkpointer, OptionError, SupersededError, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId, record_key, version_key
-from tests.test_store.support.faults import forget
+from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import (
     Trainer,
     check_exact,
@@ -35,9 +34,8 @@ from tests.test_store.support.zarr_nodes import values_of
 
 @pytest.fixture
 def backend() -> Iterator[Backend]:
-    url = f"memory://{uuid.uuid4().hex}"
-    yield open_backend(url)
-    forget(url)
+    with memory_url() as url:
+        yield open_backend(url)
 
 
 def is_record(key: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,9 @@ from tests.test_store.support.lasting_store import (
     ROWS,
     assert_newest,
     change,
-    lasting_store,
     make_model,
     weight,
 )
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Path]:
-    with lasting_store(tmp_path / "stored") as folder:
-        yield folder
-
 
 # Models
 

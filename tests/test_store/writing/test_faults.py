@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +13,8 @@ from cnr_backends import Backend, ObjectExistsError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import Checkpointer, SupersededError
 from tests.test_store.support.faults import Spoil, forget
+from tests.test_store.support.places import memory_url
+from tests.test_store.support.retention_helpers import objects
 from tests.test_store.support.small_model import Ids, make_model, other_state, row_state
 from tests.test_store.support.trainer_model import WAIT_SECONDS, Job, Setting
 
@@ -29,20 +29,8 @@ KINDS: list[Fault] = ["before", "after", "full"]
 @pytest.fixture
 def memory() -> Iterator[str]:
     """Where stores are made, each in a folder of its own."""
-    url = f"memory://{uuid.uuid4().hex}"
-    yield url
-    forget(url)
-
-
-@pytest.fixture(params=["memory", "local"])
-def root(request: pytest.FixtureRequest, memory: str) -> Iterator[str]:
-    """The same, also on a local folder: in memory where there is one, since hundreds of saves sync their files."""
-    if request.param == "memory":
-        yield memory
-        return
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        yield folder
+    with memory_url() as url:
+        yield url
 
 
 def prepared(root: str, save: str, reads: bool = False) -> Job:
@@ -235,7 +223,3 @@ class Writer:
             path: rows.tobytes() for path, rows in there.items()
         }
         assert other_state(self.model, self.optimizers) == other_state(model, optimizers)
-
-
-def objects(backend: Backend) -> dict[str, bytes]:
-    return {key: backend.get(key) for key, _ in backend.list_keys("")}

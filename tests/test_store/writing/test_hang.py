@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, SaveError
 from tests.test_store.support.faults import forget
+from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.retention_process import digest
 from tests.test_store.support.small_model import Ids, make_model
@@ -36,8 +36,7 @@ SECOND: Ids = {"users": [2, 299], "tags": [5]}
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+    with quick_folder() as name:
         yield Path(name)
 
 

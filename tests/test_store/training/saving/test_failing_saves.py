@@ -18,13 +18,7 @@ import cnr_store
 from cnr_backends import StorageFullError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import Checkpointer, ClosedError, SaveError, SupersededError
-from tests.test_store.support.lasting_store import ROWS, assert_newest, change, lasting_store, make_model
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Path]:
-    with lasting_store(tmp_path / "stored") as folder:
-        yield folder
+from tests.test_store.support.lasting_store import ROWS, assert_newest, change, make_model
 
 
 def test_closed_checkpointer(stored: Path) -> None:
