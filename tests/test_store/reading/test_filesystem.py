@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,13 @@ from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError,
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.filesystem import CnrFileSystem
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import VirtualStore
+from tests.test_store.support.filled_store import FilledStore
 
 # fsspec's suite
 
 
-class _Objects(VirtualStore):
+class _Objects(FilledStore):
     """Whatever objects the suite reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.objects: dict[str, bytes] = {}
-
-    def nbytes(self, key: str) -> int | None:
-        return len(self.objects[key]) if key in self.objects else None
-
-    def read(self, key: str, start: int, stop: int) -> bytes:
-        return self.objects[key][start:stop]
-
-    def names(self, folder: str) -> Iterable[str]:
-        below = f"{folder}/" if folder else ""
-        return sorted({key[len(below) :].split("/")[0] for key in self.objects if key.startswith(below)})
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -94,7 +79,7 @@ class _Written:
 class _Fixtures(AbstractFixtures):  # type: ignore[misc]  # fsspec ships no types
     @pytest.fixture
     def fs(self) -> CnrFileSystem:
-        return _Filled(_Objects())
+        return _Filled(_Objects({}))
 
     @pytest.fixture
     def fs_path(self) -> str:

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from cnr_backends import open_backend
 from cnr_store import Checkpointer, ReadOnlyError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import VirtualStore
+from tests.test_store.support.filled_store import FilledStore
 
 ROWS, DIM = 5000, 6
 
@@ -60,26 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # zarr's suite
 
 
-class _Filled(VirtualStore):
-    """Objects under any keys, put there by the suite; everything that reads is the product's."""
+class _Filled(FilledStore):
+    """Objects that the suite puts there."""
 
     supports_writes = True
     supports_deletes = True
 
     def __init__(self, objects: dict[str, bytes], read_only: bool = False) -> None:
-        super().__init__()
-        self.objects = objects
+        super().__init__(objects)
         self._read_only = read_only
-
-    def nbytes(self, key: str) -> int | None:
-        return len(self.objects[key]) if key in self.objects else None
-
-    def read(self, key: str, start: int, stop: int) -> bytes:
-        return self.objects[key][start:stop]
-
-    def names(self, folder: str) -> Iterable[str]:
-        below = f"{folder}/" if folder else ""
-        return sorted({key[len(below) :].split("/")[0] for key in self.objects if key.startswith(below)})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Filled) and other.objects == self.objects
