@@ -17,13 +17,13 @@ from torch import nn
 import cnr_store
 from cnr_backends import Backend, BackendError, open_backend
 from cnr_backends.testing import FaultyBackend
-from cnr_backends.testing.faulty import Decide, Fault
+from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CheckpointError, compact
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 from tests.s3_server import S3Server
 from tests.test_store.support import folding_process
-from tests.test_store.support.faults import forget
+from tests.test_store.support.faults import fault_at, forget
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.places import quick_folder
 
@@ -97,11 +97,6 @@ def finish(backend: Backend, expected: Arrays) -> None:
         forget(backend.url)
 
 
-def struck(at: int, kind: Fault, then: Fault = None) -> Decide:
-    """One fault, and what becomes of all later operations."""
-    return lambda _operation, _key, index: kind if index == at else (then if index > at else None)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_operation(root: str, kind: Fault, stored: tuple[Objects, Arrays]) -> None:
     objects, expected = stored
@@ -110,7 +105,7 @@ def test_fault_at_every_operation(root: str, kind: Fault, stored: tuple[Objects,
     assert len(counting.log) > 30
     for number in range(len(counting.log)):
         inner = filled(root, objects)
-        backend = FaultyBackend(inner, struck(number, kind), reads=True)
+        backend = FaultyBackend(inner, fault_at(number, kind), reads=True)
         try:
             outcome = compact(backend, workers=1).outcome
         except (CheckpointError, BackendError):
@@ -133,7 +128,7 @@ def test_storage_is_down_from_an_operation_on(kind: Fault, stored: tuple[Objects
     for number in range(len(counting.log)):
         inner = filled(root, objects)
 
-        down = struck(number, kind, "before")
+        down = fault_at(number, kind, "before")
         operation, _ = counting.log[number]
         if operation == "delete" or number > [each for each, _ in counting.log].index("create"):
             assert compact(FaultyBackend(inner, down, reads=True), workers=1).outcome == "folded"
@@ -164,7 +159,7 @@ def test_faults_on_s3(kind: Fault, s3_server: S3Server, stored: tuple[Objects, A
     for number in (first, (first + create) // 2, create - 1, create, create + 1):
         inner = copied(str(number))
         with suppress(CheckpointError, BackendError):
-            compact(FaultyBackend(inner, struck(number, kind), reads=True), workers=1)
+            compact(FaultyBackend(inner, fault_at(number, kind), reads=True), workers=1)
         finish(inner, expected)
 
 

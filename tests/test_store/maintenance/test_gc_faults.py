@@ -19,7 +19,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import chain
 from cnr_store.format.layout import VersionId, version_key
 from tests.s3_server import S3Server
-from tests.test_store.support.faults import forget
+from tests.test_store.support.faults import fault_at, forget
 from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.retention_helpers import (
@@ -149,10 +149,6 @@ def collect(backend: Backend, fault: Callable[[str, str, int], Fault]) -> Faulty
     return faulty
 
 
-def only(number: int, kind: Fault) -> Callable[[str, str, int], Fault]:
-    return lambda _, __, index: kind if index == number else None
-
-
 def operations(prepared: Prepared, url: str) -> int:
     backend = prepared.copy(url)
     count = len(collect(backend, lambda *_: None).log)
@@ -187,7 +183,7 @@ def test_fault_at_every_operation(prepared: Prepared, root: str, kind: Fault) ->
     for number in struck(prepared, root, KINDS, kind):
         url = f"{root}/{number}"
         backend = prepared.copy(url)
-        collect(backend, only(number, kind))
+        collect(backend, fault_at(number, kind))
         prepared.check(backend)
         prepared.finish(backend)
         forget(url)
@@ -200,11 +196,7 @@ def test_storage_is_down_from_every_operation_on(prepared: Prepared, root: str, 
     for number in struck(prepared, root, ENDS, last):
         url = f"{root}/{number}"
         backend = prepared.copy(url)
-
-        def down(_: str, __: str, index: int, number: int = number) -> Fault:
-            return None if index < number else last if index == number else "before"
-
-        collect(backend, down)
+        collect(backend, fault_at(number, last, then="before"))
         prepared.check(backend)
         prepared.finish(backend)
         forget(url)
@@ -232,6 +224,6 @@ def test_faults_on_s3(prepared: Prepared, s3_server: S3Server) -> None:
     prepared.finish(backend)
     for number, kind in zip(range(4, count, S3_STRIDE), cycle(ENDS), strict=False):
         backend = prepared.copy(s3_server.url(f"{root}/{number}"), **options)
-        collect(backend, only(number, kind))
+        collect(backend, fault_at(number, kind))
         prepared.check(backend)
         prepared.finish(backend)

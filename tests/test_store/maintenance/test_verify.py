@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import zarr
 
 import cnr_store
 from cnr_backends import Backend, StorageError, open_backend
-from cnr_backends.testing.faulty import Fault, FaultyBackend
+from cnr_backends.testing.faulty import FaultyBackend
 from cnr_store import CheckpointError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.chains.array_reader import chain
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.report import VerifyReport
 from cnr_store.maintenance.verification.verify import verify
-from tests.test_store.support.faults import Spoil
+from tests.test_store.support.faults import Spoil, fault_at
 from tests.test_store.support.tampering import DENSE, WEIGHT, Forgery, Model
 from tests.test_store.support.trainer_model import Job, Setting
 
@@ -295,13 +295,9 @@ def test_a_storage_that_does_not_answer_is_no_damage(base: Path, deep: bool) -> 
     backend = FaultyBackend(open_backend(base), lambda *_: None, reads=True)
     verify(backend, deep=deep)
     for number in range(len(backend.log)):
-        broken = FaultyBackend(open_backend(base), _failing(number), reads=True)
+        broken = FaultyBackend(open_backend(base), fault_at(number, "before"), reads=True)
         with pytest.raises(StorageError):
             verify(broken, deep=deep, workers=1)
-
-
-def _failing(number: int) -> Callable[[str, str, int], Fault]:
-    return lambda operation, key, index: "before" if index == number else None
 
 
 class _Removing(FaultyBackend):

@@ -19,7 +19,7 @@ from cnr_store import BaseLostError, EmptyStoreError, SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId
 from tests.nightly import histories
-from tests.test_store.support.faults import forget
+from tests.test_store.support.faults import fault_at, forget
 from tests.test_store.support.retention_helpers import Content, Trainer, content, visible
 
 NUMBER = st.integers(0, 1000)
@@ -142,10 +142,7 @@ class Histories(RuleBasedStateMachine):
     @rule(rules=RULES, number=st.integers(0, 150), last=st.sampled_from(["before", "after"]))
     def crash_while_collecting(self, rules: dict[str, Any], number: int, last: Fault) -> None:
         kept = self.to_keep(**rules)
-
-        def down(_: str, __: str, index: int) -> Fault:
-            return None if index < number else last if index == number else "before"
-
+        down = fault_at(number, last, then="before")
         with suppress(BackendError):
             cnr_store.gc(FaultyBackend(self.backend, down, reads=True), **rules, grace_seconds=0)
         there = set(visible(self.backend))

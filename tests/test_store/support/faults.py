@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cnr_backends.testing.faulty import Fault
+from cnr_backends.testing.faulty import Decide, Fault
 
 _RECORD = re.compile(r"versions/[0-9]{6}-[0-9a-f]{8}\.[0-9]{8}/zarr\.json")
 _PATIENCE_SECONDS = 60
@@ -74,6 +74,11 @@ class Spoil:
 
 def _is_record(key: str) -> bool:
     return _RECORD.fullmatch(key) is not None
+
+
+def fault_at(number: int, kind: Fault, then: Fault = None) -> Decide:
+    """A fault of one storage operation, counted from 0, and what befalls every later one."""
+    return lambda _operation, _key, index: kind if index == number else (then if index > number else None)
 
 
 class Weather:

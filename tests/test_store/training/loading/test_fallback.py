@@ -24,6 +24,7 @@ from cnr_store import (
     VersionNotFoundError,
 )
 from cnr_store.format import layout
+from tests.test_store.support.faults import fault_at
 from tests.test_store.support.tampering import Forgery
 
 ROWS, DIM, STEPS = 500, 8, 4
@@ -262,11 +263,7 @@ def test_a_storage_that_does_not_answer_is_no_damage(store: Store) -> None:
 
     for number in range(len(loads(lambda *_: None).log)):
         with pytest.raises(StorageError):
-            loads(_failing(number))
-
-
-def _failing(number: int) -> Callable[[str, str, int], Fault]:
-    return lambda operation, key, index: "before" if index == number else None
+            loads(fault_at(number, "before"))
 
 
 def test_a_version_of_a_newer_format(store: Store, tmp_path: Path) -> None:
