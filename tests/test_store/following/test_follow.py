@@ -28,7 +28,8 @@ from cnr_store import (
 from cnr_store.catalog.catalog import Url
 from cnr_store.following.follow import Since
 from cnr_store.reading import changed_rows
-from tests.test_store.support.follower import Follower, delete_version
+from tests.test_store.support.follower import Follower
+from tests.test_store.support.retention_helpers import delete_version
 
 ROWS, DIM = 4000, 8
 

@@ -16,11 +16,11 @@ from tests.test_store.golden.golden_values import (
     Array,
     Job,
     described,
-    differing,
     model_paths,
     own_arrays,
     own_tree,
 )
+from tests.test_store.support.same_arrays import differing
 
 
 class Notes:

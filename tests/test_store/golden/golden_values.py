@@ -187,22 +187,6 @@ def _optimizer(job: Job, optimizer: Optimizer) -> Any:
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
-def differing(found: Array, expected: Array) -> str | None:
-    """How two arrays differ in type, shape or bits; None if they don't."""
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
-    left, right = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (found, expected))
-    places = np.flatnonzero(left != right)
-    return None if not places.size else f"{places.size} bytes, the first at {places[0]} of {left.size}"
-
-
-def assert_same_arrays(found: dict[str, Array], expected: dict[str, Array]) -> None:
-    """Both hold the same paths, types, shapes and bits."""
-    assert found.keys() == expected.keys()
-    different = {path: difference for path in found if (difference := differing(found[path], expected[path]))}
-    assert not different, different
-
-
 class Golden:
     """A golden store, unpacked, and what is expected of it.
 

@@ -28,14 +28,13 @@ from tests.test_store.golden.golden_values import (
     STORES,
     Array,
     Golden,
-    assert_same_arrays,
     described,
-    differing,
     model_paths,
     own_arrays,
     own_tree,
     table_name,
 )
+from tests.test_store.support.same_arrays import assert_same_arrays, differing
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

@@ -15,7 +15,7 @@ import zarr
 from torch import nn
 
 import cnr_store
-from cnr_backends import Backend, open_backend
+from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_codecs import parse, present_rows
@@ -32,6 +32,8 @@ from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
 from cnr_store.format.record_document import decode_record, encode_record
+from tests.test_store.support.retention_helpers import delete_version
+from tests.test_store.support.same_arrays import assert_same_arrays
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CODECS: dict[str, Any] = {
@@ -107,21 +109,6 @@ def history(url: str, codec: Any, policy: str = "consecutive", saves: int = 5, s
     return found
 
 
-def same(found: Arrays, expected: Arrays) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert found[name].dtype == values.dtype
-        assert found[name].tobytes() == values.tobytes(), name
-
-
-def remove_version(backend: Backend, version: str) -> None:
-    """As retention does: the record goes first."""
-    backend.delete(layout.record_key(version))
-    for room in (layout.FOLDS, layout.VERSIONS):
-        for key, _ in list(backend.list_keys(layout.version_key(version, prefix=room))):
-            backend.delete(key)
-
-
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.usefixtures("many_chunks")
 def test_a_fold_reads_the_same_bit_for_bit(url: str, name: str) -> None:
@@ -136,11 +123,11 @@ def test_a_fold_reads_the_same_bit_for_bit(url: str, name: str) -> None:
     assert report.bytes == folded
     assert cnr_store.versions(url) == infos
     for info, expected in zip(infos, history_of, strict=True):
-        same(cnr_store.state_dict(url, info), expected)
+        assert_same_arrays(cnr_store.state_dict(url, info), expected)
     for info in infos[:3]:
-        remove_version(backend, info.id)
+        delete_version(backend, info.id)
     for info, expected in list(zip(infos, history_of, strict=True))[3:]:
-        same(cnr_store.state_dict(url, info), expected)
+        assert_same_arrays(cnr_store.state_dict(url, info), expected)
         array = cnr_store.open(url, info)["tables/full/weight"]
         assert isinstance(array, zarr.Array)
         np.testing.assert_array_equal(array[5:600], expected["full.weight"][5:600])
@@ -208,9 +195,9 @@ def test_a_fold_over_a_fold(url: str) -> None:
     assert compact(url, infos[2]).links == 3
     assert compact(url, infos[5]).links == 4
     for info in infos[:2] + infos[3:5]:
-        remove_version(open_backend(url), info.id)
+        delete_version(open_backend(url), info.id)
     for number in (2, 5):
-        same(cnr_store.state_dict(url, infos[number]), history_of[number])
+        assert_same_arrays(cnr_store.state_dict(url, infos[number]), history_of[number])
 
 
 def test_a_table_that_grew_is_cut_for_its_new_size(url: str) -> None:
@@ -236,7 +223,7 @@ def test_a_table_that_grew_is_cut_for_its_new_size(url: str) -> None:
     assert fold is not None
     assert fold.arrays[path].shape == (5000, 8)
     assert fold.nodes[path]["codecs"][0]["configuration"]["chunk_shape"][0] >= 4096
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
 def test_saves_after_a_fold_lean_on_the_folded_version(url: str) -> None:
@@ -279,7 +266,7 @@ def test_two_attempts_at_one_fold_never_mix(url: str, then: Fault) -> None:
     assert fold is not None
     keys = [key for key, _ in inner.list_keys(layout.FOLDS)]
     assert all(key == fold.key() or f"/{fold.nonce}/" in key for key in keys)
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
 def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> None:
@@ -293,12 +280,12 @@ def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> N
             if operation == "get_suffix" and not outcomes:
                 outcomes.append(compact(inner).outcome)
                 for info in infos[-2::-1]:
-                    remove_version(inner, info.id)
+                    delete_version(inner, info.id)
         return None
 
     first = compact(FaultyBackend(inner, second, reads=True))
     assert (outcomes, first.outcome) == (["folded"], "already folded")
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
 def test_leftovers_of_a_crashed_attempt_go_with_the_next(url: str) -> None:
@@ -306,13 +293,13 @@ def test_leftovers_of_a_crashed_attempt_go_with_the_next(url: str) -> None:
     backend, version = open_backend(url), cnr_store.versions(url)[-1].id
     left = layout.version_key(version, "ab" * 16, "tables/full/weight/c/0/0", prefix=layout.FOLDS)
     backend.put(left, b"half")
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)
     assert compact(url).outcome == "folded"
     assert left not in dict(backend.list_keys(layout.FOLDS))
     backend.put(left, b"late")
     assert compact(url).outcome == "already folded"
     assert left not in dict(backend.list_keys(layout.FOLDS))
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
 @pytest.mark.parametrize("moment", ["while rows are read", "after the record"])
@@ -323,7 +310,7 @@ def test_version_removed_meanwhile_leaves_no_fold(url: str, moment: str) -> None
 
     def removed(operation: str, key: str, index: int) -> None:
         if operation == ("get_suffix" if moment == "while rows are read" else "create"):
-            remove_version(inner, version)
+            delete_version(inner, version)
 
     with pytest.raises(VersionNotFoundError, match="removed while it was being folded"):
         compact(FaultyBackend(inner, removed, reads=True))
@@ -466,4 +453,4 @@ def test_folding_needs_no_torch(tmp_path: Path) -> None:
         f"assert compact({url!r}).outcome == 'folded' and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-    same(cnr_store.state_dict(url), expected)
+    assert_same_arrays(cnr_store.state_dict(url), expected)

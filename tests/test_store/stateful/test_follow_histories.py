@@ -20,8 +20,9 @@ from cnr_store.maintenance.folding.compact import compact
 from tests.nightly import histories
 from tests.test_store.stateful.test_model_based import IDS, SELDOM, SPOILS, settings_of
 from tests.test_store.support.faults import Spoil, forget
-from tests.test_store.support.follower import Follower, ModelFollower, delete_version
+from tests.test_store.support.follower import Follower, ModelFollower
 from tests.test_store.support.oracle import FORETOLD
+from tests.test_store.support.retention_helpers import delete_version
 from tests.test_store.support.small_model import Ids
 from tests.test_store.support.trainer_model import Job
 

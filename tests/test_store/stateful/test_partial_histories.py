@@ -21,6 +21,7 @@ from cnr_store import Checkpointer, ModelMismatchError
 from tests.nightly import histories
 from tests.test_store.support.faults import forget
 from tests.test_store.support.oracle import POLICIES
+from tests.test_store.support.same_arrays import assert_same_arrays
 
 NAMES = ("users", "ads", "tags")
 DIM = 6
@@ -268,20 +269,14 @@ def test_what_is_chosen_is_loaded_and_nothing_else_changes(
         if refused(stored, shape, wish):
             with pytest.raises(ModelMismatchError):
                 checkpointer.load(version, **options_of(wish))
-            assert_same(contents(model), before)
+            assert_same_arrays(contents(model), before)
         else:
             checkpointer.load(version, **options_of(wish))
-            assert_same(contents(model), expected_after(before, saved, stored, shape, wish))
+            assert_same_arrays(contents(model), expected_after(before, saved, stored, shape, wish))
         model.train_on(7, few=True)
         after, info = contents(model), checkpointer.save(50).result()
         event(f"next save: {info.kind}")
     again = Model(shape, 3)
     cnr_store.load(url, again, again.optimizers, info)
-    assert_same(contents(again), after)
+    assert_same_arrays(contents(again), after)
     forget(url)
-
-
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [name for name in found if found[name].tobytes() != expected[name].tobytes()]
-    assert not wrong, wrong

@@ -15,14 +15,6 @@ from tests.test_store.support.small_model import Array, SmallModel, make_model
 GARBAGE = -77
 
 
-def delete_version(backend: Backend, version: str) -> None:
-    """What retention does: the record goes first."""
-    backend.delete(f"versions/{version}/zarr.json")
-    for room in ("versions", "folds"):
-        for key, _ in list(backend.list_keys(f"{room}/{version}")):
-            backend.delete(key)
-
-
 class Follower:
     """Holds arrays by name. What an update does not bring stays as it was, and what it calls whole is spoiled first."""
 

@@ -13,7 +13,7 @@ from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.format.layout import VERSIONS, record_key
+from cnr_store.format.layout import FOLDS, VERSIONS, record_key, version_key
 from tests.test_store.support.small_model import make_model, table_weight
 
 Content = dict[str, bytes]
@@ -94,6 +94,14 @@ def remains(backend: Backend, version: str) -> list[str]:
     """Keys of what lies under an id, its record left out."""
     record = record_key(version)
     return [key for key, _ in backend.list_keys(f"{VERSIONS}/{version}") if key != record]
+
+
+def delete_version(backend: Backend, version: str) -> None:
+    """Delete a version and its folds as retention does: the record goes first."""
+    backend.delete(record_key(version))
+    for prefix in (VERSIONS, FOLDS):
+        for key, _ in list(backend.list_keys(version_key(version, prefix=prefix))):
+            backend.delete(key)
 
 
 def is_void(backend: Backend, version: str) -> bool:

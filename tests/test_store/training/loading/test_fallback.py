@@ -25,6 +25,7 @@ from cnr_store import (
 )
 from cnr_store.format import layout
 from tests.test_store.support.faults import fault_at
+from tests.test_store.support.retention_helpers import delete_version
 from tests.test_store.support.tampering import Forgery
 
 ROWS, DIM, STEPS = 500, 8, 4
@@ -243,7 +244,7 @@ def test_a_sound_version_that_is_folded_while_it_loads_is_not_skipped(tmp_path: 
             if operation.startswith("get_") and key.startswith(f"versions/{made[0].id}/") and not folded:
                 folded.append(cnr_store.compact(inner, made[2]).outcome)
                 for gone in made[1::-1]:
-                    _remove_objects(inner, gone.id)
+                    delete_version(inner, gone.id)
         return None
 
     again = Trainer(1)
@@ -294,16 +295,10 @@ def test_training_goes_on_from_the_sound_version(store: Store) -> None:
 
 def _remove(store: Store, version: str) -> None:
     backend = open_backend(store.url)
-    _remove_objects(backend, version)
+    delete_version(backend, version)
     for name in backend.list_names(layout.WRITERS):
         if version.startswith(name):
             backend.delete(f"{layout.WRITERS}/{name}")
-
-
-def _remove_objects(backend: Backend, version: str) -> None:
-    backend.delete(layout.record_key(version))
-    for key, _ in list(backend.list_keys(layout.version_key(version))):
-        backend.delete(key)
 
 
 @pytest.mark.parametrize("fallback", [False, True])

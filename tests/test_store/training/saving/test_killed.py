@@ -8,7 +8,7 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cnr_store import Checkpointer, VersionInfo
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.killed_trainer import TABLES, Job, make_training, state_arrays
+from tests.test_store.support.same_arrays import assert_same_arrays
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,7 @@ class Oracle:
         expected = self.known[info.id]
         assert restored.version.id == info.id
         assert (restored.step, restored.reader) == (expected.step, {"step": expected.step})
-        _assert_same(state_arrays(model, optimizer), expected.arrays)
+        assert_same_arrays(state_arrays(model, optimizer), expected.arrays)
 
 
 def _stored(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
@@ -120,13 +121,6 @@ def _stored(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
     out = np.empty_like(values)
     decode_into(payload, out, np.ones(len(out), np.uint8))
     return out
-
-
-def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert found[name].dtype == values.dtype
-        assert found[name].tobytes() == values.tobytes(), name
 
 
 def _objects(folder: Path) -> dict[str, Path]:
