@@ -1,6 +1,6 @@
-"""Rows that break quantizers, and what the tests of uniform quantization do with them."""
+"""Rows that break quantizers, and what the tests of quantizers do with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,13 +35,15 @@ BITS = st.integers(1, 8)
 
 
 @st.composite
-def adversarial_rows(draw: st.DrawFn, min_rows: int = 1) -> Rows:
+def adversarial_rows(
+    draw: st.DrawFn, makers: Mapping[str, RowMaker] = ROW_MAKERS, min_rows: int = 1, most_rows: int = 70
+) -> Rows:
     """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
     dim = draw(st.integers(1, 70))
-    kinds = draw(st.lists(st.sampled_from(sorted(ROW_MAKERS)), min_size=min_rows, max_size=70))
+    kinds = draw(st.lists(st.sampled_from(sorted(makers)), min_size=min_rows, max_size=most_rows))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     with np.errstate(all="ignore"):
-        rows = [np.asarray(ROW_MAKERS[kind](rng, dim)).astype(np.float32) for kind in kinds]
+        rows = [np.asarray(makers[kind](rng, dim)).astype(np.float32) for kind in kinds]
     return np.stack(rows) if rows else np.empty((0, dim), np.float32)
 
 

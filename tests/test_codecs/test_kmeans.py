@@ -7,16 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import KMeansRows, ParameterType, Payload, RowCodec, RowsError, Scheme, Segment
+from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme, Segment
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
 from cnr_codecs.kmeans import reference as kmeans_reference
 from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
 from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform import reference
-from tests.test_codecs.hard_rows import RowMaker
+from tests.test_codecs.hard_rows import FLOAT_MAX, RowMaker, adversarial_rows, decode, encode, rows_of
 
-FLOAT_MAX = float(np.finfo(np.float32).max)
 ROW_MAKERS: dict[str, RowMaker] = {
     "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
     "few values": lambda rng, dim: rng.choice([0.25, -1.5, 3, 0.1], dim),
@@ -35,30 +34,6 @@ NOT_FINITE: dict[str, RowMaker] = {
     "with inf": lambda rng, dim: rng.choice([1.0, np.inf, -np.inf], dim),
 }
 GROUPS = st.sampled_from(["row", "block", "cluster"])
-
-
-@st.composite
-def adversarial_rows(draw: st.DrawFn, makers: dict[str, RowMaker], most_dim: int = 70) -> Rows:
-    """Rows (n, dim) float32 of the kinds that break quantizers, mixed."""
-    dim = draw(st.integers(1, most_dim))
-    kinds = draw(st.lists(st.sampled_from(sorted(makers)), min_size=1, max_size=40))
-    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    with np.errstate(all="ignore"):
-        return np.stack([np.asarray(makers[kind](rng, dim)).astype(np.float32) for kind in kinds])
-
-
-def encode(codec: RowCodec, values: Rows, element: str = "float32") -> Payload:
-    return cnr_codecs.parse(codec.encode_rows(values, None, max(len(values), 1), element=element))
-
-
-def decode(payload: Payload) -> Rows:
-    out = np.full((payload.rows, payload.dim), 7, cnr_codecs.array_dtype(payload.element))
-    cnr_codecs.decode_into(payload, out, np.ones(payload.rows, np.uint8))
-    return out
-
-
-def rows_of(segment: Segment) -> npt.NDArray[np.intp]:
-    return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
 
 
 def codebooks_of(segment: Segment) -> Rows:
@@ -84,7 +59,7 @@ def kernel_cuts(ordered: Rows, clusters: int, exact: bool, width: int | None = N
     return cuts
 
 
-@given(values=adversarial_rows(ROW_MAKERS), bits=st.integers(1, 5), margin=st.integers(0, 5))
+@given(values=adversarial_rows(ROW_MAKERS, most_rows=40), bits=st.integers(1, 5), margin=st.integers(0, 5))
 @settings(deadline=None, max_examples=200)
 def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> None:
     ordered = np.sort(values + np.float32(0), axis=1)
@@ -102,7 +77,7 @@ def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> N
             np.testing.assert_array_equal(ours, expected)
 
 
-@given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE), bits=st.integers(1, 8), group=GROUPS)
+@given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE, most_rows=40), bits=st.integers(1, 8), group=GROUPS)
 @settings(deadline=None, max_examples=200)
 def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: str) -> None:
     payload = encode(KMeansRows(bits, group), values)
@@ -122,7 +97,7 @@ def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: 
         np.testing.assert_array_equal(decoded[rows].view(np.uint32), expected.view(np.uint32))
 
 
-@given(values=adversarial_rows(ROW_MAKERS), bits=st.integers(1, 4))
+@given(values=adversarial_rows(ROW_MAKERS, most_rows=40), bits=st.integers(1, 4))
 @settings(deadline=None)
 def test_thresholds_split_values_where_distances_do(values: Rows, bits: int) -> None:
     centroids = np.sort(np.resize(values, (len(values), 1 << bits)), axis=1)
@@ -179,7 +154,7 @@ def test_rows_of_few_values_are_exact() -> None:
     np.testing.assert_array_equal(decode(encode(KMeansRows(3), values[:, :24])), values[:, :24])
 
 
-@given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE), bits=st.integers(1, 6), data=st.data())
+@given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE, most_rows=40), bits=st.integers(1, 6), data=st.data())
 @settings(deadline=None)
 def test_with_a_codebook_each_a_row_decodes_alike_whatever_it_is_encoded_with(
     values: Rows, bits: int, data: st.DataObject
