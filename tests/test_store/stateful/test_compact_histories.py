@@ -10,9 +10,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import cnr_store
 from cnr_backends import Backend, open_backend
@@ -20,11 +19,11 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from tests.nightly import histories
 from tests.test_store.stateful.test_model_based import EDITS, IDS, SELDOM, settings_of
 from tests.test_store.support.faults import forget
 from tests.test_store.support.oracle import POLICIES, Content, Expected
 from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
+from tests.test_store.support.state_machines import run_machine
 from tests.test_store.support.trainer_model import Job, Setting
 
 
@@ -168,12 +167,4 @@ class FoldedJobs(RuleBasedStateMachine):
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_folding_changes_no_bit(policy: str) -> None:
-    run_state_machine_as_test(
-        type(f"FoldedJobs of policy {policy}", (FoldedJobs,), {"policy": policy}),
-        settings=settings(
-            max_examples=histories(2 if policy == "auto" else 3),
-            stateful_step_count=16,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(FoldedJobs, examples=2 if policy == "auto" else 3, steps=16, policy=policy)

@@ -6,9 +6,8 @@ import uuid
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import cnr_store
 from cnr_backends import open_backend
@@ -17,13 +16,13 @@ from cnr_store import Update, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.maintenance.folding.compact import compact
-from tests.nightly import histories
 from tests.test_store.stateful.test_model_based import IDS, SELDOM, SPOILS, settings_of
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.follower import Follower, ModelFollower
 from tests.test_store.support.oracle import FORETOLD
 from tests.test_store.support.retention_helpers import delete_version
 from tests.test_store.support.small_model import Ids
+from tests.test_store.support.state_machines import run_machine
 from tests.test_store.support.trainer_model import Job
 
 
@@ -140,12 +139,4 @@ def leant_on(catalog: Catalog, version: str) -> set[str]:
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", FORETOLD)
 def test_a_follower_holds_what_each_version_holds(policy: str) -> None:
-    run_state_machine_as_test(
-        type(f"Followed of policy {policy}", (Followed,), {"policy": policy}),
-        settings=settings(
-            max_examples=histories(3 if policy == "full" else 8),
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(Followed, examples=3 if policy == "full" else 8, steps=30, policy=policy)

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault
-from tests.nightly import histories
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.oracle import POLICIES
 from tests.test_store.support.small_model import OPTIMIZERS, SHAPES, Ids
+from tests.test_store.support.state_machines import run_machine
 from tests.test_store.support.trainer_model import ENOUGH_BYTES, Job, Setting
 
 
@@ -137,12 +136,4 @@ class Jobs(RuleBasedStateMachine):
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_version_brings_back_every_row(policy: str) -> None:
-    run_state_machine_as_test(
-        type(f"Jobs of policy {policy}", (Jobs,), {"policy": policy}),
-        settings=settings(
-            max_examples=histories({"full": 2, "auto": 3}.get(policy, 4)),
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(Jobs, examples={"full": 2, "auto": 3}.get(policy, 4), steps=40, policy=policy)

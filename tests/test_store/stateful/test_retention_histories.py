@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import cnr_store
 from cnr_backends import BackendError, open_backend
@@ -18,9 +17,9 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, EmptyStoreError, SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId
-from tests.nightly import histories
 from tests.test_store.support.faults import fault_at, forget
 from tests.test_store.support.retention_helpers import Content, Trainer, content, visible
+from tests.test_store.support.state_machines import run_machine
 
 NUMBER = st.integers(0, 1000)
 RULES = st.sampled_from(
@@ -192,12 +191,4 @@ class Histories(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_visible_is_what_was_committed_and_not_removed() -> None:
-    run_state_machine_as_test(
-        Histories,
-        settings=settings(
-            max_examples=histories(12),
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(Histories, examples=12, steps=40)
