@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,6 +58,36 @@ def commands() -> Iterator[Any]:
     answer("ready")
     for line in sys.stdin:
         yield json.loads(line)
+
+
+def fork_jobs(run: Callable[[Any], None]) -> None:
+    """In the process: fork a job that runs each command, answered by the job's process id.
+
+    The command ``"reap"`` waits for the newest job's end, answered by ``{"signal", "status"}``; until then its process
+    id names no other process. A job that fails writes why to the file ``failure`` in the folder ``side``, of which its
+    command tells.
+    """
+    child = 0
+    for command in commands():
+        if command == "reap":
+            _, status = os.waitpid(child, 0)
+            answer({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "status": status})
+            continue
+        child = os.fork()
+        if child == 0:
+            _run_and_exit(run, command)
+        answer(child)
+
+
+def _run_and_exit(run: Callable[[Any], None], command: Any) -> None:
+    status = 1
+    try:
+        run(command)
+        status = 0
+    except BaseException:  # noqa: BLE001 - a job that fails must say why, and never become the parent
+        (Path(command["side"]) / "failure").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
 
 
 def answer(value: object) -> None:

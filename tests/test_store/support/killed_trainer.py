@@ -1,11 +1,6 @@
 """Training jobs to be killed: one process that has imported everything, and forks a job whenever it is told to.
 
-Run as a script. Each line on standard input is a command, answered by one line of JSON on standard output:
-
-``{"url", "side", "policy", "bits", "seed", "job"}``
-    Fork a job; its process id.
-``"reap"``
-    Wait for the job to end; ``{"signal", "status"}``. Until then its process id names no other process.
+Run as a script, it answers what `fork_jobs` does; a job is ``{"url", "side", "policy", "bits", "seed", "job"}``.
 
 A job resumes from the newest version if there is one, then trains and saves until it is killed. Before each save it
 writes what the save is given to ``side/JOB-SAVE.npz``, durably, and says so by one byte in the pipe ``side/JOB.pipe``.
@@ -15,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any, TypedDict
@@ -28,7 +22,7 @@ import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in
 from cnr_codecs import UniformRows, decode_into, parse
 from cnr_store import Checkpointer, versions
 from cnr_store.training.tracking import bitmap
-from tests.test_store.support.fork_server import answer, commands
+from tests.test_store.support.fork_server import fork_jobs
 
 TABLES = {"user": (4096, 24), "item": (3000, 16), "ad": (2048, 32)}
 LOOKUPS = 48
@@ -135,25 +129,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
     warm_up()
-    child = 0
-    for command in commands():
-        if command == "reap":
-            _, status = os.waitpid(child, 0)
-            answer({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "status": status})
-            continue
-        child = os.fork()
-        if child == 0:
-            _run(command)
-        answer(child)
-
-
-def _run(job: Job) -> None:
-    try:
-        train(job)
-    except BaseException:  # noqa: BLE001 - a job that ends by itself must say why, and never become the parent
-        (Path(job["side"]) / "failure").write_text(traceback.format_exc())
-    finally:
-        os._exit(1)
+    fork_jobs(train)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,15 @@
 """Training jobs that die and are resumed: one process that has imported everything, and forks a job when told to.
 
-Run as a script. Each line on standard input is a command, answered by one line of JSON on standard output:
-
-``{"url", "side", "policy", "bits", "kind", "job"}``
-    Fork a job; its process id. Without a policy it trains from the first step to the last and saves nothing.
-``"reap"``
-    Wait for the job to end; the signal that killed it, or 0.
+Run as a script, it answers what `fork_jobs` does; a job is ``{"url", "side", "policy", "bits", "kind", "job"}``.
+Without a policy it trains from the first step to the last and saves nothing.
 
 A job resumes from the newest version if there is one. Before each step it takes a byte from the pipe
 ``side/JOB.permits``, after it puts one into ``side/JOB.done``. At the end it writes all that training has to
-``side/JOB.npz``; what went wrong to ``side/failure``.
+``side/JOB.npz``.
 """
 
 from __future__ import annotations
 
-import os
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any, TypedDict
@@ -29,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnr_store import Checkpointer, TrackedReader, versions
 from tests.test_store.support import killed_trainer
-from tests.test_store.support.fork_server import answer, commands
+from tests.test_store.support.fork_server import fork_jobs
 
 ROWS, DIM = {"user": 1500, "item": 1000}, 16
 SAMPLES, BATCH, EPOCHS = 2048, 64, 4
@@ -164,25 +158,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
     killed_trainer.warm_up()
     Training("adam")
-    child = 0
-    for command in commands():
-        if command == "reap":
-            _, status = os.waitpid(child, 0)
-            answer(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
-            continue
-        child = os.fork()
-        if child == 0:
-            _run(command)
-        answer(child)
-
-
-def _run(job: Job) -> None:
-    try:
-        train(job)
-    except BaseException:  # noqa: BLE001 - a job that fails must say why, and never become the parent
-        (Path(job["side"]) / "failure").write_text(traceback.format_exc())
-    finally:
-        os._exit(0)
+    fork_jobs(train)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Trainers(ForkServer):
         with Pipes(folder, job["job"]) as pipes:
             self.ask(job)
             pipes.permit(STEPS)
-            killed_by = self.ask("reap")
+            killed_by = self.ask("reap")["signal"]
         assert killed_by == 0
         _check_no_failure(folder)
         with np.load(folder / f"{job['job']}.npz") as found:
@@ -75,7 +75,7 @@ class Trainers(ForkServer):
                     steps -= pipes.steps_done(folder)
             finally:
                 os.kill(process, signal.SIGKILL)  # nobody has waited for it, so the id is still its own
-                killed_by = self.ask("reap")
+                killed_by = self.ask("reap")["signal"]
         _check_no_failure(folder)
         assert killed_by == signal.SIGKILL
 
