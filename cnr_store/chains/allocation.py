@@ -9,8 +9,10 @@ import numpy as np
 
 from cnr_store.errors import CorruptionError
 
+Array = np.ndarray[Any, Any]
 
-def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+
+def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Array:
     """A new array, its values undefined.
 
     Parameters

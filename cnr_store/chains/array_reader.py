@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from cnr_backends import Transfer
 from cnr_codecs import Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.link import Link, open_link
 from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.record import ArrayEntry, Record
 
 T = TypeVar("T")
-Array = np.ndarray[Any, Any]
 REGION_BYTES = 8 << 20
 READ_WORKERS = 8
 """Threads of whoever reads a whole version."""
@@ -64,6 +65,16 @@ class ArrayReader:
         self.shape, self.element = newest.shape, newest.element
         self.dtype = array_dtype(newest.element)
         self.columns = (*newest.shape, 1)[1]
+
+    def new_rows(self, rows: int) -> Array:
+        """Memory for rows of the array, (rows, columns), its values undefined.
+
+        Raises
+        ------
+        CorruptionError
+            There is not that much memory.
+        """
+        return allocate((rows, self.columns), self.dtype, f"version {self.version}, {self.path}")
 
     def read(self, first_row: int, out: Array) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
@@ -194,6 +205,22 @@ class ArrayReader:
         rows, rows_each = self.shape[0], region_rows(self.links, self.columns * self.dtype.itemsize)
         for first_row in range(0, rows, rows_each):
             yield first_row, min(rows_each, rows - first_row)
+
+    def read_regions(self, transfer: Transfer) -> Iterator[tuple[int, Array]]:
+        """(first row, values) of regions that cover the array, ascending.
+
+        Raises
+        ------
+        CorruptionError, VersionNotFoundError
+        """
+
+        def read(region: tuple[int, int]) -> tuple[int, Array]:
+            first_row, rows = region
+            values = self.new_rows(rows)
+            self.read(first_row, values)
+            return first_row, values
+
+        return transfer.map(read, self.regions())
 
 
 def region_rows(links: Iterable[Link], row_bytes: int) -> int:

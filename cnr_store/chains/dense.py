@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cnr_backends import ShardError, check_chunk
 from cnr_store.catalog.catalog import Catalog, read_object
-from cnr_store.chains.allocation import allocate
+from cnr_store.chains.allocation import Array, allocate
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.arrays import DenseGrid, parse_dense_document
 from cnr_store.format.record import Record
-
-Array = np.ndarray[Any, Any]
 
 
 def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -24,15 +23,13 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import allocate
+from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.chains.shard_reader import Chunk, ShardReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
-
-Array = np.ndarray[Any, Any]
 
 
 class Link:

@@ -20,10 +20,10 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.format.record import Record
-from cnr_store.reading.row_regions import Array, new_rows, read_regions
 
 Rows = tuple[Array, Array]
 """Row numbers, int64 (n,) ascending, and their values, (n, columns)."""
@@ -98,7 +98,7 @@ def changed_rows(
 
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
-        out = new_rows(reader, rows)
+        out = reader.new_rows(rows)
         missing = np.ones(rows, np.uint8)
         for link in own:
             link.fill(first_row, out, missing)
@@ -116,7 +116,7 @@ def changed_rows(
 
 def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:
     """Every row of an array, in blocks as `changed_rows` yields them."""
-    for first_row, values in read_regions(ArrayReader(catalog, record, path), transfer):
+    for first_row, values in ArrayReader(catalog, record, path).read_regions(transfer):
         yield from _blocks(np.arange(first_row, first_row + len(values)), values)
 
 

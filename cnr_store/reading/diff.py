@@ -11,12 +11,12 @@ import numpy as np
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError
 from cnr_store.format.record import Record
 from cnr_store.reading.changed_rows import Rows, all_rows, changed_rows, find_unshared
-from cnr_store.reading.row_regions import Array, new_rows
 
 Status = Literal["equal", "changed", "reshaped", "added", "removed"]
 
@@ -112,7 +112,7 @@ def _row_pairs(before: ArrayReader, blocks: Iterable[Rows]) -> Iterator[tuple[Ar
         first, span = int(ids[0]), int(ids[-1] - ids[0]) + 1
         need = np.zeros(span, np.uint8)
         need[ids - first] = 1
-        out = new_rows(before, span)
+        out = before.new_rows(span)
         before.read_rows(first, out, need)
         yield out[ids - first], values
 

@@ -13,6 +13,7 @@ from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
@@ -20,7 +21,6 @@ from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
-from cnr_store.reading.row_regions import Array, read_regions
 
 ZARR_CHUNK_BYTES = 4 << 20
 _EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
@@ -120,7 +120,7 @@ def _pieces(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> 
         for _, values in _dense_chunks(catalog, record, path):
             yield values.reshape(-1).view(np.uint8).data
         return
-    for _, values in read_regions(ArrayReader(catalog, record, path), transfer):
+    for _, values in ArrayReader(catalog, record, path).read_regions(transfer):
         if entry.element == "bfloat16":  # float32 holds it exactly, in its upper half
             values = (values.view(np.uint32) >> 16).astype("<u2")
         yield values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data
@@ -178,7 +178,7 @@ def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Tran
         dimension_names=("row", "dim")[: len(reader.shape)],
         config=_EVERY_CHUNK,
     )
-    for first_row, values in read_regions(reader, transfer):
+    for first_row, values in reader.read_regions(transfer):
         array[first_row : first_row + len(values)] = values.reshape(-1, *reader.shape[1:])
 
 

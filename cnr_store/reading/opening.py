@@ -9,12 +9,12 @@ import zarr
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.row_regions import Array, new_rows
 
 
 def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
@@ -124,7 +124,7 @@ def model_arrays(record: Record) -> dict[str, str]:
 
 def _read_tables(readers: Sequence[ArrayReader], transfer: Transfer) -> list[Array]:
     """All rows of each array, in its shape and dtype. Regions of several arrays are read at once."""
-    tables = [new_rows(reader, reader.shape[0]) for reader in readers]
+    tables = [reader.new_rows(reader.shape[0]) for reader in readers]
     regions = (
         (reader, first, table[first : first + rows])
         for reader, table in zip(readers, tables, strict=True)

@@ -30,7 +30,6 @@ from cnr_store.format.arrays import (
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
 from cnr_store.reading.coalesce import Coalescer
-from cnr_store.reading.row_regions import new_rows
 from cnr_store.reading.virtual_store import BytesLike, VirtualStore
 
 CHUNK_BYTES = 4 << 20
@@ -216,7 +215,7 @@ class _ComposedChunks:
         """Fetches and decodes only the rows that the bytes belong to."""
         reader, first = self._reader, start // self._row_nbytes
         first_row, rows = index * self._rows + first, -(-stop // self._row_nbytes) - first
-        out = new_rows(reader, rows)
+        out = reader.new_rows(rows)
         inside = max(0, min(rows, reader.shape[0] - first_row))
         out[inside:] = np.nan if reader.dtype.kind == "f" else 0  # Zarr stores edge chunks whole
         if inside:
