@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from zarr.abc.store import Store
 
-from cnr_backends import Backend, ObjectNotFoundError
+from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
@@ -60,7 +60,6 @@ class VersionInfo:
         FormatError
             Its metadata can't be decoded.
         """
-        metadata = decode_state(record.metadata, read=_no_array)
         return cls(
             id=record.id,
             step=record.step,
@@ -69,7 +68,7 @@ class VersionInfo:
             time=record.time,
             bytes=record.nbytes,
             rows=record.rows,
-            metadata=metadata,
+            metadata=decode_state(record.metadata, read=_no_array),
         )
 
 
@@ -150,8 +149,7 @@ class Catalog:
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first. Not all of them were committed."""
-        names = self.backend.list_names(layout.VERSIONS)
-        return sorted((name for name in names if layout.VersionId.parse(name)), reverse=True)
+        return sorted(list_ids(self.backend, layout.VERSIONS), reverse=True)
 
     def find_record(self, version: str) -> Record | None:
         """The record of a version, or None if that id was never committed."""
@@ -175,7 +173,7 @@ class Catalog:
 
     def look_for_folds(self) -> None:
         """List the folds again: versions may have been folded since, and what they depended on removed."""
-        self._folded = frozenset(filter(layout.VersionId.parse, self.backend.list_names(layout.FOLDS)))
+        self._folded = list_ids(self.backend, layout.FOLDS)
 
     def refresh(self) -> None:
         """Forget what was read: versions may have been folded or removed since."""
@@ -210,19 +208,17 @@ class Catalog:
         try:
             yield
         except CorruptionError as error:
-            if not self._is_gone(record.id):
+            if not self.is_gone(record.id):
                 raise
             raise VersionNotFoundError(
                 f"version {record.id} of {self.backend.url} was removed while it was read; read another one, and pin "
                 "what must stay"
             ) from error
 
-    def _is_gone(self, version: str) -> bool:
+    def is_gone(self, version: str) -> bool:
         """Whether storage has no record of a version, or a void one, whatever is remembered here."""
         try:
-            return decode_record(self.backend.get(layout.record_key(version)), version) is None
-        except ObjectNotFoundError:
-            return True
+            return Catalog(self.backend).find_record(version) is None
         except (CorruptionError, FormatError):
             return False
 
@@ -303,6 +299,17 @@ class Catalog:
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptionError(f"{record.home}: {key} is not what was committed (its digest differs)")
         return data
+
+
+def open_record(url: Url, version: Version, **storage_options: Any) -> tuple[Catalog, Record]:
+    """The catalog of a store, and the record of a version as `Catalog.find` finds it."""
+    catalog = Catalog(open_backend(url, **storage_options))
+    return catalog, catalog.find(version)
+
+
+def list_ids(backend: Backend, prefix: str) -> frozenset[str]:
+    """The version ids listed under a prefix of the store."""
+    return frozenset(filter(layout.VersionId.parse, backend.list_names(prefix)))
 
 
 def read_object(backend: Backend, key: str, what: str) -> bytes:

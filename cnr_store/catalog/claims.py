@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cnr_backends import Backend, ObjectExistsError
-from cnr_store.catalog.catalog import read_object
+from cnr_store.catalog.catalog import list_ids, read_object
 from cnr_store.errors import BaseLostError, CorruptionError, FormatError, SaveError, SupersededError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import document_bytes, group_document
@@ -111,7 +111,7 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
 
 def list_tombstoned(backend: Backend) -> frozenset[str]:
     """Versions that carry a tombstone: they are deleted, or may be at any moment."""
-    return frozenset(filter(VersionId.parse, backend.list_names(layout.TOMBSTONES)))
+    return list_ids(backend, layout.TOMBSTONES)
 
 
 def list_claims(backend: Backend) -> list[ClaimId]:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version, require
 from cnr_store.cli.output import print_json, print_line, say
 from cnr_store.reading import export as reading
@@ -74,7 +73,7 @@ def serve(
     from cnr_store.reading.server import serve as run_server
 
     opened = parse_options(options)
-    record = Catalog(open_backend(url, **opened)).find(parse_version(version))
+    _, record = open_record(url, parse_version(version), **opened)
     run_server(
         url,
         record.id,

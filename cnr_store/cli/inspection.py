@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog, list_ids, open_record
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.maintenance.objects import list_ids
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
@@ -56,8 +55,7 @@ def info(
     url: Url, version: VersionName = "latest", options: StorageOptions = "{}", as_json: AsJson = False
 ) -> None:
     """Show one version, array by array."""
-    catalog = Catalog(open_backend(url, **parse_options(options)))
-    record = catalog.find(parse_version(version))
+    _, record = open_record(url, parse_version(version), **parse_options(options))
     facts = _facts(record) | {
         "needs": list(record.needs),
         "restores": record.restores,

@@ -1,21 +1,17 @@
-"""Lists the ids and objects of a store, and deletes objects."""
+"""What all of maintenance shares: deleting objects, and reports of progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cnr_backends import Backend, Transfer
-from cnr_store.format.layout import VersionId
+
+Progress = Callable[[int, int], None]
+"""Called with (done, all), in units that depend on the job."""
 
 
-def list_ids(backend: Backend, prefix: str) -> frozenset[str]:
-    """The version ids listed under a prefix of the store."""
-    return frozenset(filter(VersionId.parse, backend.list_names(prefix)))
-
-
-def list_objects(backend: Backend, folder: str) -> list[tuple[str, int]]:
-    """(key, size in bytes) of all objects below a folder, sorted."""
-    return sorted(backend.list_keys(folder))
+def no_progress(done: int, known: int) -> None:
+    """Report nothing."""
 
 
 def delete_objects(backend: Backend, transfer: Transfer, keys: Iterable[str]) -> None:

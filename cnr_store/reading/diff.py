@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_backends import Transfer
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
@@ -65,8 +65,8 @@ def diff(url: Url, older: Version, newer: Version = "latest", **storage_options:
     ------
     EmptyStoreError, VersionNotFoundError, CorruptionError
     """
-    catalog = Catalog(open_backend(url, **storage_options))
-    before, after = catalog.find(older), catalog.find(newer)
+    catalog, before = open_record(url, older, **storage_options)
+    after = catalog.find(newer)
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
         paths = sorted({*before.arrays, *after.arrays})
         return [_compare(catalog, before, after, path, transfer) for path in paths]

@@ -11,8 +11,8 @@ from zarr.abc.store import Store
 from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
-from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_backends import Transfer
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo, open_record
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
@@ -76,8 +76,7 @@ def export(
         format = "zarr" if is_zarr else "safetensors"  # noqa: A001
     if format not in ("safetensors", "zarr"):
         raise OptionError(f"format {format!r}: choose 'safetensors' or 'zarr'")
-    catalog = Catalog(open_backend(url, **storage_options))
-    record = catalog.find(version)
+    catalog, record = open_record(url, version, **storage_options)
     write = _write_file if format == "safetensors" else _write_group
     write(catalog, record, target, overwrite, dict(target_options or {}))
     return VersionInfo.from_record(record)

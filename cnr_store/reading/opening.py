@@ -8,7 +8,7 @@ from typing import Any
 import zarr
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo, open_record
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
@@ -54,8 +54,7 @@ def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overl
     ------
     EmptyStoreError, VersionNotFoundError
     """
-    catalog = Catalog(open_backend(url, **storage_options))
-    return Overlay(catalog, catalog.find(version))
+    return Overlay(*open_record(url, version, **storage_options))
 
 
 def open_version(url: Url, version: Version = "latest", **storage_options: Any) -> zarr.Group:
@@ -96,8 +95,7 @@ def state_dict(url: Url, version: Version = "latest", **storage_options: Any) ->
     ------
     EmptyStoreError, VersionNotFoundError, CorruptionError
     """
-    catalog = Catalog(open_backend(url, **storage_options))
-    record = catalog.find(version)
+    catalog, record = open_record(url, version, **storage_options)
     arrays = model_arrays(record)
     dense = {name: path for name, path in arrays.items() if record.arrays[path].kind == "dense"}
     readers = [ArrayReader(catalog, record, path) for name, path in arrays.items() if name not in dense]

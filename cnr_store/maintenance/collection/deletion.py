@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from cnr_backends import Backend, Transfer
+from cnr_store.catalog.catalog import list_ids
 from cnr_store.format import layout
-from cnr_store.format.layout import VersionId
 from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
-from cnr_store.maintenance.objects import delete_objects, list_ids, list_objects
+from cnr_store.maintenance.objects import delete_objects
 
 
 class Deletion:
@@ -41,7 +42,7 @@ class Deletion:
         """Remove this run's tombstones from versions that a writer depended on before they were tombstoned."""
         delete_objects(self._backend, self._transfer, map(self._tombstone, versions))
 
-    def hide(self, versions: Iterable[str], snapshot: StoreSnapshot) -> dict[str, float]:
+    def hide(self, versions: Collection[str], snapshot: StoreSnapshot) -> StoreSnapshot:
         """Make versions invisible, newest first, so that a version goes before those it depends on.
 
         A void record replaces the commit record. Its key stays taken, so a commit that is still under way elsewhere
@@ -49,23 +50,27 @@ class Deletion:
 
         Returns
         -------
-        By id, when it was hidden.
+        The snapshot without them.
         """
-        aborted = {}
+        aborted = dict(snapshot.aborted)
         for version in sorted(versions, reverse=True):
             aborted[version] = time.time()
             void = encode_void(self._by, secrets.token_hex(16), aborted[version])
             self._backend.put(layout.record_key(version), void)
             self.freed_bytes += snapshot.versions[version].record_bytes - len(void)
-        return aborted
+        return replace(
+            snapshot,
+            versions={name: known for name, known in snapshot.versions.items() if name not in aborted},
+            aborted=aborted,
+            tombstoned=snapshot.tombstoned.union(versions),
+        )
 
     def delete_objects(self, version: str) -> bool:
         """Delete all objects of an aborted id and its fold, except the void record. Tells whether there were any."""
         record, fold = layout.record_key(version), layout.record_key(version, layout.FOLDS)
-        found = list_objects(self._backend, layout.version_key(version, prefix=layout.FOLDS))
-        found += [
-            item for item in list_objects(self._backend, layout.version_key(version)) if item[0] != record
-        ]
+        found = sorted(self._backend.list_keys(layout.version_key(version, prefix=layout.FOLDS)))
+        listed = self._backend.list_keys(layout.version_key(version))
+        found += sorted(item for item in listed if item[0] != record)
         if any(key == fold for key, _ in found):
             self._backend.delete(fold)
         delete_objects(self._backend, self._transfer, (key for key, _ in found if key != fold))
@@ -84,7 +89,7 @@ class Deletion:
         left = list_ids(self._backend, layout.VERSIONS) | list_ids(self._backend, layout.FOLDS)
         for version in sorted(marked - left):
             for prefix in (layout.TOMBSTONES, layout.PINS):
-                marks = list_objects(self._backend, layout.version_key(version, prefix=prefix))
+                marks = sorted(self._backend.list_keys(layout.version_key(version, prefix=prefix)))
                 delete_objects(self._backend, self._transfer, (key for key, _ in marks))
 
     def _tombstone(self, version: str) -> str:
@@ -113,16 +118,12 @@ def deletable_records(
     earlier one can only be created by a request that the network still carries: the grace time covers that. The last
     attempt of each claim stays aborted for ever, because its writer may be stopped right before its commit.
     """
-    last: dict[object, str] = {}
-    for name in snapshot.names:
-        attempt = VersionId.parse(name)
-        if attempt is not None:
-            last[attempt.claim] = max(name, last.get(attempt.claim, ""))
-    kept = set(last.values())
+    # An id is the claim's, a dot and the attempt's number, and sorts by them.
+    last = {name.partition(".")[0]: name for name in sorted(snapshot.names)}
     return [
         version
         for version in emptied
-        if version not in kept
+        if version not in last.values()
         and version in snapshot.aborted
         and snapshot.aborted[version] + grace_seconds <= now
     ]

@@ -8,11 +8,10 @@ from typing import Any
 
 from cnr_backends import open_backend
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.catalog import Catalog, Url, Version, list_ids, open_record
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.state import dumps
-from cnr_store.maintenance.objects import list_ids, list_objects
 
 
 def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
@@ -32,8 +31,8 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
     EmptyStoreError, VersionNotFoundError
         There is no such version, or it is being deleted. Nothing is pinned.
     """
-    catalog = Catalog(open_backend(url, **storage_options))
-    backend, name = catalog.backend, catalog.find(version).id
+    catalog, record = open_record(url, version, **storage_options)
+    backend, name = catalog.backend, record.id
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
@@ -62,11 +61,10 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     ------
     EmptyStoreError, VersionNotFoundError
     """
-    catalog = Catalog(open_backend(url, **storage_options))
-    name = catalog.find(version).id
-    for key, _ in list_objects(catalog.backend, layout.version_key(name, prefix=layout.PINS)):
+    catalog, record = open_record(url, version, **storage_options)
+    for key, _ in sorted(catalog.backend.list_keys(layout.version_key(record.id, prefix=layout.PINS))):
         catalog.backend.delete(key)
-    return name
+    return record.id
 
 
 def pins(url: Url, **storage_options: Any) -> list[str]:

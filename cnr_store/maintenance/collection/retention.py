@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -17,13 +17,12 @@ from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
-from cnr_store.format.layout import ClaimId, VersionId
+from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, deletable, deletable_records
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
-from cnr_store.maintenance.objects import list_objects
+from cnr_store.maintenance.objects import Progress, no_progress
 
 GRACE_SECONDS = 3600.0
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -190,24 +189,13 @@ class Retention:
                 to_delete = [
                     version for version in to_delete if version not in kept and version in snapshot.versions
                 ]
-                snapshot = self._hide(to_delete, snapshot, deletion)
-            emptied = self._delete_objects(to_delete, snapshot, deletion, progress)
+                snapshot = deletion.hide(to_delete, snapshot)
+            emptied = self._delete_objects(to_delete, snapshot, deletion, progress or no_progress)
             leftovers = tuple(version for version in emptied if version not in to_delete)
             return GcReport(kept, tuple(to_delete), leftovers, deletion.freed_bytes)
 
-    def _hide(self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion) -> StoreSnapshot:
-        """Make versions invisible. Returns the snapshot without them."""
-        aborted = deletion.hide(to_delete, snapshot)
-        versions = {name: known for name, known in snapshot.versions.items() if name not in aborted}
-        return replace(
-            snapshot,
-            versions=versions,
-            aborted={**snapshot.aborted, **aborted},
-            tombstoned=snapshot.tombstoned | aborted.keys(),
-        )
-
     def _delete_objects(
-        self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion, progress: Progress | None
+        self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion, progress: Progress
     ) -> list[str]:
         """Delete the objects of all aborted ids whose grace time is over. Returns the ids that had any."""
         now = time.time()
@@ -218,8 +206,7 @@ class Retention:
             if deletion.delete_objects(version):
                 emptied.append(version)
             self._emptied.add(version)
-            if progress is not None:
-                progress(done, len(undone))
+            progress(done, len(undone))
         deletion.delete_aborted_records(deletable_records(snapshot, due, now, self._grace_seconds))
         deletion.delete_stale_marks(snapshot)
         return emptied
@@ -237,7 +224,7 @@ class Retention:
             version: sum(
                 nbytes
                 for prefix in (layout.VERSIONS, layout.FOLDS)
-                for key, nbytes in list_objects(self._backend, layout.version_key(version, prefix=prefix))
+                for key, nbytes in self._backend.list_keys(layout.version_key(version, prefix=prefix))
                 if version in to_delete or key != layout.record_key(version)
             )
             for version in (*to_delete, *due)
@@ -273,7 +260,8 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
     """(id, reason) of what the newest writer's next version may depend on."""
     if snapshot.newest is None:
         return
-    head = max((name for name in snapshot.versions if _claim(name) == snapshot.newest), default=snapshot.base)
+    own = (name for name in snapshot.versions if name.startswith(f"{snapshot.newest}."))
+    head = max(own, default=snapshot.base)
     if head is not None:
         reason = f"writer {snapshot.newest} goes on from it"
         yield head, reason
@@ -281,11 +269,6 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
         yield from (
             (need, reason) for need in (snapshot.versions[head].needs if head in snapshot.versions else ())
         )
-
-
-def _claim(version: str) -> ClaimId | None:
-    attempt = VersionId.parse(version)
-    return None if attempt is None else attempt.claim
 
 
 def _check_count(name: str, value: object) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
 from cnr_store.catalog import claims
+from cnr_store.catalog.catalog import list_ids
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record_document import decode_record, encode_void, void_time
-from cnr_store.maintenance.objects import list_ids
 
 WORKERS = 8
 

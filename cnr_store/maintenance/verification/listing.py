@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog, list_ids
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.objects import list_ids
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 from cnr_store.maintenance.verification.strays import Attempt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
@@ -10,6 +10,7 @@ from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+from cnr_store.maintenance.objects import Progress, no_progress
 from cnr_store.maintenance.verification.deep_checks import DeepCheck
 from cnr_store.maintenance.verification.inspect_version import Soundness, VersionCheck
 from cnr_store.maintenance.verification.listing import Listing
@@ -17,7 +18,6 @@ from cnr_store.maintenance.verification.report import Finding, VerifyReport
 from cnr_store.maintenance.verification.restorability import Home, Restorability, find_readable
 from cnr_store.maintenance.verification.strays import check_claims, check_root
 
-Progress = Callable[[int, int], None]
 _MAX_RUNS = 3
 
 
@@ -94,7 +94,7 @@ class _Run:
         self._catalog = Catalog(backend)
         self._deep = deep
         self._transfer = transfer
-        self._progress = progress or (lambda done, known: None)
+        self._progress = progress or no_progress
         self._done = self._known = 0
         self._listing = Listing(self._catalog, transfer)
         self._results: dict[Home, Soundness] = {}
@@ -144,9 +144,8 @@ class _Run:
         """Whether a version that was found damaged is deleted by now."""
         damaged = {home for home, result in self._results.items() if result.findings}
         names = {prefix: set(self._backend.list_names(prefix)) for prefix, _ in damaged}
-        catalog = Catalog(self._backend)  # a new one, since the other remembers records
         return any(
-            version not in names[prefix] or (prefix == layout.VERSIONS and _is_aborted(catalog, version))
+            version not in names[prefix] or (prefix == layout.VERSIONS and self._catalog.is_gone(version))
             for prefix, version in damaged
         )
 
@@ -227,11 +226,3 @@ class _Run:
                     yield link
             except (CorruptionError, FormatError):
                 continue  # `Restorability` reports it
-
-
-def _is_aborted(catalog: Catalog, version: str) -> bool:
-    """Whether a version has no commit record any more."""
-    try:
-        return catalog.find_record(version) is None
-    except (CorruptionError, FormatError):
-        return False
