@@ -21,6 +21,7 @@ from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
 from cnr_store.errors import FormatError
 from cnr_store.format import validate
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
+from cnr_store.format.layout import parent_groups
 from cnr_store.format.state import dumps
 from cnr_store.format.state_arrays import NUMBER_TYPES
 
@@ -91,16 +92,15 @@ def rows_document(
     """
     _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
     serializer, *followers = codecs
-    two = len(shape) == 2
     return _create(
         shape=shape,
-        chunks=(grid.chunk_rows, grid.chunk_columns) if two else (grid.chunk_rows,),
-        shards=(grid.shard_rows, grid.shard_columns) if two else (grid.shard_rows,),
+        chunks=(grid.chunk_rows, grid.chunk_columns)[: len(shape)],
+        shards=(grid.shard_rows, grid.shard_columns)[: len(shape)],
         dtype=array_dtype(element).str,
         fill_value=fill_value(element),
         serializer=json.dumps(serializer, sort_keys=True),
         compressors=json.dumps([*followers, {"name": "crc32c"}]),
-        dimension_names=("row", "dim") if two else ("row",),
+        dimension_names=("row", "dim")[: len(shape)],
     )
 
 
@@ -153,6 +153,13 @@ def dense_grid(shape: tuple[int, ...], dtype: np.dtype[Any]) -> DenseGrid:
 def group_document(attributes: Mapping[str, Any] | None = None) -> Doc:
     """Metadata of a group."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
+
+
+def add_node(nodes: dict[str, Doc], path: str, doc: Doc) -> None:
+    """Add a node's metadata by path, after that of the groups above it."""
+    for group in parent_groups(path):
+        nodes.setdefault(group, group_document())
+    nodes[path] = doc
 
 
 def document_bytes(doc: Doc) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import numpy as np
 from zarr.abc.store import ByteRequest
@@ -22,6 +21,7 @@ from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.format.arrays import (
     DenseGrid,
     Doc,
+    add_node,
     dense_document,
     document_bytes,
     group_document,
@@ -163,19 +163,18 @@ class Overlay(VirtualStore):
         """(array, names after its path) of a key, None unless these are none or "c" and indexes of chunks."""
         names = key.split("/")
         array, place = self._arrays.get("/".join(names[:_PATH_NAMES])), names[_PATH_NAMES:]
-        if array is None or (place and not (place[0] == "c" and _inside(place[1:], array.counts))):
+        if array is None or (place and not (place[0] == "c" and all(array.counts))):
             return None
-        return array, place
+        return (array, place) if all(map(_is_index, place[1:], array.counts)) else None
 
     def _make_documents(self) -> dict[str, Doc]:
         nodes: dict[str, Doc] = {}
         for path, entry in sorted(self._record.arrays.items()):
             parents = parent_groups(path)
-            for group in parents:
-                nodes[group] = group_document()
             for parent, child in zip(["", *parents], [*parents, path], strict=True):
                 self._groups.setdefault(parent, {})[child.rpartition("/")[2]] = None
-            nodes[path] = self._dense_node(path) if entry.kind == "dense" else self._rows_node(path)
+            make_node = self._dense_node if entry.kind == "dense" else self._rows_node
+            add_node(nodes, path, make_node(path))
         root = group_document({"cnr_version": {"id": self._record.id, "step": self._record.step}})
         consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(nodes)}
         return {"": {**root, "consolidated_metadata": consolidated}, **nodes}
@@ -192,18 +191,16 @@ class Overlay(VirtualStore):
         return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
 
 
-class _Chunks(Protocol):
-    """The chunks of one array, cut along its first axis: how many there are along each axis, and their size."""
-
-    counts: tuple[int, ...]
-    nbytes: int
-
-    def read(self, index: int, start: int, stop: int) -> BytesLike:
-        """Bytes start ... stop - 1 of a chunk."""
-
-
 class _ComposedChunks:
-    """Chunks of rows that are composed from the links of an array's chain."""
+    """Chunks of rows that are composed from the links of an array's chain.
+
+    Attributes
+    ----------
+    counts
+        Chunks along each axis. Arrays are cut along the first one only.
+    nbytes
+        Size of each chunk.
+    """
 
     def __init__(self, reader: ArrayReader, chunk_rows: int) -> None:
         self._reader, self._rows = reader, chunk_rows
@@ -226,7 +223,7 @@ class _ComposedChunks:
 
 
 class _StoredChunks:
-    """Chunks of dense arrays, which are stored as readers see them."""
+    """Chunks of dense arrays, which are stored as readers see them. Attributes as of `_ComposedChunks`."""
 
     def __init__(self, catalog: Catalog, record: Record, path: str, grid: DenseGrid) -> None:
         self._place = catalog, record, path, grid
@@ -236,6 +233,9 @@ class _StoredChunks:
     def read(self, index: int, start: int, stop: int) -> BytesLike:
         """Fetches and validates the whole object."""
         return memoryview(dense_object(*self._place, index))[start:stop]
+
+
+_Chunks = _ComposedChunks | _StoredChunks
 
 
 def _reopen(backend: Backend, version: str, chunk_rows: dict[str, int]) -> Overlay:
@@ -251,12 +251,8 @@ def _chunk_rows(reader: ArrayReader) -> int:
     return rows
 
 
-def _inside(place: list[str], counts: tuple[int, ...]) -> bool:
-    """Whether names are indexes of chunks along the first axes of an array, each in its shortest form."""
-    return all(counts) and all(map(_is_index, place, counts))
-
-
 def _is_index(name: str, count: int) -> bool:
+    """Whether a name is the index of a chunk along an axis, in its shortest form."""
     return (
         name.isascii()
         and name.isdecimal()

@@ -21,10 +21,10 @@ from cnr_codecs import array_dtype, zarr_codecs
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
+    add_node,
     dense_document,
     dense_grid,
     document_bytes,
-    group_document,
     rows_document,
 )
 from cnr_store.format.grid import Grid
@@ -199,14 +199,16 @@ def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
         )
         if rows.rows_written:
             grid = rows.grid()
-            _add_node(
-                staged, rows.path, rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec))
+            add_node(
+                staged.nodes,
+                rows.path,
+                rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)),
             )
             yield from _shards(rows, grid)
     for dense in plan.dense:
         grid_of = dense_grid(dense.values.shape, dense.values.dtype)
         name = layout.decode_name(dense.path.rsplit("/", 1)[-1])
-        _add_node(staged, dense.path, dense_document(grid_of, name, dense.torch_dtype))
+        add_node(staged.nodes, dense.path, dense_document(grid_of, name, dense.torch_dtype))
         staged.arrays[dense.path] = ArrayEntry(
             "dense", dense.values.shape, grid_of.dtype.name, aliases=dense.aliases
         )
@@ -214,19 +216,15 @@ def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
             yield _DenseChunk(dense, index)
 
 
-def _add_node(staged: Staged, path: str, doc: Doc) -> None:
-    for group in layout.parent_groups(path):
-        staged.nodes.setdefault(group, group_document())
-    staged.nodes[path] = doc
-
-
 def _shards(rows: RowsWrite, grid: Grid) -> Iterator[_Chunks]:
     """The chunks of all shards that have rows, those of a shard in order and together."""
     row_bytes = grid.columns * array_dtype(rows.element).itemsize
     most_rows = max(1, _ENCODED_TOGETHER_BYTES // row_bytes)
     for shard in range(grid.shard_grid[0]):
-        edges = _positions(
-            rows, shard * grid.shard_rows + np.arange(grid.chunks_per_shard + 1) * grid.chunk_rows
+        first_rows = shard * grid.shard_rows + np.arange(grid.chunks_per_shard + 1) * grid.chunk_rows
+        # Positions in the write's ids where the rows of each chunk begin.
+        edges = (
+            np.minimum(first_rows, grid.rows) if rows.ids is None else np.searchsorted(rows.ids, first_rows)
         )
         if edges[0] == edges[-1]:
             continue
@@ -236,11 +234,3 @@ def _shards(rows: RowsWrite, grid: Grid) -> Iterator[_Chunks]:
             end = max(first + 1, int(np.searchsorted(edges, edges[first] + most_rows, side="right")) - 1)
             yield _Chunks(rows, grid, shard, first, edges[first : end + 1])
             first = end
-
-
-def _positions(rows: RowsWrite, first_rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Positions in the write's ids where the rows from each of `first_rows` on begin."""
-    positions: np.ndarray[Any, Any] = (
-        np.minimum(first_rows, rows.shape[0]) if rows.ids is None else np.searchsorted(rows.ids, first_rows)
-    )
-    return positions

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,16 +20,15 @@ from cnr_backends import Backend, BackendError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.format.arrays import Doc, document_bytes, group_document
+from cnr_store.format.arrays import Doc, add_node, document_bytes, group_document
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_record
-from cnr_store.maintenance.folding.folded_array import FoldedArray, delta_paths
-from cnr_store.maintenance.objects import delete_objects
+from cnr_store.maintenance.folding.folded_array import FoldedArray
+from cnr_store.maintenance.objects import Progress, delete_objects, no_progress
 
 log = logging.getLogger("cnr_store")
 _DELETE_WORKERS = 8
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def compact(
     """
     workers = _count(workers)
     catalog = Catalog(open_backend(url, **storage_options))
-    return fold(catalog, catalog.find(version), workers, progress or _no_progress)
+    return fold(catalog, catalog.find(version), workers, progress or no_progress)
 
 
 def _count(workers: object) -> int:
@@ -110,14 +109,10 @@ def _count(workers: object) -> int:
     return workers
 
 
-def _no_progress(done: int, known: int) -> None:
-    pass
-
-
-def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = _no_progress) -> CompactReport:
+def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no_progress) -> CompactReport:
     """Fold a committed version; see `compact`."""
     began = time.perf_counter()
-    paths = tuple(delta_paths(record))
+    paths = tuple(path for path, entry in record.arrays.items() if entry.kind == "delta")
     if not paths:
         return CompactReport(record.id, "nothing to fold")
     catalog.look_for_folds()
@@ -179,11 +174,15 @@ class _FoldAttempt:
         total = sum(array.shards for array in arrays.values())
         shards = ((path, shard) for path, array in arrays.items() for shard in range(array.shards))
         parts: dict[str, dict[int, Part]] = {path: {} for path in arrays}
-        nodes = _nodes(arrays)
+        nodes: dict[str, Doc] = {}
+        for path, array in arrays.items():
+            add_node(nodes, path, array.document)
         documents = {self._draft.key(layout.NODE): group_document()}
         documents |= {self._draft.key(path, layout.NODE): doc for path, doc in nodes.items()}
         with Transfer(workers, 2 * workers) as transfer:
-            put_shards = transfer.map(lambda task: (*task, self._put_shard(arrays[task[0]], task[1])), shards)
+            put_shards = transfer.map(
+                lambda task: (*task, arrays[task[0]].put_shard(self._backend, self._draft, task[1])), shards
+            )
             for done, (path, shard, part) in enumerate(put_shards, 1):
                 parts[path][shard] = part
                 progress(done, total)
@@ -204,9 +203,6 @@ class _FoldAttempt:
                 manifest_sha256=hashlib.sha256(manifest).hexdigest(),
             )
         )
-
-    def _put_shard(self, array: FoldedArray, shard: int) -> Part:
-        return array.put_shard(self._backend, self._draft, shard)
 
     def _put(self, key: str, data: bytes) -> int:
         self._backend.put(key, data)
@@ -238,8 +234,7 @@ class _FoldAttempt:
     def _owner(self) -> str | None:
         """Nonce of the attempt that created the record; None if there is no record, or storage does not answer."""
         with suppress(BackendError):
-            data = self._backend.get(self._draft.key())
-            committed = decode_record(data, self._version.id, layout.FOLDS)
+            committed = decode_record(self._backend.get(self._draft.key()), self._version.id, layout.FOLDS)
             return None if committed is None else committed.nonce
         return None
 
@@ -250,16 +245,6 @@ class _FoldAttempt:
         """
         if not self._may_be_committed:
             _delete_listed(self._backend, self._draft, _folder(self._draft))
-
-
-def _nodes(arrays: Mapping[str, FoldedArray]) -> dict[str, Doc]:
-    """Zarr metadata by path: groups before what is in them."""
-    nodes: dict[str, Doc] = {}
-    for path, array in arrays.items():
-        for group in layout.parent_groups(path):
-            nodes.setdefault(group, group_document())
-        nodes[path] = array.document
-    return nodes
 
 
 def _folder(fold: Record) -> str:

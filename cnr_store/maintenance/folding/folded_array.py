@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,21 +167,12 @@ def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -
     if not isinstance(whole, WrittenLink):
         raise CorruptionError(f"{where}: it is whole and has no metadata")
     doc: Any = copy.deepcopy(dict(whole.record.nodes[whole.path]))
-    two = len(shape) == 2
     doc["shape"] = list(shape)
-    doc["chunk_grid"]["configuration"]["chunk_shape"] = _sizes(grid.shard_rows, grid.shard_columns, two)
+    shard = [grid.shard_rows, grid.shard_columns][: len(shape)]
+    doc["chunk_grid"]["configuration"]["chunk_shape"] = shard
     sharding = doc["codecs"][0]["configuration"]
-    sharding["chunk_shape"] = _sizes(grid.chunk_rows, grid.chunk_columns, two)
+    sharding["chunk_shape"] = [grid.chunk_rows, grid.chunk_columns][: len(shape)]
     row_codec, *_, checksum = sharding["codecs"]
     sharding["codecs"] = [row_codec, *packer.zarr_codecs(), checksum]
     parse_rows_document(doc, where)
     return {**doc}
-
-
-def _sizes(rows: int, columns: int, two: bool) -> list[int]:
-    return [rows, columns] if two else [rows]
-
-
-def delta_paths(record: Record) -> Iterable[str]:
-    """Paths of the arrays that depend on another version."""
-    return [path for path, entry in record.arrays.items() if entry.kind == "delta"]
