@@ -66,7 +66,10 @@ def next_claim_id(backend: Backend, after: ClaimId | None = None, tried: Collect
     if after is not None:
         _refuse_newer(backend, [claim for claim in list_claims(backend) if claim not in tried], after)
     # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
-    newest = max([*_generations(backend), *tried], default=ClaimId(0, ""))
+    written = [
+        version.claim for version in map(VersionId.parse, list_ids(backend, layout.VERSIONS)) if version
+    ]
+    newest = max([*list_claims(backend), *written, *tried], default=ClaimId(0, ""))
     generation = newest.generation + 1
     if generation > layout.MAX_GENERATION:
         raise SaveError(
@@ -151,8 +154,3 @@ def _lost(backend: Backend, needs: Sequence[str]) -> list[str]:
     tombstoned = list_tombstoned(backend)
     present = set(backend.list_names(layout.VERSIONS))
     return sorted(need for need in needs if need in tombstoned or need not in present)
-
-
-def _generations(backend: Backend) -> list[ClaimId]:
-    versions = (VersionId.parse(name) for name in backend.list_names(layout.VERSIONS))
-    return list_claims(backend) + [version.claim for version in versions if version]

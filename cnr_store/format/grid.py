@@ -73,7 +73,7 @@ def choose_grid(
     """
     density = 1.0 if ids is None else max(len(ids), 1) / rows
     most_rows = _power_below(MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
-    whole = _power_above(rows)
+    whole = 1 << (rows - 1).bit_length()  # the smallest power of two from the number of rows on
     chunk_rows = min(_power_below(TARGET_CHUNK_BYTES / (bytes_per_row * density)), most_rows, whole)
     # Rows may crowd in a few chunks, which the average density does not show.
     while chunk_rows > 1 and _fullest(ids, rows, chunk_rows) * bytes_per_row > MAX_CHUNK_BYTES:
@@ -99,8 +99,3 @@ def _fullest(ids: np.ndarray[Any, Any] | None, rows: int, block_rows: int) -> in
 def _power_below(value: float) -> int:
     """The greatest power of two up to a value, at least 1."""
     return 1 << max(0, int(value).bit_length() - 1)
-
-
-def _power_above(value: int) -> int:
-    """The smallest power of two from a value on."""
-    return 1 << max(0, value - 1).bit_length()

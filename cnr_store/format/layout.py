@@ -26,7 +26,7 @@ TOMBSTONES = "tombstones"
 NODE = "zarr.json"
 
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
-_VERSION = re.compile(r"([0-9]{6}-[0-9a-f]{8})\.([0-9]{8})")
+_VERSION = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
 _SAFE = "-._"
 
 
@@ -61,10 +61,7 @@ class VersionId:
     def parse(cls, text: str) -> VersionId | None:
         """The version that a name stands for, None if it is no version's id."""
         match = _VERSION.fullmatch(text)
-        if match is None:
-            return None
-        claim = ClaimId.parse(match[1])
-        return cls(claim, int(match[2])) if claim else None
+        return cls(ClaimId(int(match[1]), match[2]), int(match[3])) if match else None
 
 
 def writer_key(claim: ClaimId) -> str:

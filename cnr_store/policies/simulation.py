@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -230,53 +230,58 @@ def simulate(
     return list(run.saves(policy))
 
 
+@dataclass(frozen=True)
 class _Run:
-    """One simulation: what was written and what each save's chain is, save by save."""
+    """One simulation.
 
-    def __init__(self, trace: Trace, row_bytes: float, fixed_bytes: int, costs: Costs) -> None:
-        self._trace = trace
-        self._row_bytes = row_bytes
-        self._fixed_bytes = fixed_bytes
-        self._costs = costs
-        self._bytes: list[int] = []
-        self._chains: list[tuple[int, ...]] = []
+    Attributes
+    ----------
+    written, chains
+        Bytes that each save up to now wrote; the saves that restoring each of them reads.
+    """
+
+    trace: Trace
+    row_bytes: float
+    fixed_bytes: int
+    costs: Costs
+    written: list[int] = field(default_factory=list)
+    chains: list[tuple[int, ...]] = field(default_factory=list)
 
     def saves(self, policy: str) -> Iterator[SimulatedSave]:
         name, baseline = check_policy(policy), 0
         sizes: tuple[int, ...] = ()
         deltas: tuple[Delta, ...] = ()
-        base: tuple[int, ...] = ()
-        for save in range(self._trace.saves):
+        for save in range(self.trace.saves):
             offer = self._offer(save, baseline) if save else None
-            decision = decide(name, sizes, deltas=deltas, offer=offer, costs=self._costs)
+            decision = decide(name, sizes, deltas=deltas, offer=offer, costs=self.costs)
             if decision.full or offer is None:
-                nbytes = self._size(self._trace.rows)
-                baseline, sizes, deltas, base = save, (nbytes,), (), ()
+                nbytes = self._size(self.trace.rows)
+                baseline, sizes, deltas = save, (nbytes,), ()
+                self.chains.append((save,))
             else:
                 consecutive = decision.since == "previous"
                 nbytes = offer.previous_bytes if consecutive else offer.baseline_bytes
-                base = self._chains[save - 1 if consecutive else baseline]
+                self.chains.append((*self.chains[save - 1 if consecutive else baseline], save))
                 sizes, deltas = (*sizes, nbytes), deltas_after(asdict(decision), nbytes)
-            self._bytes.append(nbytes)
-            self._chains.append((*base, save))
+            self.written.append(nbytes)
             yield self._report(save, decision)
 
     def _size(self, rows: int) -> int:
-        return self._fixed_bytes + round(self._row_bytes * rows)
+        return self.fixed_bytes + round(self.row_bytes * rows)
 
     def _offer(self, save: int, baseline: int) -> Offer:
-        changed = self._trace.changed[save]
+        changed = self.trace.changed[save]
         return Offer(self._size(int(changed[baseline])), self._size(int(changed[save - 1])))
 
     def _report(self, save: int, decision: Decision) -> SimulatedSave:
-        chain = self._chains[save]
-        kept = self._chains if self._costs.keep_last is None else self._chains[-self._costs.keep_last :]
+        chain = self.chains[save]
+        kept = self.chains if self.costs.keep_last is None else self.chains[-self.costs.keep_last :]
         return SimulatedSave(
             save=save,
             decision=decision,
-            bytes=self._bytes[save],
-            written_bytes=sum(self._bytes),
-            kept_bytes=sum(self._bytes[version] for version in set().union(*kept)),
+            bytes=self.written[save],
+            written_bytes=sum(self.written),
+            kept_bytes=sum(self.written[version] for version in set().union(*kept)),
             chain=len(chain),
-            restore_bytes=sum(self._bytes[version] for version in chain),
+            restore_bytes=sum(self.written[version] for version in chain),
         )

@@ -74,12 +74,9 @@ def diff(url: Url, older: Version, newer: Version = "latest", **storage_options:
 
 def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfer: Transfer) -> ArrayDiff:
     old, new = before.arrays.get(path), after.arrays.get(path)
+    rows = _length((new or before.arrays[path]).shape)
     if old is None or new is None:
-        entry = old or new
-        assert entry is not None  # each path comes from one of the two
-        rows = _length(entry.shape)
         return ArrayDiff(path, "added" if old is None else "removed", rows, rows)
-    rows = _length(new.shape)
     if (old.shape, old.element) != (new.shape, new.element):
         return ArrayDiff(path, "reshaped", rows, rows)
     if new.kind == "dense":

@@ -73,8 +73,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         return bare if isinstance(bare, list) else f"/{key}" if (key := bare.strip("/")) else ""
 
     def _key(self, path: str) -> str:
-        key: str = self._strip_protocol(path)
-        return key[1:]
+        return str(self._strip_protocol(path))[1:]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size in bytes and type of an object or a folder.
@@ -133,8 +132,7 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no type
     """An object, read block by block."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        data: bytes = self.fs.cat_file(self.path, start, end)
-        return data
+        return bytes(self.fs.cat_file(self.path, start, end))
 
 
 def _open(

@@ -151,14 +151,15 @@ def serving(
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
     application = app(url, version, **(storage_options or {}))
-    config = uvicorn.Config(
-        application,
-        lifespan="off",
-        ws="none",
-        log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
     )
-    server = uvicorn.Server(config)
     with socket.create_server((host, port)) as listening:
         # Clients that connect before the thread runs wait in the socket's queue.
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="cnr-serving")

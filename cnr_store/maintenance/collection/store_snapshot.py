@@ -12,7 +12,7 @@ from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import list_ids
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
-from cnr_store.format.layout import ClaimId, VersionId
+from cnr_store.format.layout import ClaimId
 from cnr_store.format.record_document import decode_record, encode_void, void_time
 
 WORKERS = 8
@@ -110,12 +110,16 @@ class SnapshotReader:
         pinned, tombstoned = list_ids(self._backend, layout.PINS), list_ids(self._backend, layout.TOMBSTONES)
         folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = list_ids(self._backend, layout.VERSIONS)
-        for name in list(self._known):
-            if name not in names or (name in tombstoned and isinstance(self._known[name], Committed)):
-                del self._known[name]  # it may have been deleted since
+        self._known = {
+            name: known
+            for name, known in self._known.items()
+            # What is tombstoned may have been deleted since.
+            if name in names and not (name in tombstoned and isinstance(known, Committed))
+        }
         unread = sorted(names - self._known.keys())
         for name, known in zip(unread, transfer.map(self._read, unread), strict=True):
-            if known is None and void and _is_older(name, newest):
+            # Ids sort as their claims do, and those of one claim after it.
+            if known is None and void and (newest is None or name < str(newest)):
                 known = self._abort(name)
             if known is not None:
                 self._known[name] = known
@@ -159,9 +163,3 @@ class SnapshotReader:
             return frozenset()  # as if it were missing: the version's chain is kept
         arrays = record.arrays.items() if record is not None else ()
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
-
-
-def _is_older(version: str, newest: ClaimId | None) -> bool:
-    """Whether an attempt belongs to an older generation than the newest claim."""
-    attempt = VersionId.parse(version)
-    return newest is None or (attempt is not None and attempt.claim < newest)

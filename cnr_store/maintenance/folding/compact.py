@@ -131,7 +131,7 @@ def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no
                 f"{catalog.backend.url}: version {record.id} was removed while it was being folded"
             ) from error
         # Another attempt may have succeeded, and retention have deleted what this one was still reading.
-        if isinstance(error, CorruptionError) and _is_folded(catalog, record):
+        if isinstance(error, CorruptionError) and _is_folded(catalog.backend, record):
             return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
         if isinstance(error, CheckpointError):
             raise
@@ -259,11 +259,10 @@ def _is_deleted(backend: Backend, version: Record) -> bool:
         return False
 
 
-def _is_folded(catalog: Catalog, version: Record) -> bool:
+def _is_folded(backend: Backend, version: Record) -> bool:
     """Whether there is a fold. False if that is unknown, because storage is damaged or silent."""
     try:
-        catalog.look_for_folds()
-        return catalog.find_fold(version.id) is not None
+        return Catalog(backend).find_fold(version.id) is not None
     except (BackendError, CheckpointError):
         return False
 

@@ -119,11 +119,11 @@ class DeepCheck:
                 nbytes = 0  # bytes of the whole row of shards, counted once
 
     def _check_rows(self, path: str, link: WrittenLink, rows: Rows, key: str, nbytes: int) -> _Outcome:
-        entry, count = link.entry, rows[1] + 1 - rows[0]
+        count = rows[1] + 1 - rows[0]
         need = np.ones(count, np.uint8)
         try:
-            shape = (count, (*entry.shape, 1)[1])
-            out = allocate(shape, array_dtype(entry.element), self._check.at(path, rows, key))
+            what = self._check.at(path, rows, key)
+            out = allocate((count, link.grid.columns), array_dtype(link.entry.element), what)
             link.fill(rows[0], out, need)
         except (CorruptionError, FormatError) as error:
             return _Outcome(nbytes, str(error), key, path, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog, VersionInfo, read_object
@@ -81,8 +81,8 @@ class VersionCheck:
         self.missing: set[str] = set()
         self.nodes = _nodes(record)
 
-    def run(self) -> None:
-        """Compare the listing with what the record names, and validate the small documents."""
+    def run(self) -> Self:
+        """Compare the listing with what the record names, and validate the small documents. Returns itself."""
         folder = layout.version_key(self.record.id, prefix=self.record.prefix)
         listed = dict(self.backend.list_keys(folder))
         listed.pop(self.record.key(), None)
@@ -92,6 +92,7 @@ class VersionCheck:
             for path in self.record.arrays:
                 self._check_array(path, listed)
             self.soundness.leftovers = find_leftovers(folder, listed)
+        return self
 
     def _check_documents(self, listed: dict[str, int]) -> None:
         self.soundness.manifest = self._is_valid("manifest", self.catalog.manifest, listed)

@@ -71,20 +71,21 @@ class Restorability:
         reasons = {
             path: reason for path in record.arrays if (reason := self._why_broken(record, path)) is not None
         }
-        restorable, finding = own.manifest and own.state and not reasons, None
+        documents_sound = own.manifest and own.state
+        finding = None
         unreported = [(path, reason) for path, reason in reasons.items() if reason != _REPORTED]
         if unreported:
             (path, what), *others = unreported
             more = f" (and {len(others)} more of its arrays)" if others else ""
             finding = Finding(what + more, record.id, path=path)
-        elif reasons and self._only_fold_is_damaged(record):
+        elif reasons and documents_sound and all(self._is_sound(record, path) for path in record.arrays):
             key = layout.record_key(record.id, layout.FOLDS)
             what = (
                 f"version {record.id}: only its fold is damaged, the versions that it was made of are sound: with no "
                 f"job's retention running, remove {key}, and the version can be restored"
             )
             finding = Finding(what, record.id, key)
-        return restorable, finding
+        return documents_sound and not reasons, finding
 
     def _why_broken(self, record: Record, path: str) -> str | None:
         """Why an array can't be read: a message, or `_REPORTED`. None if it can."""
@@ -136,10 +137,6 @@ class Restorability:
                     f"{base.shape} {base.element}"
                 )
         return None
-
-    def _only_fold_is_damaged(self, record: Record) -> bool:
-        own = self._results[record.prefix, record.id]
-        return own.manifest and own.state and all(self._is_sound(record, path) for path in record.arrays)
 
     def _is_sound(self, record: Record, path: str) -> bool:
         """Whether an array could be read if nothing were folded."""

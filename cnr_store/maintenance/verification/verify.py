@@ -182,15 +182,10 @@ class _Run:
         while todo:
             todo = [record for record in todo if (record.prefix, record.id) not in self._results]
             self._known += sum(record.nbytes for record in todo)
-            for check in self._transfer.map(self._compare_listing, todo):
+            for check in self._transfer.map(lambda record: VersionCheck(self._backend, record).run(), todo):
                 self._finish(check)
             links = [link for record in todo for link in self._new_links(record)]
             todo = list({(link.prefix, link.id): link for link in links}.values())
-
-    def _compare_listing(self, record: Record) -> VersionCheck:
-        check = VersionCheck(self._backend, record)
-        check.run()
-        return check
 
     def _finish(self, check: VersionCheck) -> None:
         record, end = check.record, self._done + check.record.nbytes
@@ -207,8 +202,7 @@ class _Run:
     def _base_rows(self, record: Record, path: str) -> int | None:
         base = record.arrays[path].base
         older = None if base is None else find_readable(self._catalog, base)
-        entry = None if older is None else older.arrays.get(path)
-        return None if entry is None else entry.shape[0]
+        return None if older is None or path not in older.arrays else older.arrays[path].shape[0]
 
     def _new_links(self, record: Record) -> Iterator[Record]:
         """Records that a version's chains lead to, as far as they are sound and were not followed before."""
