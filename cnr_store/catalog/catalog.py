@@ -79,10 +79,6 @@ Version = str | int | VersionInfo
 _ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
 
 
-def _is_step(version: object) -> bool:
-    return isinstance(version, int | np.integer) and not isinstance(version, bool)
-
-
 def _no_array(path: str) -> np.ndarray[Any, Any]:
     raise FormatError(f"metadata refers to an array ({path}); only small values may stand there")
 
@@ -249,7 +245,8 @@ class Catalog:
             return self.record(version.id)
         if isinstance(version, str) and layout.VersionId.parse(version):
             return self.record(version)
-        if version != "latest" and not _is_step(version):
+        is_step = isinstance(version, int | np.integer) and not isinstance(version, bool)
+        if version != "latest" and not is_step:
             raise VersionNotFoundError(
                 f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
                 "a step, or 'latest'"
@@ -301,7 +298,7 @@ class Catalog:
         return data
 
 
-def open_record(url: Url, version: Version, **storage_options: Any) -> tuple[Catalog, Record]:
+def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[Catalog, Record]:
     """The catalog of a store, and the record of a version as `Catalog.find` finds it."""
     catalog = Catalog(open_backend(url, **storage_options))
     return catalog, catalog.find(version)

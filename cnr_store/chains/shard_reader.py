@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import NamedTuple
 
 from cnr_backends import (
@@ -103,7 +102,7 @@ class ShardReader:
                     yield chunk, check_chunk(data[offset : offset + int(index.lengths[chunk.slot])])
 
     def _index(self, shard: int) -> ShardIndex:
-        return self._indexes.fetch(shard, partial(self._read_index, shard))
+        return self._indexes.fetch(shard, lambda: self._read_index(shard))
 
     def _read_index(self, shard: int) -> ShardIndex:
         part, chunks = self.parts[shard], self.grid.chunks_per_shard

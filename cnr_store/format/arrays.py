@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import json
 import math
@@ -168,21 +167,21 @@ def document_bytes(doc: Doc) -> bytes:
 
 
 def _create(**arguments: Any) -> Doc:
-    return copy.deepcopy(_created(**arguments))
+    doc: Doc = json.loads(_created(**arguments))
+    return doc
 
 
 @functools.lru_cache(maxsize=4096)
-def _created(serializer: str, compressors: str, **arguments: Any) -> Doc:
+def _created(serializer: str, compressors: str, **arguments: Any) -> bytes:
     """The document that zarr makes for an array, in memory. Cached, because most arrays of a version look alike."""
 
-    async def make() -> Doc:
+    async def make() -> bytes:
         store = MemoryStore()
         codecs = {"serializer": json.loads(serializer), "compressors": json.loads(compressors)}
         await create_array(store, name="a", **codecs, **arguments)
         stored = await store.get("a/zarr.json", default_buffer_prototype())
         assert stored is not None  # zarr has just written it
-        doc: Doc = json.loads(stored.to_bytes())
-        return doc
+        return stored.to_bytes()
 
     # In a loop of its own, because the caller may run in zarr's loop, which would wait for itself.
     with ThreadPoolExecutor(1) as thread:

@@ -226,8 +226,7 @@ def simulate(
         An unknown policy, or a number out of range.
     """
     row_bytes, fixed_bytes = number("row_bytes", row_bytes, MOST), integer("fixed_bytes", fixed_bytes)
-    run = _Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save))
-    return list(run.saves(policy))
+    return list(_Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save)).saves(policy))
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,7 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
     if not isinstance(target, Store):
         if not target or not isinstance(target, str | os.PathLike):
             raise OptionError(f"can't write to {target!r}: give a path or a URL")
-        text = os.fspath(target)
-        if text.startswith(("file://", "local://")):
-            text = text.partition("://")[2]
+        text = os.fspath(target).removeprefix("file://").removeprefix("local://")
         path = None if "://" in text else Path(text).expanduser().absolute()
     if options and (path is not None or isinstance(target, Store)):
         raise OptionError(

@@ -68,8 +68,10 @@ def diff(url: Url, older: Version, newer: Version = "latest", **storage_options:
     catalog, before = open_record(url, older, **storage_options)
     after = catalog.find(newer)
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-        paths = sorted({*before.arrays, *after.arrays})
-        return [_compare(catalog, before, after, path, transfer) for path in paths]
+        return [
+            _compare(catalog, before, after, path, transfer)
+            for path in sorted({*before.arrays, *after.arrays})
+        ]
 
 
 def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfer: Transfer) -> ArrayDiff:

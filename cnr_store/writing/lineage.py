@@ -114,5 +114,4 @@ def _past(record: Record) -> tuple[tuple[int, ...], tuple[Delta, ...]]:
     # A version that depends on no other is full, also where no policy asked for it.
     if record.kind == "baseline":
         return (record.nbytes,), ()
-    earlier = tuple(record.policy.get("sizes_bytes", ()))
-    return (*earlier, record.nbytes), deltas_after(record.policy, record.nbytes)
+    return (*record.policy.get("sizes_bytes", ()), record.nbytes), deltas_after(record.policy, record.nbytes)

@@ -123,8 +123,7 @@ class Writer:
         key = layout.record_key(version)
         try:
             try:
-                void = encode_void(str(claim.id), secrets.token_hex(16), time.time())
-                self._backend.create(key, void)
+                self._backend.create(key, encode_void(str(claim.id), secrets.token_hex(16), time.time()))
             except ObjectExistsError:
                 landed = decode_record(self._backend.get(key), version)
                 return landed if landed is not None and landed.nonce == nonce else None

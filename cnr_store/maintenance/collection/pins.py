@@ -85,5 +85,4 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format():
         return []
-    pinned = list_ids(catalog.backend, layout.PINS)
-    return sorted(name for name in pinned if catalog.find_record(name) is not None)
+    return sorted(filter(catalog.find_record, list_ids(catalog.backend, layout.PINS)))

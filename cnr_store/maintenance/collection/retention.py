@@ -182,8 +182,7 @@ class Retention:
                 snapshot = self._reader.take(transfer, void=True)
                 stopped = self._stopped(snapshot)
                 kept = choose(snapshot, self._rules, committed_since=snapshot.versions.keys() - to_delete)
-                kept_after_all = [version for version in to_delete if stopped or version in kept]
-                deletion.untombstone(kept_after_all)
+                deletion.untombstone(version for version in to_delete if stopped or version in kept)
                 if stopped:
                     return GcReport({}, stopped=stopped)
                 to_delete = [

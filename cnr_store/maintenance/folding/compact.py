@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cnr_backends import Backend, BackendError, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_backends import Backend, BackendError, Transfer
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, document_bytes, group_document
@@ -98,15 +98,13 @@ def compact(
     OptionError
         `workers` is not a positive integer.
     """
-    workers = _count(workers)
-    catalog = Catalog(open_backend(url, **storage_options))
-    return fold(catalog, catalog.find(version), workers, progress or no_progress)
+    _check_count(workers)
+    return fold(*open_record(url, version, **storage_options), workers, progress or no_progress)
 
 
-def _count(workers: object) -> int:
+def _check_count(workers: object) -> None:
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise OptionError(f"workers={workers!r}: give an integer of at least 1")
-    return workers
 
 
 def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no_progress) -> CompactReport:
@@ -186,10 +184,9 @@ class _FoldAttempt:
             for done, (path, shard, part) in enumerate(put_shards, 1):
                 parts[path][shard] = part
                 progress(done, total)
-            put_documents = transfer.map(
-                lambda item: self._put(item[0], document_bytes(item[1])), documents.items()
+            objects_bytes = sum(
+                transfer.map(lambda item: self._put(item[0], document_bytes(item[1])), documents.items())
             )
-            objects_bytes = sum(put_documents)
         manifest = encode_manifest(Manifest(self._version.id, parts))
         objects_bytes += self._put(self._draft.key("manifest"), manifest)
         sizes = {path: sum(part.nbytes for part in array.values()) for path, array in parts.items()}

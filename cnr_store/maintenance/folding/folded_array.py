@@ -113,8 +113,7 @@ class FoldedArray:
         pieces = build_shard([*payloads, *[None] * chunks][:chunks])
         place = f"c/{shard}/0" if len(self.reader.shape) == 2 else f"c/{shard}"
         backend.put(fold.key(path, place), pieces)
-        nbytes = sum(len(piece) for piece in pieces)
-        return Part(nbytes, int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+        return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
 
     def _payloads(self, fold: Record, shard: range) -> Iterator[bytes]:
         """The packed payloads of the chunks of these rows, as far as the array reaches."""
@@ -132,8 +131,9 @@ class FoldedArray:
 
     def _packed(self, fold: Record, first_row: int, segments: Sequence[Segment]) -> bytes:
         path, element, grid = self.reader.path, self.reader.element, self.grid
-        seal = fold.seal(path, first_row, 0)
-        data = build_payload(grid.chunk_rows, grid.columns, element_named(element), segments, seal)
+        data = build_payload(
+            grid.chunk_rows, grid.columns, element_named(element), segments, fold.seal(path, first_row, 0)
+        )
         try:
             return self.packer.pack(data, grid.chunk_rows, grid.columns, element)
         except CodecError as error:

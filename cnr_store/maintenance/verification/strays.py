@@ -41,8 +41,10 @@ def _check_group(backend: Backend, key: str, doc: Doc) -> Iterator[Finding]:
     except (ObjectNotFoundError, FormatError):
         sound = False
     if not sound:
-        what = f"{backend.url}: {key} is lost or altered; plain Zarr readers need it, this library does not"
-        yield Finding(what, key=key)
+        yield Finding(
+            f"{backend.url}: {key} is lost or altered; plain Zarr readers need it, this library does not",
+            key=key,
+        )
 
 
 def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
