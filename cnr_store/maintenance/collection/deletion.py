@@ -118,12 +118,12 @@ def deletable_records(
     earlier one can only be created by a request that the network still carries: the grace time covers that. The last
     attempt of each claim stays aborted for ever, because its writer may be stopped right before its commit.
     """
-    # An id is the claim's, a dot and the attempt's number, and sorts by them.
-    last = {name.partition(".")[0]: name for name in sorted(snapshot.names)}
+    # The last attempt of each claim: an id is the claim's, a dot and the attempt's number, and sorts by them.
+    last = set({name.partition(".")[0]: name for name in sorted(snapshot.names)}.values())
     return [
         version
         for version in emptied
-        if version not in last.values()
+        if version not in last
         and version in snapshot.aborted
         and snapshot.aborted[version] + grace_seconds <= now
     ]
