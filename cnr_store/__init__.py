@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer
     from cnr_store.training.data.tracked_reader import TrackedReader
     from cnr_store.training.importing.import_file import import_file
-    from cnr_store.training.loading.restored import Restored
+    from cnr_store.training.loading.load_result import Restored
     from cnr_store.training.once import load, save
     from cnr_store.training.preemption import Preemption
     from cnr_store.training.saving.pending_save import PendingSave
@@ -57,7 +57,7 @@ _TRAINING = {
     "Preemption": "preemption",
     "save": "once",
     "load": "once",
-    "Restored": "loading.restored",
+    "Restored": "loading.load_result",
     "TrackedReader": "data.tracked_reader",
     "import_file": "importing.import_file",
 }

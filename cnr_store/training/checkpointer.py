@@ -18,12 +18,12 @@ from cnr_store.errors import CheckpointError, ClosedError
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
-from cnr_store.training.loader import Loader
-from cnr_store.training.loading.restored import Restored, warn_left_out
+from cnr_store.training.loading.load_result import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.preemption import Preemption, watch_signals
+from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.options import Options

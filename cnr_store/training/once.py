@@ -8,7 +8,7 @@ from torch import nn
 
 from cnr_store.catalog.catalog import Url, Version, VersionInfo
 from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.loading.restored import Restored
+from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.selection import Selection
 
 _SAVE_OPTIONS = ("reader", "metadata", "full")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cnr_codecs import ParameterType, PayloadError, RowSet, Scheme, Segment, UniformRows, parse
 from cnr_codecs.elements import element_named
-from cnr_codecs.payload.draft import Draft
+from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import build
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.protocol import Rows

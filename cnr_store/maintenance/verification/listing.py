@@ -9,8 +9,8 @@ from cnr_store.catalog.catalog import Catalog, list_ids
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+from cnr_store.maintenance.verification.beside_versions import Attempt
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
-from cnr_store.maintenance.verification.strays import Attempt
 
 
 class Listing:

@@ -11,7 +11,7 @@ import torch
 
 from cnr_store.errors import FormatError, OptionError
 from cnr_store.training.importing.model_file import FileTensor, ModelFile, clean_names
-from cnr_store.training.model.state_leaves import tensor_leaf
+from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.tensors import dtype_name, numpy_view
 
 _EXTRA_STATE = "_extra_state"

@@ -20,7 +20,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
-from cnr_store.training.loading.restored import Restored
+from cnr_store.training.loading.load_result import Restored
 
 log = logging.getLogger("cnr_store")
 _MAX_LISTINGS = 5

@@ -15,9 +15,9 @@ from cnr_store.chains.dense import read_dense
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
+from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
-from cnr_store.training.loading.restored import Restored
 from cnr_store.training.loading.row_fill import AllRows, ChosenRows, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree

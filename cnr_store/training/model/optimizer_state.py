@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.state_types import load_uncast
+from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import SLOT_DTYPES
 

@@ -16,10 +16,10 @@ from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
+from cnr_store.training.model.object_state import state_of, tensor_leaf
 from cnr_store.training.model.optimizer_state import optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.state_leaves import state_of, tensor_leaf
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave

@@ -9,7 +9,7 @@ from typing import Any
 
 from cnr_codecs.elements import array_dtype
 from cnr_codecs.errors import CodecConfigError, RowsError
-from cnr_codecs.plugins import followers
+from cnr_codecs.plugins import compressors
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
 
 MAX_FOLLOWERS = 4
@@ -47,7 +47,7 @@ class Followed:
             raise CodecConfigError(f"then must be a list of configurations, got {self.then!r}")
         if not 1 <= len(self.then) <= MAX_FOLLOWERS:
             raise CodecConfigError(f"then must list 1 to {MAX_FOLLOWERS} codecs, got {len(self.then)}")
-        object.__setattr__(self, "then", tuple(followers.follower_config(each) for each in self.then))
+        object.__setattr__(self, "then", tuple(compressors.follower_config(each) for each in self.then))
 
     def __hash__(self) -> int:
         return hash((self.codec, json.dumps(self.then, sort_keys=True)))
@@ -136,11 +136,11 @@ class Packer:
         then = config.get("then", [])
         if not isinstance(then, list | tuple) or len(then) > MAX_FOLLOWERS:
             raise CodecConfigError(f"then must list at most {MAX_FOLLOWERS} configurations, got {then!r}")
-        return cls(tuple(followers.follower_config(each) for each in then))
+        return cls(tuple(compressors.follower_config(each) for each in then))
 
     def zarr_codecs(self) -> list[dict[str, Any]]:
         """Return the entries of a Zarr v3 array's `codecs` behind the row codec's."""
-        return [followers.follower_zarr_codec(each) for each in self.then]
+        return [compressors.follower_zarr_codec(each) for each in self.then]
 
     def pack(self, data: bytes, rows: int, dim: int, element: str) -> bytes:
         """Return a payload encoded by the codecs, in order.
@@ -166,7 +166,7 @@ class Packer:
                     f"a chunk of {rows} x {dim} {element} takes {len(data)} bytes, readers accept at most "
                     f"{max_bytes}; use fewer rows a chunk"
                 )
-            data = followers.encode(config, data)
+            data = compressors.encode(config, data)
         return data
 
 
@@ -196,7 +196,7 @@ class Unpacker:
         CodecConfigError
             There are too many entries, or this release doesn't know one of them.
         """
-        names = tuple(followers.known_zarr_name(entry.get("name")) for entry in codecs)
+        names = tuple(compressors.known_zarr_name(entry.get("name")) for entry in codecs)
         if len(names) > MAX_FOLLOWERS:
             raise CodecConfigError(
                 f"{len(names)} codecs follow the row codec, this release reads at most {MAX_FOLLOWERS}"
@@ -221,5 +221,5 @@ class Unpacker:
             The bytes are not what these codecs write.
         """
         for name in reversed(self.names):
-            data = followers.decode(name, data, most_bytes)
+            data = compressors.decode(name, data, most_bytes)
         return data

@@ -16,7 +16,7 @@ from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
-from cnr_codecs.payload.draft import Draft
+from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import (
     HEADER,
     PARAMETER_DTYPES,

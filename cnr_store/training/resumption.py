@@ -11,8 +11,8 @@ from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
+from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.restore import Restore
-from cnr_store.training.loading.restored import Restored
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.options import Options
