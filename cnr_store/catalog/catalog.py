@@ -188,7 +188,8 @@ class Catalog:
         record = self.find_record(version)
         if record is None:
             raise VersionNotFoundError(
-                f"{self.backend.url} has no committed version {version}; `versions` lists those there are"
+                f"{self.backend.url} has no committed version {version}; `cnr_store.versions`, or `cnr ls`, lists "
+                "those there are"
             )
         return record
 
@@ -261,7 +262,8 @@ class Catalog:
                 f"{self.backend.url} holds no committed version: check the URL, or save one first"
             )
         raise VersionNotFoundError(
-            f"{self.backend.url} has no version of step {version}; `versions` lists those there are"
+            f"{self.backend.url} has no version of step {version}; `cnr_store.versions`, or `cnr ls`, lists those "
+            "there are"
         )
 
     def manifest(self, record: Record) -> Manifest:

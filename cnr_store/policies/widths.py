@@ -120,12 +120,13 @@ def _check_widths(option: str, given: object, example: str, words: tuple[str, ..
     by_pattern = given if isinstance(given, Mapping) else {}
     if not all(isinstance(pattern, str) for pattern in by_pattern):
         raise OptionError(f"{option} {given!r}: patterns are strings, such as {example}")
-    for width in by_pattern.values() if isinstance(given, Mapping) else (given,):
+    for pattern, width in by_pattern.items() if isinstance(given, Mapping) else ((None, given),):
         # By type, because True and 8.0 equal integers.
         if not (width in WIDTHS if type(width) is int else isinstance(width, str) and width in words):
             allowed = ", ".join(["2, 3, 4, 8, 32 (lossless)", *map(repr, words)])
+            where = f"; the pattern is {pattern!r}" if pattern is not None else ""
             raise OptionError(
-                f"{option} {width!r}: use {allowed}, or a mapping from patterns like {example} to these"
+                f"{option} {width!r}: use {allowed}, or a mapping from patterns like {example} to these{where}"
             )
 
 

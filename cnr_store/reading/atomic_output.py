@@ -118,7 +118,8 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
 def _refuse(target: str | Path, exists: bool) -> None:
     if exists:
         raise OptionError(
-            f"{target} is there already: choose another target, or overwrite=True for one of its kind"
+            f"{target} is there already: choose another target, or replace it with overwrite=True (--overwrite), "
+            "which replaces a file by a file and a folder by a folder"
         )
 
 

@@ -46,7 +46,16 @@ class Loader:
         """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
-        return find(self.catalog, version, lambda record: self._load(record, selection))
+        try:
+            return find(self.catalog, version, lambda record: self._load(record, selection))
+        except CorruptionError as error:
+            self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
+            if not fallback:
+                error.add_note(
+                    f"In {self.catalog.backend.url}. load(fallback=True) loads the newest sound version instead; `cnr "
+                    "verify` lists what is damaged and what can be restored."
+                )
+            raise
 
     def _load(self, record: Record, selection: Selection) -> Restored:
         trained, saves = self.trained, self.saves

@@ -109,9 +109,9 @@ class Writer:
                 return landed
             if isinstance(error, CheckpointError):
                 raise
+            attempt = f" as version {version}" if version else ""
             raise SaveError(
-                f"step {plan.step} was not saved as version {version or '(none claimed)'} "
-                f"of {self._backend.url}: {error}. "
+                f"step {plan.step} was not saved{attempt} to {self._backend.url}: {error}. "
                 "The versions before it are untouched and its rows stay marked for the next save"
             ) from error
 

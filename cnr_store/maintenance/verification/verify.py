@@ -173,7 +173,8 @@ class _Run:
             listing.read_newest(wanted)
         if not (listing.records or listing.problems or any(attempt.left for attempt in listing.attempts)):
             raise VersionNotFoundError(
-                f"{self._backend.url} has no committed version {wanted}; `versions` lists those there are"
+                f"{self._backend.url} has no committed version {wanted}; `cnr_store.versions`, or `cnr ls`, lists "
+                "those there are"
             )
 
     def _check_objects(self, records: Iterable[Record]) -> None:

@@ -118,9 +118,10 @@ def fit_optimizers(
     """
     everything = match.selection.everything
     if len(trees) < len(optimizers) or (everything and len(trees) > len(optimizers)):
+        stored = f"holds the state of {len(trees)} optimizers" if trees else "was saved without an optimizer"
         match.differs(
-            f"{match.where} holds the state of {len(trees)} optimizers, {len(optimizers)} were given; give those it "
-            f"was saved with, or none, or {IGNORE} those that fit"
+            f"{match.where} {stored}, {len(optimizers)} were given; give those it was saved with, or none, or {IGNORE} "
+            "those that fit"
         )
     fits = []
     for position, optimizer in enumerate(optimizers):

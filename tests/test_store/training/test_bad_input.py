@@ -341,7 +341,7 @@ def test_version_that_is_none(stored: Path, version: Any) -> None:
 
 @pytest.mark.parametrize("version", [99, -1, "000009-00000000.00000001"])
 def test_version_that_is_not_there(stored: Path, version: Any) -> None:
-    _assert_no_version(stored, version, "`versions` lists those there are")
+    _assert_no_version(stored, version, "`cnr_store.versions`, or `cnr ls`, lists those there are")
 
 
 def test_version_of_another_store(stored: Path, tmp_path: Path) -> None:

@@ -276,3 +276,21 @@ def test_a_save_at_exit_is_one_clear_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "refused: the save of step 1 can't begin" in done.stdout
+
+
+@pytest.mark.parametrize("lost", ["zarr.json", "manifest"])
+def test_a_save_after_a_load_that_found_damage_is_whole(tmp_path: Path, lost: str) -> None:
+    """Its base may be what was damaged, and a delta over a lost one could never be loaded."""
+    job = Job(tmp_path, policy="consecutive")
+    with job.checkpointer as checkpointer:
+        base = checkpointer.save(0).result()
+        for step in (1, 2):
+            job.step(step)
+            checkpointer.save(step).result()
+        (tmp_path / "versions" / base.id / lost).unlink()
+        with pytest.raises(cnr_store.CorruptionError) as caught:
+            checkpointer.load()
+        assert "load(fallback=True)" in caught.value.__notes__[-1]
+        job.step(3)
+        checkpointer.save(3).result()
+    job.assert_newest_is_now()
