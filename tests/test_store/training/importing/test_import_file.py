@@ -111,7 +111,7 @@ def test_training_goes_on_from_an_import_with_a_new_optimizer(tmp_path: Path) ->
     cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=["0"], bits=32)
     other = nn.Sequential(nn.Embedding(500, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(ModelMismatchError, match="0 optimizers"):
+    with pytest.raises(ModelMismatchError, match="was saved without an optimizer"):
         cnr_store.load(tmp_path / "store", other, optimizer)
     cnr_store.load(tmp_path / "store", other)
     assert other.state_dict().keys() == model.state_dict().keys()
