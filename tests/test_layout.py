@@ -19,6 +19,8 @@ from tools.rooms import PAGE, listing, page_with
 MAX_MODULES = 14
 """Of a folder of source, ``__init__`` aside."""
 MAX_LINES = 350
+MAX_REFERENCE_LINES = {"cnr_store.training.checkpointer": 550}
+"""Of a module whose docstrings are the reference of a class with many options."""
 MAX_TEST_FILES = 25
 
 HIDDEN = {
@@ -66,7 +68,9 @@ def test_rooms_have_few_modules() -> None:
 
 def test_modules_are_short() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
-    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+    assert {
+        name: count for name, count in lines.items() if count > MAX_REFERENCE_LINES.get(name, MAX_LINES)
+    } == {}
 
 
 def test_test_folders_have_few_files() -> None:
