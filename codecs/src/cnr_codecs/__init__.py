@@ -3,14 +3,22 @@
 from cnr_codecs.choose import choose_search
 from cnr_codecs.compressed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
-from cnr_codecs.errors import CodecConfigError, CodecError, PayloadError, PayloadLimitError, RowsError
+from cnr_codecs.errors import (
+    CodecConfigError,
+    CodecError,
+    PayloadError,
+    PayloadLimitError,
+    RowsError,
+    UnsupportedPayloadError,
+)
 from cnr_codecs.kmeans.kmeans import KMeansRows
 from cnr_codecs.payload.decode import decode_into, present_rows
+from cnr_codecs.payload.head import reseal, rows_written
 from cnr_codecs.payload.moving import merge_segments, split_segments, take_rows
 from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.payload import build as build_payload
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
-from cnr_codecs.payload.validate import parse, reseal
+from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.registry import row_codec
 from cnr_codecs.report import CodecReport, error_report
@@ -36,6 +44,7 @@ __all__ = [
     "CodecReport",
     "parse",
     "present_rows",
+    "rows_written",
     "decode_into",
     "reseal",
     "Payload",
@@ -60,4 +69,5 @@ __all__ = [
     "RowsError",
     "PayloadError",
     "PayloadLimitError",
+    "UnsupportedPayloadError",
 ]

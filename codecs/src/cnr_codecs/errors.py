@@ -4,7 +4,8 @@ CodecError
 ├── CodecConfigError (ValueError)          the configuration is wrong: change it
 ├── RowsError (ValueError)                 the rows or arrays don't fit the call: change the call
 └── PayloadError (ValueError)              the bytes are not a payload: they are damaged or foreign
-    └── PayloadLimitError (OverflowError)  it decodes to more bytes than allowed: raise the limit if you trust it
+    ├── PayloadLimitError (OverflowError)  it decodes to more bytes than allowed: raise the limit if you trust it
+    └── UnsupportedPayloadError            a newer release wrote it: upgrade
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class PayloadError(CodecError, ValueError):
 
 class PayloadLimitError(PayloadError, OverflowError):
     """A payload decodes to more bytes than the caller allows."""
+
+
+class UnsupportedPayloadError(PayloadError):
+    """A payload is of a version, or holds segments, that newer releases write."""

@@ -15,7 +15,7 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kmeans.kmeans import GROUPS, KMeansRows
-from cnr_codecs.payload.payload import HEADER, SEGMENT
+from cnr_codecs.payload.payload import head_bytes
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
@@ -128,5 +128,4 @@ def _content_bytes(codec: RowCodec, data: bytes) -> int:
     if isinstance(codec, Followed):
         return len(data)
     segments = parse(data, max_decoded_bytes=1 << 62).segments
-    heads = HEADER.size + sum(SEGMENT.size + segment.row_set.data.nbytes for segment in segments)
-    return len(data) - heads
+    return len(data) - head_bytes(segment.row_set for segment in segments)

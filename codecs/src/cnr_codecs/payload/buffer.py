@@ -28,7 +28,7 @@ class Draft:
     Parameters
     ----------
     head_bytes
-        Bytes before the codes: the header, the segment's head, its row set and its parameters.
+        Bytes before the codes: the head, and the segment's parameters.
     count
         Rows of the segment.
     width

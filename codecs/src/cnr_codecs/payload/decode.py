@@ -14,7 +14,7 @@ from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_float16, decode_float32
 from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
-from cnr_codecs.payload.rowset import RowSetKind
+from cnr_codecs.payload.rowset import RowSetKind, rows_of
 
 Need = npt.NDArray[np.uint8]
 
@@ -35,11 +35,7 @@ def present_rows(payload: Payload) -> npt.NDArray[np.int64]:
     payload
         As `parse` returns it.
     """
-    if len(payload.segments) == 1:
-        return payload.segments[0].row_set.offsets()
-    rows = np.concatenate([np.empty(0, np.int64), *(each.row_set.offsets() for each in payload.segments)])
-    rows.sort()
-    return rows
+    return rows_of([segment.row_set for segment in payload.segments])
 
 
 def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int = 0) -> int:

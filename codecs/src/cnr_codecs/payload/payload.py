@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +19,11 @@ from cnr_codecs.errors import RowsError
 from cnr_codecs.payload.rowset import RowSet
 
 MAGIC = b"CNRP"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sBBHIIQ")
-SEGMENT = struct.Struct("<BBBBI")
+HEAD_BYTES = struct.Struct("<I")
+ENTRY = struct.Struct("<BBBBIII")
+CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
 MAX_SEGMENTS = 1024
@@ -100,11 +104,11 @@ class Segment:
             return self.widened[0] * np.float32(2), self.widened[0] * np.float32(1 - (1 << self.bits))
         return self.widened[0], self.widened[1]
 
-    def head(self) -> bytes:
-        """Return the bytes before the codes in the payload."""
-        kind = self.row_set.kind
-        head = SEGMENT.pack(self.scheme, self.bits, self.parameter_type, kind, self.row_set.count)
-        return head + self.row_set.data.tobytes() + self.stored_parameters()
+    def entry(self, body_bytes: int) -> bytes:
+        """Return the segment's entry in the head."""
+        kind, nbytes = self.row_set.kind, self.row_set.data.nbytes
+        fields = (self.scheme, self.bits, self.parameter_type, kind, self.row_set.count, nbytes, body_bytes)
+        return ENTRY.pack(*fields)
 
     def stored_parameters(self) -> bytes:
         """Return the parameters as the payload stores them."""
@@ -168,30 +172,45 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     Raises
     ------
     RowsError
-        There are more than 1,024 segments, or the seal is not an unsigned 64-bit integer.
+        There are more than 1,024 segments, one is too large, or the seal is not an unsigned 64-bit integer.
     """
-    parts: list[bytes | memoryview] = []
-    count = 0
-    for segment in segments:
-        count += 1
-        parts.append(segment.head())
-        parts.append(segment.codes.reshape(-1).data)
-    return b"".join([header(rows, dim, element, count, seal), *parts])
+    held = list(segments)
+    bodies = [(segment.stored_parameters(), segment.codes.reshape(-1).data) for segment in held]
+    sizes = [len(parameters) + codes.nbytes for parameters, codes in bodies]
+    return b"".join([encode_head(rows, dim, element, held, sizes, seal), *itertools.chain(*bodies)])
 
 
-def header(rows: int, dim: int, element: Element, segments: int, seal: int) -> bytes:
-    """Return the header of a payload of `segments` segments.
+def encode_head(
+    rows: int, dim: int, element: Element, segments: Sequence[Segment], sizes: Sequence[int], seal: int
+) -> bytes:
+    """Return what stands before the bodies, whose bytes are `sizes`: header, entries, row sets and checksum.
 
     Raises
     ------
     RowsError
-        There are more than 1,024 segments, or the seal is not an unsigned 64-bit integer.
+        There are more than 1,024 segments, one is too large, or the seal is not an unsigned 64-bit integer.
     """
-    if segments > MAX_SEGMENTS:
+    if len(segments) > MAX_SEGMENTS:
         raise RowsError(
-            f"a payload has at most {MAX_SEGMENTS} segments, got {segments}; join some with merge_segments"
+            f"a payload has at most {MAX_SEGMENTS} segments, got {len(segments)}; join some with merge_segments"
         )
-    return HEADER.pack(MAGIC, VERSION, element.code, segments, rows, dim, checked_seal(seal))
+    nbytes = head_bytes(segment.row_set for segment in segments)
+    if max(nbytes, *sizes, 0) > MAX_U32:
+        raise RowsError(
+            f"a payload's head and the body of a segment take at most {MAX_U32} bytes each, "
+            f"got {nbytes} and {max(sizes)}; use fewer rows a chunk"
+        )
+    fields = (MAGIC, VERSION, element.code, len(segments), rows, dim, checked_seal(seal))
+    entries = (segment.entry(size) for segment, size in zip(segments, sizes, strict=True))
+    row_sets = (segment.row_set.data.tobytes() for segment in segments)
+    head = b"".join([HEADER.pack(*fields), HEAD_BYTES.pack(nbytes), *entries, *row_sets])
+    return head + CHECKSUM.pack(google_crc32c.value(head))
+
+
+def head_bytes(row_sets: Iterable[RowSet]) -> int:
+    """Return the bytes of the head of a payload whose segments have these row sets."""
+    held = sum(ENTRY.size + row_set.data.nbytes for row_set in row_sets)
+    return HEADER.size + HEAD_BYTES.size + held + CHECKSUM.size
 
 
 def checked_seal(seal: int) -> int:

@@ -1,7 +1,7 @@
 """A fast path for plain payloads, which nearly all chunks are. It validates and decodes in one step.
 
-A plain payload has one segment of all rows, of float32 values, quantized asymmetrically with float16 parameters. The
-result equals that of `validate` and `decode`, which take every payload.
+A plain payload, of version 2, has one segment of all rows, of float32 values, quantized asymmetrically with float16
+parameters. The result equals that of `validate` and `decode`, which take every payload.
 """
 
 from __future__ import annotations
@@ -9,15 +9,26 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import BY_NAME
 from cnr_codecs.kernels.dequantize import decode_all
-from cnr_codecs.payload.payload import HEADER, MAGIC, SEGMENT, VERSION, ParameterType, Scheme, row_bytes
+from cnr_codecs.payload.payload import (
+    CHECKSUM,
+    ENTRY,
+    HEAD_BYTES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    ParameterType,
+    Scheme,
+    row_bytes,
+)
 from cnr_codecs.payload.rowset import RowSetKind
 
-_HEAD = struct.Struct(HEADER.format + SEGMENT.format.removeprefix("<"))
+_HEAD = struct.Struct("<" + "".join(part.format[1:] for part in (HEADER, HEAD_BYTES, ENTRY, CHECKSUM)))
 _FLOAT32 = BY_NAME["float32"]
 _START = (MAGIC, VERSION, _FLOAT32.code, 1)
 
@@ -41,15 +52,18 @@ def decode_plain(
     """
     if len(data) < _HEAD.size:
         return None
-    *start, rows, dim, _, scheme, bits, parameters, row_set, count = _HEAD.unpack_from(data.data)
-    width = row_bytes(Scheme.ASYMMETRIC, bits, dim)
+    *start, rows, dim, _, nbytes, scheme, bits, parameters, row_set, count, none, held, checksum = (
+        _HEAD.unpack_from(data.data)
+    )
+    body_bytes = rows * (4 + row_bytes(Scheme.ASYMMETRIC, bits, dim))
     if not (
         tuple(start) == _START
         and (scheme, parameters, row_set) == (Scheme.ASYMMETRIC, ParameterType.FLOAT16, RowSetKind.PREFIX)
         and 1 <= bits <= 8
-        and count == rows
+        and (nbytes, count, none, held) == (_HEAD.size, rows, 0, body_bytes)
         and 0 < rows * dim * _FLOAT32.array.itemsize <= max_bytes
-        and len(data) == _HEAD.size + rows * (4 + width)
+        and len(data) == _HEAD.size + body_bytes
+        and google_crc32c.value(data[: _HEAD.size - CHECKSUM.size]) == checksum
     ):
         return None
     if out is None:
@@ -59,6 +73,6 @@ def decode_plain(
     first = _HEAD.size + 4 * rows
     # The copy is aligned, and nobody can change it between validation and use.
     halves = np.frombuffer(data[_HEAD.size : first].tobytes(), np.uint16).reshape(2, rows)
-    packed = data[first:].reshape(rows, width)
+    packed = data[first:].reshape(rows, -1)
     packed.flags.writeable = False
     return out.reshape(rows, dim) if decode_all(packed, halves, bits, dim, out) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -125,6 +125,15 @@ class RowSet:
                 yield self.data[start:stop].astype(np.uint32)
 
 
+def rows_of(row_sets: Sequence[RowSet]) -> npt.NDArray[np.int64]:
+    """Return the rows of all sets, which have different ones, increasing."""
+    if len(row_sets) == 1:
+        return row_sets[0].offsets()
+    rows = np.concatenate([np.empty(0, np.int64), *(each.offsets() for each in row_sets)])
+    rows.sort()
+    return rows
+
+
 def _smallest(count: int, last: int, rows: int) -> RowSetKind:
     """Return the kind that takes the fewest bytes for `count` rows, the greatest being `last`."""
     kinds = [RowSetKind.BITMAP, RowSetKind.OFFSETS32]
@@ -172,3 +181,23 @@ def validate_row_set(
     if int(offsets[-1]) >= rows:
         raise PayloadError(f"{where}: row offset {int(offsets[-1])} is beyond the last row, {rows - 1}")
     return RowSet(kind, count, rows, offsets)
+
+
+def validate_disjoint(row_sets: Sequence[RowSet], rows: int) -> None:
+    """Check that no row is in two of the row sets of a payload's segments.
+
+    Raises
+    ------
+    PayloadError
+        One is.
+    """
+    if len(row_sets) < 2:
+        return
+    seen = np.zeros(rows, np.bool_)
+    for index, row_set in enumerate(row_sets):
+        for _, offsets in row_set.blocks():
+            again = seen[offsets]
+            if again.any():
+                row = int(offsets[np.argmax(again)])
+                raise PayloadError(f"payload: segment {index}: row {row} is in an earlier segment too")
+            seen[offsets] = True

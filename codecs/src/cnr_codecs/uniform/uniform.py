@@ -18,15 +18,14 @@ from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import (
-    HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
-    SEGMENT,
     ParameterType,
     Scheme,
     Segment,
     build,
-    header,
+    encode_head,
+    head_bytes,
     row_bytes,
 )
 from cnr_codecs.payload.rowset import RowSet
@@ -127,14 +126,16 @@ class UniformRows:
         row_set = RowSet.first(count, rows) if offsets is None else RowSet.of(offsets, rows)
         # Nearly always all rows have float16 parameters. Their codes are then written to the payload at once.
         scheme, bits = SCHEMES[self.scheme], self.bits
-        head_bytes = HEADER.size + SEGMENT.size + row_set.data.nbytes + count * PARAMETERS_PER_ROW[scheme] * 2
-        draft = Draft(head_bytes, count, row_bytes(scheme, bits, dim))
+        body_bytes = count * self._row_bytes(dim, ParameterType.FLOAT16)
+        width = row_bytes(scheme, bits, dim)
+        draft = Draft(head_bytes([row_set]) + body_bytes - count * width, count, width)
         encoded = self._encode(values, kind, draft.codes)
         if encoded.float16_rows == count:
             segment = self._segment(encoded, row_set, ParameterType.FLOAT16)
-            head = header(rows, dim, kind, 1, seal) + segment.head()
+            head = encode_head(rows, dim, kind, [segment], [body_bytes], seal)
+            parameters = segment.stored_parameters()
             del encoded, segment
-            return draft.finish(head)
+            return draft.finish(head + parameters)
         places = np.arange(count) if offsets is None else offsets
         return build(rows, dim, kind, self._segments(encoded, values, places, rows, kind), seal)
 

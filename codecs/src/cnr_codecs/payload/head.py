@@ -1,0 +1,323 @@
+"""Reads the head of a payload: where it belongs, and which rows it holds.
+
+Sizes are computed with Python's integers, so no hostile number can overflow them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.elements import BY_CODE, Element
+from cnr_codecs.errors import PayloadError, PayloadLimitError, UnsupportedPayloadError
+from cnr_codecs.payload.payload import (
+    CHECKSUM,
+    ENTRY,
+    HEAD_BYTES,
+    HEADER,
+    MAGIC,
+    MAX_SEGMENTS,
+    VERSION,
+    ParameterType,
+    Scheme,
+    checked_seal,
+)
+from cnr_codecs.payload.reader import Reader, as_bytes
+from cnr_codecs.payload.rowset import (
+    RowSet,
+    RowSetKind,
+    encoded_bytes,
+    rows_of,
+    validate_disjoint,
+    validate_row_set,
+)
+
+DEFAULT_MAX_DECODED_BYTES = 64 << 20
+# Version 1 had no checksum, and no sizes: a segment followed its entry.
+FIRST_VERSION = 1
+_FIRST_ENTRY = struct.Struct("<BBBBI")
+# What newer releases write, by the numbers that are reserved for it.
+_NEWER_SCHEMES = {6: "lattice", 7: "relative"}
+_NEWER_ROW_SETS = {4: "Rice-coded gaps"}
+# A look-up in a dict is cheaper than a call of an enumeration.
+_SCHEMES = {int(each): each for each in Scheme}
+_PARAMETER_TYPES = {int(each): each for each in ParameterType}
+_ROW_SET_KINDS = {int(each): each for each in RowSetKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a payload: its version, its place, and the chunk's size."""
+
+    version: int
+    element: Element
+    segments: int
+    rows: int
+    dim: int
+    seal: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Entry:
+    """What the head says of a segment. `body_bytes` is None where it says nothing of it, in version 1."""
+
+    scheme: Scheme
+    bits: int
+    parameter_type: ParameterType
+    row_set: RowSet
+    body_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The head of a payload, proven by its checksum.
+
+    Attributes
+    ----------
+    rows, dim
+        Rows and columns of the chunk.
+    element
+        The element type's name.
+    seal
+        64 bits that tie the payload to its place in a store; 0 for none.
+    row_sets
+        The rows of each segment. No row is in two.
+    """
+
+    rows: int
+    dim: int
+    element: str
+    seal: int
+    row_sets: tuple[RowSet, ...]
+
+
+def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int64]:
+    """Return the rows that a payload was written with, from its head alone.
+
+    The payload may be damaged or cut off behind its head. Rows that were evicted count.
+
+    Parameters
+    ----------
+    payload
+        A payload of version 2, or what is left of one, as bytes, bytearray, memoryview or a contiguous array.
+    seal
+        The seal that it must have. None: any.
+
+    Raises
+    ------
+    PayloadLimitError
+        The decoded chunk would take more than 64 MiB.
+    UnsupportedPayloadError
+        A newer release wrote it.
+    PayloadError
+        The head is not proven: it is damaged or cut off, or of version 1, where it has no checksum. Or the payload
+        has another seal.
+
+    Returns
+    -------
+    rows
+        int64 (n,), increasing.
+    """
+    head = read_head(payload)
+    if seal is not None and head.seal != seal:
+        raise PayloadError("payload: it belongs to another place (seal differs)")
+    return rows_of(head.row_sets)
+
+
+def read_head(data: Any) -> Head:
+    """Return the head of a payload of version 2, which may be damaged or cut off behind it.
+
+    Raises
+    ------
+    PayloadLimitError, UnsupportedPayloadError, PayloadError
+        As `rows_written`.
+    """
+    buffer = as_bytes(data)
+    header = read_header(buffer)
+    if header.version == FIRST_VERSION:
+        raise PayloadError(
+            "payload: version 1 has no checksum of its head, so nothing proves the rows of a damaged payload"
+        )
+    check_decoded_bytes(header, DEFAULT_MAX_DECODED_BYTES)
+    entries = read_entries(Reader(buffer, HEADER.size), header)
+    row_sets = tuple(entry.row_set for entry in entries)
+    validate_disjoint(row_sets, header.rows)
+    return Head(header.rows, header.dim, header.element.name, header.seal, row_sets)
+
+
+def reseal(data: Any, seal: int) -> bytes:
+    """Return the same payload with another seal. Nothing is quantized again.
+
+    Parameters
+    ----------
+    data
+        A payload, as bytes, bytearray, memoryview or a contiguous array.
+    seal
+        64 bits that tie the payload to its place in a store; 0 for none.
+
+    Raises
+    ------
+    PayloadError
+        `data` doesn't start with the header of a payload, or, of version 2, with a sound head.
+    RowsError
+        The seal is not an unsigned 64-bit integer.
+    """
+    buffer = as_bytes(data)
+    header = read_header(buffer)
+    fields = (MAGIC, header.version, header.element.code, header.segments, header.rows, header.dim)
+    resealed = HEADER.pack(*fields, checked_seal(seal))
+    if header.version == FIRST_VERSION:
+        return resealed + buffer[HEADER.size :].tobytes()
+    end = _proven_end(buffer)
+    head = resealed + buffer[HEADER.size : end - CHECKSUM.size].tobytes()
+    return head + CHECKSUM.pack(google_crc32c.value(head)) + buffer[end:].tobytes()
+
+
+def read_header(buffer: npt.NDArray[np.uint8]) -> Header:
+    """Return the header. In version 2 it is not proven before `read_entries` is.
+
+    Raises
+    ------
+    UnsupportedPayloadError, PayloadError
+        It is of a newer version, or no header.
+    """
+    if len(buffer) < HEADER.size:
+        raise PayloadError(f"payload: {len(buffer)} bytes, the header alone takes {HEADER.size}")
+    magic, version, code, segments, rows, dim, seal = HEADER.unpack_from(buffer.data)
+    if magic != MAGIC:
+        raise PayloadError(f"payload: it starts with {magic!r}, not with {MAGIC!r}")
+    if not FIRST_VERSION <= version <= VERSION:
+        raise (UnsupportedPayloadError if version > VERSION else PayloadError)(
+            f"payload: version {version} is unknown, this release reads versions 1 and {VERSION}; upgrade"
+        )
+    if code not in BY_CODE:
+        raise PayloadError(f"payload: element type {code} is unknown")
+    if rows == 0 or dim == 0:
+        raise PayloadError(f"payload: the chunk of {rows} x {dim} values is empty")
+    return Header(version, BY_CODE[code], segments, rows, dim, seal)
+
+
+def check_decoded_bytes(header: Header, most: int) -> None:
+    """Check that the decoded chunk takes at most so many bytes, and that the payload's segments can be counted.
+
+    Raises
+    ------
+    PayloadLimitError, PayloadError
+        It takes more; there are too many segments.
+    """
+    rows, dim, element = header.rows, header.dim, header.element
+    decoded_bytes = rows * dim * element.array.itemsize
+    if decoded_bytes > most:
+        raise PayloadLimitError(
+            f"payload: {rows} x {dim} {element.name} values take {decoded_bytes} bytes when decoded, "
+            f"the limit is {most}; raise max_decoded_bytes if you trust the payload"
+        )
+    if header.segments > MAX_SEGMENTS:
+        raise PayloadError(f"payload: {header.segments} segments, the limit is {MAX_SEGMENTS}")
+
+
+def read_entries(reader: Reader, header: Header) -> list[Entry]:
+    """Return the entries of a payload of version 2, proven. The reader goes from behind the header to the first body.
+
+    Raises
+    ------
+    UnsupportedPayloadError, PayloadError
+        A newer release wrote one of them; the head is damaged, cut off or malformed.
+    """
+    end = _proven_end(reader.buffer)
+    # The row sets end before the checksum, whatever their sizes say.
+    head = Reader(reader.buffer[: end - CHECKSUM.size], reader.position + HEAD_BYTES.size)
+    names = [f"payload: segment {index}" for index in range(header.segments)]
+    heads = [ENTRY.unpack_from(head.read(ENTRY.size, where, "entry").data) for where in names]
+    entries = []
+    for where, (*kinds, row_set_bytes, body_bytes) in zip(names, heads, strict=True):
+        scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where, newer=True)
+        expected = encoded_bytes(kind, count, header.rows)
+        if row_set_bytes != expected:
+            raise PayloadError(
+                f"{where}: the row set is said to take {row_set_bytes} bytes, it takes {expected}"
+            )
+        data = head.read(row_set_bytes, where, "row set")
+        row_set = validate_row_set(kind, count, header.rows, data, where)
+        entries.append(Entry(scheme, bits, parameter_type, row_set, body_bytes))
+    if head.position != len(head.buffer):
+        raise PayloadError(f"payload: {len(head.buffer) - head.position} bytes follow the last row set")
+    reader.position = end
+    return entries
+
+
+def read_first_entries(reader: Reader, header: Header) -> Iterator[Entry]:
+    """Yield the entries of a payload of version 1. The body of each must be read before the next entry is.
+
+    Raises
+    ------
+    PayloadError
+        One is malformed.
+    """
+    for index in range(header.segments):
+        where = f"payload: segment {index}"
+        kinds = _FIRST_ENTRY.unpack_from(reader.read(_FIRST_ENTRY.size, where, "head").data)
+        scheme, bits, parameter_type, kind, count = _validate_entry(list(kinds), header, where, newer=False)
+        data = reader.read(encoded_bytes(kind, count, header.rows), where, "row set")
+        row_set = validate_row_set(kind, count, header.rows, data, where)
+        yield Entry(scheme, bits, parameter_type, row_set, None)
+
+
+def _proven_end(buffer: npt.NDArray[np.uint8]) -> int:
+    """Return where the head ends, whose checksum is right."""
+    least: Final = HEADER.size + HEAD_BYTES.size + CHECKSUM.size
+    if len(buffer) < least:
+        raise PayloadError(f"payload: {len(buffer)} bytes, the head takes at least {least}")
+    (end,) = HEAD_BYTES.unpack_from(buffer.data, HEADER.size)
+    if not least <= end <= len(buffer):
+        raise PayloadError(
+            f"payload: the head is said to take {end} of {len(buffer)} bytes: it is damaged or cut off"
+        )
+    stated = CHECKSUM.unpack_from(buffer.data, end - CHECKSUM.size)[0]
+    if google_crc32c.value(buffer[: end - CHECKSUM.size]) != stated:
+        raise PayloadError("payload: the head is damaged (crc32c differs)")
+    return int(end)
+
+
+def _validate_entry(
+    kinds: list[int], header: Header, where: str, *, newer: bool
+) -> tuple[Scheme, int, ParameterType, RowSetKind, int]:
+    """Return (scheme, bits, parameter type, row-set kind, count), if they fit together."""
+    scheme, bits, parameter, kind, count = kinds
+    if newer and (scheme in _NEWER_SCHEMES or kind in _NEWER_ROW_SETS):
+        what = _NEWER_SCHEMES.get(scheme) or _NEWER_ROW_SETS[kind]
+        raise UnsupportedPayloadError(
+            f"{where}: it holds {what}, which a newer release wrote; install a newer cnr-codecs to read it"
+        )
+    known, parameter_type = _validate_scheme(scheme, bits, parameter, header.element, where)
+    row_set_kind = _ROW_SET_KINDS.get(kind)
+    if row_set_kind is None:
+        raise PayloadError(f"{where}: row-set kind {kind} is unknown")
+    if not 1 <= count <= header.rows:
+        raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
+    return known, bits, parameter_type, row_set_kind, count
+
+
+def _validate_scheme(
+    scheme: int, bits: int, parameter: int, element: Element, where: str
+) -> tuple[Scheme, ParameterType]:
+    known, kind = _SCHEMES.get(scheme), _PARAMETER_TYPES.get(parameter)
+    if known is None:
+        raise PayloadError(f"{where}: scheme {scheme} is unknown")
+    if kind is None:
+        raise PayloadError(f"{where}: parameter type {parameter} is unknown")
+    quantized = known is not Scheme.ABSENT and known is not Scheme.RAW
+    if quantized != (kind is not ParameterType.NONE):
+        raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {known.name}")
+    plain_bits = 8 * element.stored.itemsize if known is Scheme.RAW else 0
+    if not (1 <= bits <= 8 if quantized else bits == plain_bits):
+        raise PayloadError(f"{where}: {bits} bits don't fit scheme {known.name} of {element.name} values")
+    if quantized and not element.quantizable:
+        raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {known.name}")
+    return known, kind
