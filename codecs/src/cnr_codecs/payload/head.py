@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -42,6 +42,7 @@ DEFAULT_MAX_DECODED_BYTES = 64 << 20
 # Version 1 had no checksum, and no sizes: a segment followed its entry.
 FIRST_VERSION = 1
 _FIRST_ENTRY = struct.Struct("<BBBBI")
+_ENTRIES = HEADER.size + HEAD_BYTES.size
 # What newer releases write, by the numbers that are reserved for it.
 _NEWER_SCHEMES = {6: "lattice", 7: "relative"}
 _NEWER_ROW_SETS = {4: "Rice-coded gaps"}
@@ -51,8 +52,7 @@ _PARAMETER_TYPES = {int(each): each for each in ParameterType}
 _ROW_SET_KINDS = {int(each): each for each in RowSetKind}
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):  # much faster to make than a dataclass, as is an entry
     """The header of a payload: its version, its place, and the chunk's size."""
 
     version: int
@@ -63,10 +63,10 @@ class Header:
     seal: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Entry:
-    """What the head says of a segment. `body_bytes` is None where it says nothing of it, in version 1."""
+class Entry(NamedTuple):
+    """What the head says of a segment, which errors call `where`. In version 1 it does not say `body_bytes`."""
 
+    where: str
     scheme: Scheme
     bits: int
     parameter_type: ParameterType
@@ -174,9 +174,9 @@ def reseal(data: Any, seal: int) -> bytes:
     resealed = HEADER.pack(*fields, checked_seal(seal))
     if header.version == FIRST_VERSION:
         return resealed + buffer[HEADER.size :].tobytes()
-    end = _proven_end(buffer)
-    head = resealed + buffer[HEADER.size : end - CHECKSUM.size].tobytes()
-    return head + CHECKSUM.pack(google_crc32c.value(head)) + buffer[end:].tobytes()
+    head = resealed + _proven_head(buffer)[HEADER.size :]
+    bodies = buffer[len(head) + CHECKSUM.size :].tobytes()
+    return head + CHECKSUM.pack(google_crc32c.value(head)) + bodies
 
 
 def read_header(buffer: npt.NDArray[np.uint8]) -> Header:
@@ -223,32 +223,33 @@ def check_decoded_bytes(header: Header, most: int) -> None:
 
 
 def read_entries(reader: Reader, header: Header) -> list[Entry]:
-    """Return the entries of a payload of version 2, proven. The reader goes from behind the header to the first body.
+    """Return the entries of a payload of version 2, proven. The reader goes to the first body.
 
     Raises
     ------
     UnsupportedPayloadError, PayloadError
         A newer release wrote one of them; the head is damaged, cut off or malformed.
     """
-    end = _proven_end(reader.buffer)
-    # The row sets end before the checksum, whatever their sizes say.
-    head = Reader(reader.buffer[: end - CHECKSUM.size], reader.position + HEAD_BYTES.size)
-    names = [f"payload: segment {index}" for index in range(header.segments)]
-    heads = [ENTRY.unpack_from(head.read(ENTRY.size, where, "entry").data) for where in names]
+    head = _proven_head(reader.buffer)
+    reader.position = len(head) + CHECKSUM.size
+    position = _ENTRIES + header.segments * ENTRY.size
+    if position > len(head):
+        raise PayloadError(f"payload: {header.segments} segments don't fit into a head of {len(head)} bytes")
     entries = []
-    for where, (*kinds, row_set_bytes, body_bytes) in zip(names, heads, strict=True):
+    for index, (*kinds, nbytes, body_bytes) in enumerate(ENTRY.iter_unpack(head[_ENTRIES:position])):
+        where = f"payload: segment {index}"
         scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where, newer=True)
         expected = encoded_bytes(kind, count, header.rows)
-        if row_set_bytes != expected:
+        if nbytes != expected or nbytes > len(head) - position:
             raise PayloadError(
-                f"{where}: the row set is said to take {row_set_bytes} bytes, it takes {expected}"
+                f"{where}: its row set has {nbytes} of {len(head) - position} bytes left, it takes {expected}"
             )
-        data = head.read(row_set_bytes, where, "row set")
+        data = head[position : position + nbytes]
         row_set = validate_row_set(kind, count, header.rows, data, where)
-        entries.append(Entry(scheme, bits, parameter_type, row_set, body_bytes))
-    if head.position != len(head.buffer):
-        raise PayloadError(f"payload: {len(head.buffer) - head.position} bytes follow the last row set")
-    reader.position = end
+        entries.append(Entry(where, scheme, bits, parameter_type, row_set, body_bytes))
+        position += nbytes
+    if position != len(head):
+        raise PayloadError(f"payload: {len(head) - position} bytes of the head follow the last row set")
     return entries
 
 
@@ -265,24 +266,24 @@ def read_first_entries(reader: Reader, header: Header) -> Iterator[Entry]:
         kinds = _FIRST_ENTRY.unpack_from(reader.read(_FIRST_ENTRY.size, where, "head").data)
         scheme, bits, parameter_type, kind, count = _validate_entry(list(kinds), header, where, newer=False)
         data = reader.read(encoded_bytes(kind, count, header.rows), where, "row set")
-        row_set = validate_row_set(kind, count, header.rows, data, where)
-        yield Entry(scheme, bits, parameter_type, row_set, None)
+        row_set = validate_row_set(kind, count, header.rows, data.tobytes(), where)
+        yield Entry(where, scheme, bits, parameter_type, row_set, None)
 
 
-def _proven_end(buffer: npt.NDArray[np.uint8]) -> int:
-    """Return where the head ends, whose checksum is right."""
-    least: Final = HEADER.size + HEAD_BYTES.size + CHECKSUM.size
+def _proven_head(buffer: npt.NDArray[np.uint8]) -> bytes:
+    """Return the head up to its checksum, which is right: a copy, so that nobody can change it afterwards."""
+    least = _ENTRIES + CHECKSUM.size
     if len(buffer) < least:
         raise PayloadError(f"payload: {len(buffer)} bytes, the head takes at least {least}")
     (end,) = HEAD_BYTES.unpack_from(buffer.data, HEADER.size)
     if not least <= end <= len(buffer):
         raise PayloadError(
-            f"payload: the head is said to take {end} of {len(buffer)} bytes: it is damaged or cut off"
+            f"payload: the head is said to take {end} of {len(buffer)} bytes; it is damaged or cut off"
         )
-    stated = CHECKSUM.unpack_from(buffer.data, end - CHECKSUM.size)[0]
-    if google_crc32c.value(buffer[: end - CHECKSUM.size]) != stated:
+    head = buffer[: end - CHECKSUM.size].tobytes()
+    if CHECKSUM.unpack_from(buffer.data, len(head))[0] != google_crc32c.value(head):
         raise PayloadError("payload: the head is damaged (crc32c differs)")
-    return int(end)
+    return head
 
 
 def _validate_entry(

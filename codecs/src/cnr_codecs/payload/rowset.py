@@ -154,9 +154,7 @@ def _pack(kind: RowSetKind, offsets: npt.NDArray[np.integer[Any]], rows: int) ->
     return offsets.astype(_OFFSET_DTYPES[kind])
 
 
-def validate_row_set(
-    kind: RowSetKind, count: int, rows: int, data: npt.NDArray[np.uint8], where: str
-) -> RowSet:
+def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where: str) -> RowSet:
     """Return the row set that `data`, of `encoded_bytes(kind, count, rows)` bytes, stores.
 
     Raises
@@ -164,18 +162,16 @@ def validate_row_set(
     PayloadError
         The data doesn't name `count` different rows below `rows` in increasing order.
     """
+    offsets = np.frombuffer(data, _OFFSET_DTYPES.get(kind, np.uint8))
     if kind is RowSetKind.PREFIX:
-        return RowSet(kind, count, rows, data)
-    # What is validated is copied, because the caller's buffer may change afterwards.
+        return RowSet(kind, count, rows, offsets)
     if kind is RowSetKind.BITMAP:
-        bitmap = data.copy()
-        if rows % 8 and int(bitmap[-1]) >> (rows % 8):
+        if rows % 8 and data[-1] >> (rows % 8):
             raise PayloadError(f"{where}: the bitmap of rows has bits set beyond row {rows - 1}")
-        held = int.from_bytes(bitmap.tobytes(), "little").bit_count()
+        held = int.from_bytes(data, "little").bit_count()
         if held != count:
             raise PayloadError(f"{where}: the bitmap has {held} rows, the segment declares {count}")
-        return RowSet(kind, count, rows, bitmap)
-    offsets = np.frombuffer(data.tobytes(), _OFFSET_DTYPES[kind])
+        return RowSet(kind, count, rows, offsets)
     if (offsets[1:] <= offsets[:-1]).any():
         raise PayloadError(f"{where}: the row offsets are not strictly increasing")
     if int(offsets[-1]) >= rows:

@@ -63,10 +63,7 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
     check_decoded_bytes(header, max_decoded_bytes)
     reader = Reader(buffer, HEADER.size)
     entries = read_first_entries if header.version == FIRST_VERSION else read_entries
-    segments = tuple(
-        _read_segment(reader, f"payload: segment {index}", entry, header)
-        for index, entry in enumerate(entries(reader, header))
-    )
+    segments = tuple(_read_segment(reader, entry, header) for entry in entries(reader, header))
     if reader.position != len(buffer):
         raise PayloadError(
             f"payload: {len(buffer) - reader.position} bytes follow the last segment, "
@@ -76,10 +73,10 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
     return Payload(header.rows, header.dim, header.element.name, header.seal, segments)
 
 
-def _read_segment(reader: Reader, where: str, entry: Entry, header: Header) -> Segment:
+def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return the segment of an entry, whose body the reader stands at."""
-    begin, count = reader.position, entry.row_set.count
-    parameters, books = _read_parameters(reader, entry, where)
+    begin, count, where = reader.position, entry.row_set.count, entry.where
+    parameters, books = _read_parameters(reader, entry)
     width = row_bytes(entry.scheme, entry.bits, header.dim)
     codes = reader.read(width * count, where, "codes").reshape(count, width)
     if entry.body_bytes not in (None, reader.position - begin):
@@ -92,14 +89,12 @@ def _read_segment(reader: Reader, where: str, entry: Entry, header: Header) -> S
     return segment
 
 
-def _read_parameters(
-    reader: Reader, entry: Entry, where: str
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint32] | None]:
+def _read_parameters(reader: Reader, entry: Entry) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint32] | None]:
     """Return (parameters, the codebook of each row or None where rows share none).
 
     Both are copies: what is validated must not change afterwards.
     """
-    scheme, bits, count = entry.scheme, entry.bits, entry.row_set.count
+    where, scheme, bits, count = entry.where, entry.scheme, entry.bits, entry.row_set.count
     if scheme in PARAMETERS_PER_ROW:
         shape = PARAMETERS_PER_ROW[scheme], count
     elif scheme is Scheme.CODEBOOK:
