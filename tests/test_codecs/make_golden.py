@@ -1,6 +1,7 @@
-"""Writes the golden payloads of format version 1: `python tests/test_codecs/make_golden.py NAME...`.
+"""Writes the golden payloads of version 2: `python tests/test_codecs/make_golden.py NAME...`.
 
-Only a new format number may change a file that exists, so this writes new names only.
+NAME.v2.payload stands beside NAME.payload, the same rows in version 1, where there was one before version 2: it holds
+the codes of that. Only a new version may change a file that exists, so this writes new files only.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import cnr_codecs
+from cnr_codecs.elements import element_named
 from cnr_codecs.protocol import Rows
 
 FOLDER = Path(__file__).parent / "golden"
@@ -72,20 +74,33 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
 
 
 def write(name: str) -> None:
-    """The case's description, input, payload and decoded rows."""
+    """The payload; of a new name also the case's description, input and decoded rows."""
+    path = FOLDER / f"{name}.payload"
+    payload = _moved(path.read_bytes()) if path.exists() else _write_case(name)
+    with (FOLDER / f"{name}.v2.payload").open("xb") as file:
+        file.write(payload)
+
+
+def _moved(older: bytes) -> bytes:
+    payload = cnr_codecs.parse(older)
+    kind = element_named(payload.element)
+    return cnr_codecs.build_payload(payload.rows, payload.dim, kind, payload.segments, payload.seal)
+
+
+def _write_case(name: str) -> bytes:
     config, element, values = CASES[name]
     rows = 3 * len(values)
     offsets = np.arange(len(values)) * 2 + 1
     payload = cnr_codecs.row_codec(config).encode_rows(values, offsets, rows, element=element, seal=len(name))
     decoded = np.zeros((rows, values.shape[1]), values.dtype)
     cnr_codecs.decode_into(cnr_codecs.parse(payload), decoded, np.ones(rows, np.uint8))
-    case = {"format": 1, "config": config, "element": element, "rows": rows, "seal": len(name)}
+    case = {"format": 2, "config": config, "element": element, "rows": rows, "seal": len(name)}
     case |= {"offsets": offsets.tolist()}
     with (FOLDER / f"{name}.json").open("x") as file:
         json.dump(case, file)
     np.save(FOLDER / f"{name}.input.npy", values)
     np.save(FOLDER / f"{name}.decoded.npy", decoded[offsets])
-    (FOLDER / f"{name}.payload").write_bytes(payload)
+    return payload
 
 
 if __name__ == "__main__":

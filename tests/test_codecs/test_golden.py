@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_codecs import decode_into, parse, present_rows, row_codec
+from cnr_codecs import build_payload, decode_into, parse, present_rows, row_codec, rows_written
+from cnr_codecs.elements import element_named
+from tests.test_codecs.payload_bytes import of_version_1
 
 FOLDER = Path(__file__).parent / "golden"
 # make_golden.py says what they are.
@@ -29,27 +31,41 @@ WRITTEN_DIFFERENTLY = {"adaptive4"}
 
 
 def test_every_golden_file_is_known() -> None:
-    suffixes = ".json", ".input.npy", ".decoded.npy", ".payload"
+    suffixes = ".json", ".input.npy", ".decoded.npy", ".payload", ".v2.payload"
     assert {path.name for path in FOLDER.iterdir()} == {
         name + suffix for name in NAMES for suffix in suffixes
     }
 
 
+@pytest.mark.parametrize(("version", "suffix"), [(1, ".payload"), (2, ".v2.payload")])
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_payloads(name: str) -> None:
+def test_golden_payloads(name: str, version: int, suffix: str) -> None:
     case = json.loads((FOLDER / f"{name}.json").read_text())
-    values = np.load(FOLDER / f"{name}.input.npy")
     expected = np.load(FOLDER / f"{name}.decoded.npy")
-    data = (FOLDER / f"{name}.payload").read_bytes()
+    data = (FOLDER / f"{name}{suffix}").read_bytes()
     offsets = np.array(case["offsets"])
-    assert case["format"] == data[4] == 1
+    assert case["format"] == 1
+    assert data[4] == version
     payload = parse(data)
     assert (payload.rows, payload.element, payload.seal) == (case["rows"], case["element"], case["seal"])
     np.testing.assert_array_equal(present_rows(payload), offsets)
     decoded = np.zeros((payload.rows, payload.dim), expected.dtype)
     decode_into(payload, decoded, np.ones(payload.rows, np.uint8))
     assert decoded[offsets].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_payloads_are_written_again(name: str) -> None:
+    case = json.loads((FOLDER / f"{name}.json").read_text())
+    values = np.load(FOLDER / f"{name}.input.npy")
+    older, data = ((FOLDER / f"{name}{suffix}").read_bytes() for suffix in (".payload", ".v2.payload"))
+    offsets, seal = np.array(case["offsets"]), case["seal"]
     codec = row_codec(case["config"])
     assert codec.get_config() == case["config"]
-    written = codec.encode_rows(values, offsets, case["rows"], element=case["element"], seal=case["seal"])
+    written = codec.encode_rows(values, offsets, case["rows"], element=case["element"], seal=seal)
     assert (written == data) is (name not in WRITTEN_DIFFERENTLY)
+    assert (of_version_1(written) == older) is (name not in WRITTEN_DIFFERENTLY)
+    moved = parse(older)
+    kind = element_named(moved.element)
+    assert build_payload(moved.rows, moved.dim, kind, moved.segments, moved.seal) == data
+    np.testing.assert_array_equal(rows_written(data, seal=seal), offsets)

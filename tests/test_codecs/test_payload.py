@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -24,33 +25,28 @@ from cnr_codecs import (
     Scheme,
     Segment,
     UniformRows,
+    UnsupportedPayloadError,
     build_payload,
     parse,
     present_rows,
     reseal,
+    rows_written,
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.protocol import Rows
+from tests.test_codecs.payload_bytes import (
+    VERSIONS,
+    Layout,
+    Part,
+    head_bytes,
+    header,
+    of_version_1,
+    proved,
+    segment,
+)
 
 ELEMENTS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4, "int8": 5, "int16": 6, "int32": 7}
 ELEMENTS |= {"int64": 8, "uint8": 9, "uint16": 10, "uint32": 11, "uint64": 12, "bool": 13}
-
-
-def header(
-    segments: int = 1,
-    rows: int = 10,
-    dim: int = 2,
-    *,
-    magic: bytes = b"CNRP",
-    version: int = 1,
-    element: int = 1,
-    seal: int = 0,
-) -> bytes:
-    return struct.pack("<4sBBHIIQ", magic, version, element, segments, rows, dim, seal)
-
-
-def segment(scheme: int, bits: int, parameter_type: int, kind: int, count: int, *body: bytes) -> bytes:
-    return struct.pack("<BBBBI", scheme, bits, parameter_type, kind, count) + b"".join(body)
 
 
 def f4(*values: float) -> bytes:
@@ -88,7 +84,7 @@ def test_bytes_of_a_lossless_payload() -> None:
     expected = header(seal=0xFEDCBA9876543210) + segment(
         1, 32, 0, 1, 2, bytes([1 << 4, 1 << 1]), values.tobytes()
     )
-    assert data == expected
+    assert data == expected.encode()
 
 
 def test_bytes_of_a_quantized_payload() -> None:
@@ -96,13 +92,10 @@ def test_bytes_of_a_quantized_payload() -> None:
     values = np.array([np.arange(16), 70000 + np.arange(16), [np.inf] * 16], np.float32)
     codes = bytes.fromhex("1032547698badcfe")
     data = UniformRows("asymmetric", 4).encode_rows(values, None, 3, element="float32")
-    assert data == header(3, 3, 16) + b"".join(
-        [
-            segment(2, 4, 1, 0, 1, f2(1, 0), codes),
-            segment(2, 4, 2, 1, 1, bytes([2]), f4(1, 70000), codes),
-            segment(1, 32, 0, 1, 1, bytes([4]), values[2].tobytes()),
-        ]
-    )
+    expected = header(3, 3, 16) + segment(2, 4, 1, 0, 1, f2(1, 0), codes)
+    expected += segment(2, 4, 2, 1, 1, bytes([2]), f4(1, 70000), codes)
+    expected += segment(1, 32, 0, 1, 1, bytes([4]), values[2].tobytes())
+    assert data == expected.encode()
 
 
 def test_bytes_of_a_symmetric_payload() -> None:
@@ -110,19 +103,15 @@ def test_bytes_of_a_symmetric_payload() -> None:
     data = UniformRows("symmetric", 3).encode_rows(values, None, 1, element="float32")
     # Codes 0 to 7 and 7 again, three bits each, the lowest bit first.
     packed = sum(code << 3 * j for j, code in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 7])).to_bytes(4, "little")
-    assert data == header(1, 1, 9) + segment(3, 3, 1, 0, 1, f2(1), packed)
+    assert data == (header(1, 1, 9) + segment(3, 3, 1, 0, 1, f2(1), packed)).encode()
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
 def test_bytes_of_a_payload_with_a_codebook_each() -> None:
     values = np.array([[1, 2, 2, 1, 1, 2, 1, 2, 2], [70001, 3, 3, 3, 3, 3, 3, 3, 3], [4] * 9], np.float32)
     data = KMeansRows(1).encode_rows(values, None, 3, element="float32")
-    assert data == header(2, 3, 9) + b"".join(
-        [
-            segment(4, 1, 1, 1, 2, bytes([5]), f2(1, 2, 4, 4), u2(0b110100110, 0)),
-            segment(4, 1, 2, 1, 1, bytes([2]), f4(3, 70001), u2(1)),
-        ]
-    )
+    expected = header(2, 3, 9) + segment(4, 1, 1, 1, 2, bytes([5]), f2(1, 2, 4, 4), u2(0b110100110, 0))
+    assert data == (expected + segment(4, 1, 2, 1, 1, bytes([2]), f4(3, 70001), u2(1))).encode()
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
@@ -131,14 +120,14 @@ def test_bytes_of_a_payload_with_shared_codebooks() -> None:
     codec = KMeansRows(1, "block", block_rows=2)
     data = codec.encode_rows(values, np.array([1, 3, 4, 6]), 8, element="float32")
     body = bytes([0b01011010]), u4(2), f2(1, 2, 3, 5), bytes([0, 0, 1, 1]), bytes([6, 9, 6, 3])
-    assert data == header(1, 8, 4) + segment(5, 1, 1, 1, 4, *body)
+    assert data == (header(1, 8, 4) + segment(5, 1, 1, 1, 4, *body)).encode()
     np.testing.assert_array_equal(decode(data)[0][[1, 3, 4, 6]], values)
 
 
 def test_more_shared_codebooks_than_a_byte_numbers() -> None:
     values = np.repeat(np.arange(600, dtype=np.float32), 2)[:, None] + np.zeros(40, np.float32)
     data = KMeansRows(1, "block", block_rows=2).encode_rows(values, None, 1200, element="float32")
-    assert len(data) == 24 + 8 + 4 + 600 * 2 * 2 + 1200 * (2 + 5)
+    assert len(data) == 24 + 4 + 16 + 4 + 4 + 600 * 2 * 2 + 1200 * (2 + 5)
     np.testing.assert_array_equal(decode(data)[0], values)
 
 
@@ -185,13 +174,13 @@ def test_row_sets_round_trip_in_the_fewest_bytes(data: st.DataObject, rows: int)
     if offsets[-1] == len(offsets) - 1:
         sizes[RowSetKind.PREFIX] = 0
     assert payload.segments[0].row_set.kind == min(sizes, key=lambda kind: (sizes[kind], kind))
-    assert len(encoded) == 24 + 8 + min(sizes.values()) + values.nbytes
+    assert len(encoded) == 24 + 4 + 16 + 4 + min(sizes.values()) + values.nbytes
 
 
 def test_a_payload_may_hold_no_rows() -> None:
     for codec in UniformRows(), LosslessRows():
         data = codec.encode_rows(np.empty((0, 3), np.float32), None, 5, element="float32")
-        assert data == header(0, 5, 3)
+        assert data == header(0, 5, 3).encode()
         assert len(present_rows(parse(data))) == 0
         assert decode(data)[1] == 0
 
@@ -217,6 +206,12 @@ def test_reseal_changes_the_seal_alone() -> None:
     assert reseal(plain, (1 << 64) - 1) == sealed
     assert reseal(sealed, 0) == plain
     assert parse(sealed).seal == (1 << 64) - 1
+    older = of_version_1(plain)
+    assert reseal(older, (1 << 64) - 1) == of_version_1(sealed)
+    damaged = bytearray(plain)
+    damaged[8] ^= 1
+    with pytest.raises(PayloadError, match="head is damaged"):
+        reseal(damaged, 1)
     with pytest.raises(PayloadError, match="20 bytes, the header alone takes 24"):
         reseal(plain[:20], 1)
     for seal in -1, 1 << 64:
@@ -226,28 +221,25 @@ def test_reseal_changes_the_seal_alone() -> None:
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
 def test_every_kind_of_buffer_is_parsed(wrap: Callable[[bytes], Any]) -> None:
-    out, written, _ = decode(wrap(header() + RAW_ROW))
-    assert written == 1
-    assert out[4].tolist() == [1.5, -2]
+    for version in VERSIONS:
+        out, written, _ = decode(wrap((header() + RAW_ROW).encode(version)))
+        assert written == 1
+        assert out[4].tolist() == [1.5, -2]
 
 
 MALFORMED = {
-    "empty": (b"", ": 0 bytes, the header alone"),
-    "shorter than a header": (header()[:23], "23 bytes, the header alone"),
     "other magic": (header(magic=b"CNRQ") + RAW_ROW, "CNRQ"),
-    "other version": (header(version=2) + RAW_ROW, "version 2"),
     "element type 0": (header(element=0) + RAW_ROW, "element type 0"),
     "element type 14": (header(element=14) + RAW_ROW, "element type 14"),
     "no rows": (header(rows=0) + RAW_ROW, "empty"),
     "no columns": (header(dim=0) + RAW_ROW, "empty"),
-    "segment missing": (header(segments=2) + RAW_ROW, "segment 1.*truncated"),
-    "segment head cut": (header() + RAW_ROW[:7], "head.*truncated"),
+    "segment missing": (header(segments=2) + RAW_ROW, "segment 1.*truncated|2 segments don't fit"),
     "bytes after the end": (header() + RAW_ROW + b"\0", "1 bytes follow"),
     "undeclared segment": (header(segments=0) + RAW_ROW, "follow"),
     "1,025 segments": (header(segments=1025) + RAW_ROW, "1025 segments, the limit is 1024"),
-    "unknown scheme": (header() + segment(6, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 6"),
+    "unknown scheme": (header() + segment(8, 4, 1, 0, 1, f2(1, 0), bytes(1)), "scheme 8"),
     "unknown parameter type": (header() + segment(2, 4, 3, 0, 1, f2(1, 0), bytes(1)), "parameter type 3"),
-    "unknown row-set kind": (header() + segment(1, 32, 0, 4, 1, bytes(8)), "row-set kind 4"),
+    "unknown row-set kind": (header() + segment(1, 32, 0, 5, 1, b"", bytes(8)), "row-set kind 5"),
     "raw with parameters": (header() + segment(1, 32, 1, 0, 1, f2(1, 0), bytes(8)), "FLOAT16.*RAW"),
     "absent with parameters": (header() + segment(0, 0, 2, 0, 1, f4(1, 0)), "FLOAT32.*ABSENT"),
     "codes without parameters": (header() + segment(2, 4, 0, 0, 1, bytes(1)), "NONE.*ASYMMETRIC"),
@@ -260,7 +252,10 @@ MALFORMED = {
     "a bool of 2": (header(element=13) + segment(1, 8, 0, 0, 1, b"\1\2"), "stored as 2"),
     "segment without rows": (header() + segment(1, 32, 0, 0, 0), "0 rows"),
     "more rows than the chunk": (header() + segment(1, 32, 0, 0, 11, bytes(88)), "11 rows"),
-    "row set cut": (header() + segment(1, 32, 0, 3, 2, bytes(7)), "row set.*truncated"),
+    "row set cut": (
+        header() + segment(1, 32, 0, 3, 2, bytes(7)),
+        "row set.*truncated|row set has 7 .* takes 8",
+    ),
     "parameters cut": (header() + segment(2, 4, 2, 0, 2, f4(1, 1, 0)), "parameters.*truncated"),
     "codes cut": (header() + segment(1, 32, 0, 0, 2, bytes(15)), "codes.*truncated"),
     "count of 2**32 - 1": (
@@ -312,10 +307,77 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(("data", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_payloads_are_refused(data: bytes, message: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("layout", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_payloads_are_refused(layout: Layout, message: str, version: int) -> None:
+    with pytest.raises(PayloadError, match=message):
+        parse(layout.encode(version))
+
+
+SOUND = (header() + RAW_ROW).encode()
+# Segments 0 and 1 of four rows each, whose bodies have other sizes.
+TWO = header(2) + segment(1, 32, 0, 1, 4, b"\xf0\0", bytes(32)) + segment(2, 4, 1, 0, 4, bytes(16), bytes(4))
+
+
+def with_u32(data: bytes, at: int, value: int) -> bytes:
+    return proved(data[:at] + u4(value) + data[at + 4 :])
+
+
+MALFORMED_BYTES = {
+    "empty": (b"", ": 0 bytes, the header alone"),
+    "shorter than a header": (SOUND[:23], "23 bytes, the header alone"),
+    "shorter than a head": (SOUND[:31], "31 bytes, the head takes at least 32"),
+    "version 0": (b"CNRP\0" + SOUND[5:], "version 0 is unknown"),
+    "version 1, its entry cut": (header().encode(1) + bytes(7), "head.*truncated"),
+    "a head of 31 bytes": (with_u32(SOUND, 24, 31), "said to take 31 of 58 bytes"),
+    "a head beyond the end": (with_u32(SOUND, 24, 59), "said to take 59 of 58 bytes"),
+    "a head of 4 GiB": (with_u32(SOUND, 24, (1 << 32) - 1), "said to take 4294967295 of 58 bytes"),
+    "a head without its row set": (with_u32(SOUND, 24, 48), "row set has 2 of 0 bytes left"),
+    "a head that reaches into the body": (with_u32(SOUND, 24, 54), "4 bytes of the head follow"),
+    "a head without its entry": (with_u32(SOUND, 24, 36), "1 segments don't fit"),
+    "another checksum": (SOUND[:46] + bytes(4) + SOUND[50:], "head is damaged"),
+    "a shorter row set": (with_u32(SOUND, 36, 1), "row set has 1 of 2 bytes left, it takes 2"),
+    "a longer row set": (with_u32(SOUND, 36, 1 << 31), "row set has 2147483648 of 2 bytes left"),
+    "a row set of no bytes": (with_u32(SOUND, 36, 0), "row set has 0 of 2"),
+    "a shorter body": (with_u32(SOUND, 40, 7), "said to take 7 bytes, it takes 8"),
+    "a longer body": (with_u32(SOUND, 40, 1 << 31), "said to take 2147483648 bytes, it takes 8"),
+    "a body that takes of the next": (
+        with_u32(with_u32(TWO.encode(), 40, 33), 56, 19),
+        "segment 0: the body is said to take 33 bytes, it takes 32",
+    ),
+    "cut in its last body": (SOUND[:-1], "codes truncated"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), MALFORMED_BYTES.values(), ids=MALFORMED_BYTES)
+def test_malformed_bytes_are_refused(data: bytes, message: str) -> None:
+    parse(SOUND)
+    parse(TWO.encode())
     with pytest.raises(PayloadError, match=message):
         parse(data)
+
+
+NEWER = {
+    "version 3": (header() + RAW_ROW, 3, "version 3 is unknown.*upgrade"),
+    "lattice": (header() + segment(6, 0, 0, 0, 1, bytes(9)), 2, "segment 0: it holds lattice.*newer"),
+    "relative": (header() + segment(7, 3, 9, 9, 1, bytes(3), bytes(9)), 2, "it holds relative.*newer"),
+    "Rice": (header() + segment(1, 32, 0, 4, 1, bytes(3), bytes(8)), 2, "it holds Rice-coded gaps.*newer"),
+}
+
+
+@pytest.mark.parametrize(("layout", "version", "message"), NEWER.values(), ids=NEWER)
+def test_what_newer_releases_write_is_refused_by_name(layout: Layout, version: int, message: str) -> None:
+    data = layout.encode(version)
+    for read in parse, rows_written:
+        with pytest.raises(UnsupportedPayloadError, match=message):
+            read(data)
+    if version == 2:  # a damaged one is damage, whatever it seems to hold
+        damaged = data[:30] + bytes([data[30] ^ 1]) + data[31:]
+        with pytest.raises(PayloadError, match="head is damaged") as caught:
+            parse(damaged)
+        assert not isinstance(caught.value, UnsupportedPayloadError)
+        with pytest.raises(PayloadError, match="unknown"):
+            parse(layout.encode(1))
 
 
 @pytest.mark.parametrize("data", ["text", 3, np.zeros((4, 4))[:, ::2]])
@@ -324,14 +386,15 @@ def test_what_is_not_bytes_is_refused(data: Any) -> None:
         parse(data)
 
 
-def test_the_decoded_size_is_limited() -> None:
-    small = header(0, 1 << 16, 257)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_decoded_size_is_limited(version: int) -> None:
+    small = header(0, 1 << 16, 257).encode(version)
     with pytest.raises(PayloadLimitError, match=r"67371008 bytes.*67108864"):
         parse(small)
     assert parse(small, max_decoded_bytes=1 << 27).dim == 257
-    assert parse(header(0, 1 << 16, 256)).rows == 1 << 16
+    assert parse(header(0, 1 << 16, 256).encode(version)).rows == 1 << 16
     with pytest.raises(OverflowError):
-        parse(header(65535, (1 << 32) - 1, (1 << 32) - 1))
+        parse(header(65535, (1 << 32) - 1, (1 << 32) - 1).encode(version))
 
 
 @cache
@@ -355,14 +418,17 @@ def mixed_payload(scheme: str, bits: int, dim: int) -> bytes:
 def test_mutated_payloads_decode_or_are_refused(
     scheme: str, bits: int, dim: int, data: st.DataObject
 ) -> None:
-    mutated = bytearray(mixed_payload(scheme, bits, dim))
-    # Most mutations hit the structure, which lies at the front of each segment.
+    sound = mixed_payload(scheme, bits, dim)
+    version = data.draw(st.sampled_from(VERSIONS))
+    mutated = bytearray(of_version_1(sound) if version == 1 else sound)
+    # Most mutations hit the structure, which lies at the front, and most get past the checksum of version 2.
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.one_of(st.integers(4, 60), st.integers(0, len(mutated) - 1)))
         mutated[position] = data.draw(st.one_of(st.sampled_from([0, 1, 2, 255]), st.integers(0, 255)))
     end = data.draw(st.one_of(st.none(), st.integers(0, len(mutated))))
+    proves = version == 2 and data.draw(st.sampled_from([True, True, True, False]))
     try:
-        payload = parse(bytes(mutated[:end]), max_decoded_bytes=1 << 20)
+        payload = parse((proved if proves else bytes)(bytes(mutated[:end])), max_decoded_bytes=1 << 20)
     except PayloadError:
         return
     out = np.zeros((payload.rows, payload.dim), cnr_codecs.array_dtype(payload.element))
@@ -419,10 +485,69 @@ def test_arrays_that_are_not_bytes_are_refused(data: Rows) -> None:
         parse(data)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "body",
     [segment(2, 4, 1, 0, 1, b"\1\x7c\0\0", bytes(1)), segment(4, 1, 1, 0, 1, b"\1\x7c\1\x7c", bytes(1))],
 )
-def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body: bytes) -> None:
+def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body: Part, version: int) -> None:
     with np.errstate(all="raise"), pytest.raises(PayloadError, match="not finite"):
-        parse(header() + body)
+        parse((header() + body).encode(version))
+
+
+# The head alone
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("asymmetric", 4), ("row", 3), ("block", 1), ("symmetric", 8)])
+def test_the_head_tells_the_rows_whatever_becomes_of_the_bodies(scheme: str, bits: int) -> None:
+    data = reseal(mixed_payload(scheme, bits, 20), 77)
+    end, rows = head_bytes(data), present_rows(parse(data))
+    assert len(rows) == 40
+    for cut in range(end):
+        with pytest.raises(PayloadError):
+            rows_written(data[:cut])
+    rng = np.random.default_rng(4)
+    for kept in (*range(end, len(data), 7), len(data)):
+        damaged = data[:end] + rng.bytes(kept - end)
+        for payload in damaged, bytearray(damaged), memoryview(damaged), np.frombuffer(damaged, np.uint8):
+            found = rows_written(payload, seal=77)
+            assert found.dtype == np.int64
+            np.testing.assert_array_equal(found, rows)
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("asymmetric", 4), ("row", 3), ("block", 1), ("symmetric", 8)])
+def test_no_flipped_bit_of_the_head_goes_unnoticed(scheme: str, bits: int) -> None:
+    data = mixed_payload(scheme, bits, 3)
+    for bit in range(8 * head_bytes(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        for read in parse, rows_written, lambda flipped: reseal(flipped, 1):
+            with pytest.raises(PayloadError):
+                read(bytes(flipped))
+
+
+def test_flipped_bits_of_the_bodies_leave_the_rows_as_they_are() -> None:
+    data = mixed_payload("asymmetric", 4, 3)
+    rows = present_rows(parse(data))
+    for bit in range(8 * head_bytes(data), 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        np.testing.assert_array_equal(rows_written(flipped), rows)
+        with suppress(PayloadError):  # parameters may be impossible ones
+            np.testing.assert_array_equal(present_rows(parse(flipped)), rows)
+
+
+def test_rows_of_another_place_or_of_version_1_are_not_told() -> None:
+    np.testing.assert_array_equal(rows_written(header(0).encode()), [])
+    data = (header(2, seal=5) + RAW_ROW + segment(0, 0, 0, 0, 3)).encode()
+    np.testing.assert_array_equal(rows_written(data), [0, 1, 2, 4])
+    np.testing.assert_array_equal(rows_written(data, seal=5), [0, 1, 2, 4])
+    for seal in 0, 4:
+        with pytest.raises(PayloadError, match="another place"):
+            rows_written(data, seal=seal)
+    with pytest.raises(PayloadError, match="version 1 has no checksum"):
+        rows_written((header() + RAW_ROW).encode(1))
+    with pytest.raises(PayloadError, match="row 4 is in an earlier"):
+        rows_written((header(2) + RAW_ROW + RAW_ROW).encode())
+    with pytest.raises(PayloadLimitError):
+        rows_written((header(1, (1 << 32) - 1, 1) + segment(0, 0, 0, 0, (1 << 32) - 1)).encode())

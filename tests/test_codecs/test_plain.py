@@ -15,6 +15,7 @@ from cnr_codecs.payload.payload import build
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.protocol import Rows
 from tests.test_codecs.hard_rows import BITS, SCHEMES, adversarial_rows, decode
+from tests.test_codecs.payload_bytes import head_bytes, of_version_1, proved
 
 ROOM = 1 << 20
 
@@ -122,7 +123,7 @@ def test_float32_parameters_are_refused_by_the_same_rule(
 PLAIN = UniformRows("asymmetric", 4).encode_rows(np.ones((6, 16), np.float32), None, 6, element="float32")
 
 
-@pytest.mark.parametrize("cut", [0, 5, 31, 32, 40, len(PLAIN) - 1])
+@pytest.mark.parametrize("cut", [0, 5, 31, 32, 40, 47, 48, len(PLAIN) - 1])
 def test_cut_payloads_are_not_plain(cut: int) -> None:
     assert plain_of(PLAIN[:cut]) is None
 
@@ -131,6 +132,25 @@ def test_plain_payloads_that_are_too_large_or_long_are_left_to_others() -> None:
     assert plain_of(PLAIN, 6 * 16 * 4 - 1) is None
     assert plain_of(PLAIN, 6 * 16 * 4) is not None
     assert plain_of(PLAIN + b"\0") is None
+
+
+def test_no_flipped_bit_of_the_head_is_plain() -> None:
+    for bit in range(8 * head_bytes(PLAIN)):
+        flipped = bytearray(PLAIN)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert plain_of(bytes(flipped)) is None
+        proven = proved(bytes(flipped))
+        if plain_of(proven) is not None:
+            assert (
+                bit // 8 in range(16, 24) or bit // 8 >= 44
+            )  # the seal, and the checksum that was put right
+            parse(proven)
+
+
+def test_payloads_of_version_1_are_left_to_others() -> None:
+    older = of_version_1(PLAIN)
+    assert plain_of(older) is None
+    np.testing.assert_array_equal(decode(parse(older)), plain_of(PLAIN))
 
 
 def test_where_a_plain_payload_goes() -> None:
