@@ -22,6 +22,7 @@ from cnr_backends import build_shard, check_chunk, parse_index
 from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
 from tests.paths import ROOT
+from tests.test_codecs.payload_bytes import of_version_1
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 VERSION, PATH = "000002-0123abcd.00000007", "tables/items/weight"
@@ -56,8 +57,9 @@ def reader() -> Reader:
 # The worked example
 
 
-def test_the_payload_of_the_example_decodes_to_the_rows_beside_it() -> None:
-    payload = cnr_codecs.parse(hex_block("payload"))
+@pytest.mark.parametrize("title", ["payload", "payload of version 1"])
+def test_the_payload_of_the_example_decodes_to_the_rows_beside_it(title: str) -> None:
+    payload = cnr_codecs.parse(hex_block(title))
     assert payload.seal == layout.seal(VERSION, PATH, 0, 0)
     assert cnr_codecs.present_rows(payload).tolist() == list(WRITTEN)
     out = np.zeros((8, 3), np.float32)
@@ -66,13 +68,39 @@ def test_the_payload_of_the_example_decodes_to_the_rows_beside_it() -> None:
         np.testing.assert_allclose(out[row], np.array(values, np.float32), rtol=0, atol=5e-9)
 
 
-def test_the_reader_of_the_page_decodes_the_example(reader: Reader) -> None:
+@pytest.mark.parametrize("title", ["payload", "payload of version 1"])
+def test_the_reader_of_the_page_decodes_the_example(reader: Reader, title: str) -> None:
     seal = layout.seal(VERSION, PATH, 0, 0)
-    found = list(reader["segments"](hex_block("payload"), seal, 8, 3, "float32"))
+    found = list(reader["segments"](hex_block(title), seal, 8, 3, "float32"))
     rows = {int(row): values[i] for ids, values in found for i, row in enumerate(ids)}
     assert sorted(rows) == list(WRITTEN)
     for row, values in WRITTEN.items():
         np.testing.assert_allclose(rows[row], np.array(values, np.float32), rtol=0, atol=5e-9)
+
+
+def test_the_head_of_the_example_is_as_its_comments_say() -> None:
+    data, seal = hex_block("payload"), layout.seal(VERSION, PATH, 0, 0)
+    assert cnr_codecs.rows_written(data[:66], seal=seal).tolist() == list(WRITTEN)
+    with pytest.raises(cnr_codecs.PayloadError, match="cut off"):
+        cnr_codecs.rows_written(data[:65], seal=seal)
+
+
+@pytest.mark.parametrize(
+    "codec", [cnr_codecs.UniformRows(), cnr_codecs.KMeansRows(2), cnr_codecs.LosslessRows()]
+)
+def test_the_reader_of_the_page_reads_both_versions_alike(reader: Reader, codec: cnr_codecs.RowCodec) -> None:
+    values = np.random.default_rng(2).normal(size=(50, 24)).astype(np.float32)
+    values[::7], values[::11] = values[::7] + 1e6, np.inf
+    data = codec.encode_rows(values, np.arange(0, 100, 2), 120, element="float32", seal=9)
+    newer, older = (
+        list(reader["segments"](each, 9, 120, 24, "float32")) for each in (data, of_version_1(data))
+    )
+    out = np.zeros((120, 24), np.float32)
+    cnr_codecs.decode_into(cnr_codecs.parse(data), out, np.ones(120, np.uint8))
+    for (rows, found), (same_rows, same) in zip(newer, older, strict=True):
+        np.testing.assert_array_equal(rows, same_rows)
+        np.testing.assert_array_equal(found, same)
+        np.testing.assert_array_equal(found, out[rows])
 
 
 def test_the_codec_writes_the_payload_of_the_example() -> None:

@@ -16,6 +16,7 @@ from cnr_codecs import (
     Payload,
     Segment,
     Unpacker,
+    UnsupportedPayloadError,
     array_dtype,
     decode_into,
     most_packed_bytes,
@@ -189,6 +190,8 @@ class WrittenLink(Link):
         try:
             max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element)
             payload = parse(self._unpacker.unpack(data, max_bytes))
+        except UnsupportedPayloadError as error:
+            raise FormatError(f"{self._where(chunk)}: {error}") from error
         except CodecError as error:
             raise CorruptionError(f"{self._where(chunk)}: {error}") from error
         if payload.seal != self.record.seal(self.path, chunk.row, chunk.column):

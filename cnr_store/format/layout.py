@@ -14,7 +14,9 @@ MAX_GENERATION = 999_999
 MAX_SEGMENT_BYTES = 200
 """Of an encoded name in a key. Every file system takes that many in a file's name; most allow 255."""
 
-FEATURES: frozenset[str] = frozenset()
+PAYLOAD_2 = "payload-2"
+"""Feature of versions and folds that hold arrays of rows: payloads of version 2."""
+FEATURES = frozenset({PAYLOAD_2})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

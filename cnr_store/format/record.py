@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnr_store.format.arrays import Doc
-from cnr_store.format.layout import FOLDS, VERSIONS, record_key, seal, version_key
+from cnr_store.format.layout import FOLDS, PAYLOAD_2, VERSIONS, record_key, seal, version_key
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class ArrayEntry:
         if self.aliases:
             doc["aliases"] = list(self.aliases)
         return doc
+
+
+def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
+    """Features that a reader must know of a version, or a fold, that is written now with these arrays."""
+    return (PAYLOAD_2,) if any(entry.kind != "dense" for entry in arrays.values()) else ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
 from cnr_store.format.manifest import Manifest, encode_manifest
-from cnr_store.format.record import Record
+from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
 from cnr_store.writing.plan import Plan
@@ -156,6 +156,7 @@ def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: s
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         state_sha256=hashlib.sha256(state).hexdigest(),
         metadata=plan.metadata,
+        requires=required_features(staged.arrays),
     )
 
 

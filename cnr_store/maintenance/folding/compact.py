@@ -22,7 +22,7 @@ from cnr_store.errors import CheckpointError, CorruptionError, OptionError, Save
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, document_bytes, group_document
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
-from cnr_store.format.record import Record
+from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, delete_objects, no_progress
@@ -190,11 +190,13 @@ class _FoldAttempt:
         manifest = encode_manifest(Manifest(self._version.id, parts))
         objects_bytes += self._put(self._draft.key("manifest"), manifest)
         sizes = {path: sum(part.nbytes for part in array.values()) for path, array in parts.items()}
+        entries = {path: replace(array.entry, nbytes=sizes[path]) for path, array in arrays.items()}
         return self._commit(
             replace(
                 self._draft,
                 time=time.time(),
-                arrays={path: replace(array.entry, nbytes=sizes[path]) for path, array in arrays.items()},
+                arrays=entries,
+                requires=required_features(entries),
                 nodes=nodes,
                 objects_bytes=objects_bytes + sum(sizes.values()),
                 manifest_sha256=hashlib.sha256(manifest).hexdigest(),

@@ -439,7 +439,7 @@ def test_payloads_name_the_fold(url: str) -> None:
     path = layout.weight_path("wide")
     (link,) = ArrayReader(catalog, catalog.record(version), path).links
     data = backend.get(fold.key(path, "c/0/0"))
-    payload = parse(data[: 24 + 8 + 90 * 16])
+    payload = parse(data[: 24 + 4 + 16 + 4 + 90 * 16])
     assert present_rows(payload).tolist() == list(range(90))
     assert payload.seal == layout.seal(version, path, 0, 0, layout.FOLDS) != layout.seal(version, path, 0, 0)
     assert link.record is fold
