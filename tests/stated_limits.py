@@ -86,6 +86,7 @@ ROWS = {
     "a chunk of more than one row, decoded": _size(grid.MAX_CHUNK_DECODED_BYTES),
     "inner chunks of a shard": f"{grid.MAX_CHUNKS_PER_SHARD:,}",
     "segments of a payload": f"{MAX_SEGMENTS:,}",
+    "bytes of a payload's head, and of a segment's body": f"{_power(MAX_U32)} each",
     "size along an axis of an array": _power(_MAX_AXIS),
     "values of an array": _power(_MAX_VALUES),
     "TABLE, SLOT, NAME": f"{layout.MAX_SEGMENT_BYTES} bytes",

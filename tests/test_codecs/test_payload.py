@@ -359,9 +359,18 @@ def test_malformed_bytes_are_refused(data: bytes, message: str) -> None:
 
 NEWER = {
     "version 3": (header() + RAW_ROW, 3, "version 3 is unknown.*upgrade"),
-    "lattice": (header() + segment(6, 0, 0, 0, 1, bytes(9)), 2, "segment 0: it holds lattice.*newer"),
-    "relative": (header() + segment(7, 3, 9, 9, 1, bytes(3), bytes(9)), 2, "it holds relative.*newer"),
-    "Rice": (header() + segment(1, 32, 0, 4, 1, bytes(3), bytes(8)), 2, "it holds Rice-coded gaps.*newer"),
+    "lattice": (
+        header() + segment(6, 0, 0, 0, 1, bytes(9)),
+        2,
+        r"segment 0: scheme 6 \(lattice\) is unknown: a newer",
+    ),
+    "relative": (header() + segment(7, 3, 9, 9, 1, bytes(3), bytes(9)), 2, r"scheme 7 \(relative\).*newer"),
+    "scheme 9": (header() + segment(9, 0, 0, 0, 1), 2, "scheme 9 is unknown.*newer"),
+    "Rice": (
+        header() + segment(1, 32, 0, 4, 1, bytes(3), bytes(8)),
+        2,
+        r"row-set kind 4 \(Rice-coded gaps\).*newer",
+    ),
 }
 
 

@@ -21,4 +21,4 @@ def test_the_examples_run(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("7.1")
     assert printed[1].startswith("0.04")
-    assert printed[-2:] == ["[  5  70 900]", "3"]
+    assert printed[-3:] == ["[  5  70 900]", "3", "[  5  70 900]"]

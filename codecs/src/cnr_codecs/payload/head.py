@@ -43,9 +43,9 @@ DEFAULT_MAX_DECODED_BYTES = 64 << 20
 FIRST_VERSION = 1
 _FIRST_ENTRY = struct.Struct("<BBBBI")
 _ENTRIES = HEADER.size + HEAD_BYTES.size
-# What newer releases write, by the numbers that are reserved for it.
-_NEWER_SCHEMES = {6: "lattice", 7: "relative"}
-_NEWER_ROW_SETS = {4: "Rice-coded gaps"}
+# The numbers that are reserved for later releases.
+_RESERVED_SCHEMES = {6: " (lattice)", 7: " (relative)"}
+_RESERVED_ROW_SETS = {4: " (Rice-coded gaps)"}
 # A look-up in a dict is cheaper than a call of an enumeration.
 _SCHEMES = {int(each): each for each in Scheme}
 _PARAMETER_TYPES = {int(each): each for each in ParameterType}
@@ -238,7 +238,7 @@ def read_entries(reader: Reader, header: Header) -> list[Entry]:
     entries = []
     for index, (*kinds, nbytes, body_bytes) in enumerate(ENTRY.iter_unpack(head[_ENTRIES:position])):
         where = f"payload: segment {index}"
-        scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where, newer=True)
+        scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where)
         expected = encoded_bytes(kind, count, header.rows)
         if nbytes != expected or nbytes > len(head) - position:
             raise PayloadError(
@@ -264,7 +264,7 @@ def read_first_entries(reader: Reader, header: Header) -> Iterator[Entry]:
     for index in range(header.segments):
         where = f"payload: segment {index}"
         kinds = _FIRST_ENTRY.unpack_from(reader.read(_FIRST_ENTRY.size, where, "head").data)
-        scheme, bits, parameter_type, kind, count = _validate_entry(list(kinds), header, where, newer=False)
+        scheme, bits, parameter_type, kind, count = _validate_entry(list(kinds), header, where)
         data = reader.read(encoded_bytes(kind, count, header.rows), where, "row set")
         row_set = validate_row_set(kind, count, header.rows, data.tobytes(), where)
         yield Entry(where, scheme, bits, parameter_type, row_set, None)
@@ -287,38 +287,39 @@ def _proven_head(buffer: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _validate_entry(
-    kinds: list[int], header: Header, where: str, *, newer: bool
+    kinds: list[int], header: Header, where: str
 ) -> tuple[Scheme, int, ParameterType, RowSetKind, int]:
     """Return (scheme, bits, parameter type, row-set kind, count), if they fit together."""
     scheme, bits, parameter, kind, count = kinds
-    if newer and (scheme in _NEWER_SCHEMES or kind in _NEWER_ROW_SETS):
-        what = _NEWER_SCHEMES.get(scheme) or _NEWER_ROW_SETS[kind]
-        raise UnsupportedPayloadError(
-            f"{where}: it holds {what}, which a newer release wrote; install a newer cnr-codecs to read it"
-        )
-    known, parameter_type = _validate_scheme(scheme, bits, parameter, header.element, where)
-    row_set_kind = _ROW_SET_KINDS.get(kind)
+    known, row_set_kind = _SCHEMES.get(scheme), _ROW_SET_KINDS.get(kind)
+    if known is None:
+        raise _unknown(header, f"{where}: scheme {scheme}{_RESERVED_SCHEMES.get(scheme, '')}")
     if row_set_kind is None:
-        raise PayloadError(f"{where}: row-set kind {kind} is unknown")
+        raise _unknown(header, f"{where}: row-set kind {kind}{_RESERVED_ROW_SETS.get(kind, '')}")
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
-    return known, bits, parameter_type, row_set_kind, count
+    return known, bits, _parameter_type(known, bits, parameter, header.element, where), row_set_kind, count
 
 
-def _validate_scheme(
-    scheme: int, bits: int, parameter: int, element: Element, where: str
-) -> tuple[Scheme, ParameterType]:
-    known, kind = _SCHEMES.get(scheme), _PARAMETER_TYPES.get(parameter)
-    if known is None:
-        raise PayloadError(f"{where}: scheme {scheme} is unknown")
+def _unknown(header: Header, what: str) -> PayloadError:
+    if header.version == FIRST_VERSION:
+        return PayloadError(f"{what} is unknown")
+    # The checksum is right: this is what was written.
+    return UnsupportedPayloadError(
+        f"{what} is unknown: a newer release wrote it; install a newer cnr-codecs to read it"
+    )
+
+
+def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element, where: str) -> ParameterType:
+    kind = _PARAMETER_TYPES.get(parameter)
     if kind is None:
         raise PayloadError(f"{where}: parameter type {parameter} is unknown")
-    quantized = known is not Scheme.ABSENT and known is not Scheme.RAW
+    quantized = scheme is not Scheme.ABSENT and scheme is not Scheme.RAW
     if quantized != (kind is not ParameterType.NONE):
-        raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {known.name}")
-    plain_bits = 8 * element.stored.itemsize if known is Scheme.RAW else 0
+        raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
+    plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
     if not (1 <= bits <= 8 if quantized else bits == plain_bits):
-        raise PayloadError(f"{where}: {bits} bits don't fit scheme {known.name} of {element.name} values")
+        raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
     if quantized and not element.quantizable:
-        raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {known.name}")
-    return known, kind
+        raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {scheme.name}")
+    return kind

@@ -104,12 +104,6 @@ class Segment:
             return self.widened[0] * np.float32(2), self.widened[0] * np.float32(1 - (1 << self.bits))
         return self.widened[0], self.widened[1]
 
-    def entry(self, body_bytes: int) -> bytes:
-        """Return the segment's entry in the head."""
-        kind, nbytes = self.row_set.kind, self.row_set.data.nbytes
-        fields = (self.scheme, self.bits, self.parameter_type, kind, self.row_set.count, nbytes, body_bytes)
-        return ENTRY.pack(*fields)
-
     def stored_parameters(self) -> bytes:
         """Return the parameters as the payload stores them."""
         if self.books is None:
@@ -201,10 +195,16 @@ def encode_head(
             f"got {nbytes} and {max(sizes)}; use fewer rows a chunk"
         )
     fields = (MAGIC, VERSION, element.code, len(segments), rows, dim, checked_seal(seal))
-    entries = (segment.entry(size) for segment, size in zip(segments, sizes, strict=True))
+    entries = (_entry(segment, size) for segment, size in zip(segments, sizes, strict=True))
     row_sets = (segment.row_set.data.tobytes() for segment in segments)
     head = b"".join([HEADER.pack(*fields), HEAD_BYTES.pack(nbytes), *entries, *row_sets])
     return head + CHECKSUM.pack(google_crc32c.value(head))
+
+
+def _entry(segment: Segment, body_bytes: int) -> bytes:
+    row_set = segment.row_set
+    kinds = segment.scheme, segment.bits, segment.parameter_type, row_set.kind
+    return ENTRY.pack(*kinds, row_set.count, row_set.data.nbytes, body_bytes)
 
 
 def head_bytes(row_sets: Iterable[RowSet]) -> int:
