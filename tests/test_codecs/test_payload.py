@@ -33,6 +33,7 @@ from cnr_codecs import (
     rows_written,
 )
 from cnr_codecs.elements import element_named
+from cnr_codecs.payload.payload import encode_head
 from cnr_codecs.protocol import Rows
 from tests.test_codecs.payload_bytes import (
     VERSIONS,
@@ -197,6 +198,14 @@ def test_a_payload_has_at_most_1024_segments() -> None:
     for count in 1025, 70_000:
         with pytest.raises(RowsError, match=f"1024 segments, got {count}"):
             build_payload(2000, 1, float32, segments(count) if count < 2000 else segments(1) * count)
+
+
+def test_the_body_of_a_segment_has_a_size_that_fits() -> None:
+    (held,) = parse((header() + RAW_ROW).encode()).segments
+    arguments: Any = (10, 2, element_named("float32"), [held])
+    assert len(encode_head(*arguments, [(1 << 32) - 1], 0)) == 24 + 4 + 16 + 2 + 4
+    with pytest.raises(RowsError, match="got 50 and 4294967296; use fewer rows"):
+        encode_head(*arguments, [1 << 32], 0)
 
 
 def test_reseal_changes_the_seal_alone() -> None:

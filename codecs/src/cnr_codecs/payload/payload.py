@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -168,10 +167,13 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     RowsError
         There are more than 1,024 segments, one is too large, or the seal is not an unsigned 64-bit integer.
     """
-    held = list(segments)
-    bodies = [(segment.stored_parameters(), segment.codes.reshape(-1).data) for segment in held]
-    sizes = [len(parameters) + codes.nbytes for parameters, codes in bodies]
-    return b"".join([encode_head(rows, dim, element, held, sizes, seal), *itertools.chain(*bodies)])
+    held, sizes = list(segments), []
+    bodies: list[bytes | memoryview] = []
+    for segment in held:
+        parameters, codes = segment.stored_parameters(), segment.codes.reshape(-1).data
+        sizes.append(len(parameters) + codes.nbytes)
+        bodies += parameters, codes
+    return b"".join([encode_head(rows, dim, element, held, sizes, seal), *bodies])
 
 
 def encode_head(

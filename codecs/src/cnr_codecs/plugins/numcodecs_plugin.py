@@ -13,9 +13,10 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.payload.head import DEFAULT_MAX_DECODED_BYTES
 from cnr_codecs.payload.payload import Payload
 from cnr_codecs.payload.plain import decode_plain
-from cnr_codecs.payload.validate import DEFAULT_MAX_DECODED_BYTES, parse
+from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
