@@ -105,7 +105,7 @@ MUTANTS = [
         "cnr_store/writing/writer.py",
         "    backend.create(record.key(), data)",
         "    backend.put(record.key(), data)",
-        f"{STORE}/catalog/test_writers.py {STORE}/maintenance/test_gc_faults.py",
+        f"{STORE}/writing/test_faults.py",
     ),
     Mutant(
         "a writer looks for newer claims before it commits",
