@@ -84,7 +84,7 @@ def _read_all(copy: Path) -> Counter[str]:
         versions: list[cnr_store.VersionInfo | str] = list(cnr_store.versions(str(copy)))
     except (CheckpointError, BackendError):
         # Each version by itself, since one damaged record hides the list.
-        versions = sorted(path.name for path in (copy / "versions").glob("*.*") if path.is_dir())
+        versions = [path.name for path in sorted((copy / "versions").glob("*.*")) if path.is_dir()]
     for version in versions:
         try:
             restored = cnr_store.load(str(copy), model, version=version)
