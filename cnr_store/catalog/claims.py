@@ -1,30 +1,35 @@
-"""Who may write: every run claims a generation at its first save, and the newest claim fences off the older ones.
+"""Claims: each run's right to write, as an object of the store.
 
-A claim is the object ``writers/GENERATION-TOKEN``. The token is random, so two runs that claim the same
-generation at the same moment have different keys and ids; the greater id is the newer. A writer lists the
-claims before it commits: if one is newer than its own, it stops with `SupersededError`. A commit that slips
-through between that listing and a newer claim is a complete version of the older run: nothing is lost or torn.
+A claim is the object ``writers/NUMBER``, created exclusively, so each number is one writer's. `fencing` says who may
+create which, and who may commit.
 
 A claim also announces what its writer depends on: the version named as its base until its first commit, then its
-newest version and what that one needs. Retention keeps those. A writer that has announced itself and finds a
-tombstone on one of them must not go on.
+newest version and what that one needs. Retention keeps those, until the claim is closed or ended.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cnr_backends import Backend, ObjectExistsError
+from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError
 from cnr_store.catalog.catalog import list_ids, read_object
-from cnr_store.errors import BaseLostError, CorruptionError, FormatError, SaveError, SupersededError
+from cnr_store.errors import CorruptionError, FormatError, SaveError, SupersededError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.state import dumps, loads
+
+log = logging.getLogger("cnr_store")
+
+# What this process has claimed: its id and the token. A fork is another process.
+_claimed: set[tuple[int, str]] = set()
 
 
 @dataclass
@@ -41,74 +46,121 @@ class Claim:
         return str(version)
 
 
-def next_claim_id(backend: Backend, after: ClaimId | None = None, tried: Collection[ClaimId] = ()) -> ClaimId:
-    """The id of a claim on the next generation of a store, for `create_claim`. Makes the store if there is none.
+@dataclass(frozen=True)
+class ClaimRecord:
+    """What a claim's object says.
 
-    Parameters
+    Attributes
     ----------
-    after
-        The claim that the writer gives up for this one; None if it takes the store over from another writer.
-    tried
-        Claims that the writer tried to create before. They may still land, so the new id is newer than each.
-
-    Raises
-    ------
-    SupersededError
-        Another writer has claimed the store since `after`.
-    SaveError
-        No generation is left.
+    base
+        The version that its writer started from, None if it started anew.
+    time
+        When it was made, in seconds since 1970.
+    host, pid
+        Who made it. None in claims of older releases.
+    ends
+        The number of the claim that it ends, if it does nothing else.
+    closed
+        Whether its writer said that it is done.
     """
+
+    id: ClaimId
+    base: str | None
+    time: float
+    host: str | None = None
+    pid: int | None = None
+    ends: int | None = None
+    closed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody writes under it any more, so that it holds nothing."""
+        return self.closed or self.ends is not None
+
+    def __str__(self) -> str:
+        by = "" if self.host is None else f" (process {self.pid} on {validate.shown(self.host)})"
+        return f"{self.id}{by}"
+
+
+def is_own(claim: ClaimId) -> bool:
+    """Whether this process made a claim."""
+    return (os.getpid(), claim.token) in _claimed
+
+
+def is_own_version(version: str) -> bool:
+    """Whether this process made the claim of a version."""
+    attempt = VersionId.parse(version)
+    return attempt is not None and is_own(attempt.claim)
+
+
+def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int | None = None) -> bool:
+    """Create a claim, and the store if there is none. False if another writer has the number."""
+    name = layout.claim_name(claim.generation)
+    if claim.generation > layout.MAX_GENERATION:
+        last = max(list_claims(backend), default=layout.claim_name(layout.MAX_GENERATION))
+        raise SaveError(
+            f"{backend.url}: {last} uses the last generation number; if no writer of this store made it, remove "
+            f"{layout.writer_key(last)}"
+        )
     root = group_document({"cnr": {"format": layout.FORMAT}})
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
-    # A claim of this writer's own that landed unnoticed is no other writer's.
-    if after is not None:
-        _refuse_newer(backend, [claim for claim in list_claims(backend) if claim not in tried], after)
-    # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
-    written = [
-        version.claim for version in map(VersionId.parse, list_ids(backend, layout.VERSIONS)) if version
-    ]
-    newest = max([*list_claims(backend), *written, *tried], default=ClaimId(0, ""))
-    generation = newest.generation + 1
-    if generation > layout.MAX_GENERATION:
-        raise SaveError(
-            f"{backend.url}: {newest} uses the last generation number; if no writer of this store made it, remove "
-            f"{layout.writer_key(newest)}"
-        )
-    return ClaimId(generation, secrets.token_hex(4))
-
-
-def create_claim(backend: Backend, claim: ClaimId, base: str | None) -> Claim:
-    """Create a claim of an id from `next_claim_id`. Nobody deletes `base`, the version that the run starts from."""
     doc = {"generation": claim.generation, "token": claim.token, "base": base, "time": time.time()}
-    backend.create(layout.writer_key(claim), dumps(doc))
-    return Claim(claim)
+    doc |= {"host": platform.node(), "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
+    _claimed.add((os.getpid(), claim.token))  # before: it may be created although the response is lost
+    with suppress(ObjectExistsError):
+        backend.create(layout.writer_key(name), dumps(doc))
+        if backend.atomic_create:
+            return True
+    try:
+        return read_claim(backend, name).id == claim
+    except CorruptionError:
+        return False
 
 
-def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None:
-    """Stop a writer that is no longer the newest, or whose save depends on what was removed.
-
-    Parameters
-    ----------
-    needs
-        Versions that the save can't be read without.
+def end_run(backend: Backend, newest: ClaimRecord) -> None:
+    """Make a claim that only ends the newest one: its writer can't commit any more, and it holds nothing.
 
     Raises
     ------
     SupersededError
-        Naming both claims.
-    BaseLostError
-        Naming what is gone, or about to go.
+        Another writer has claimed the store meanwhile.
     """
-    claims = list_claims(backend)
-    _refuse_newer(backend, claims, own.id)
-    lost = _lost(backend, needs) if needs else []
-    if own.id not in claims:
-        lost.append(layout.writer_key(own.id))
-    if lost:
-        raise BaseLostError(
-            f"{backend.url}: {', '.join(lost)} was removed while training ran; the next save writes everything whole"
+    ended = newest.id.generation
+    if not create_claim(backend, ClaimId(ended + 1, secrets.token_hex(4)), None, ends=ended):
+        raise SupersededError(
+            f"{backend.url}: another writer has claimed the store since {newest}, so no run was ended; look which "
+            "job it is, then try again"
+        )
+
+
+def close(backend: Backend, claim: ClaimId) -> None:
+    """Mark a claim closed. Its writer is done: nothing is kept for it. A failure is only logged."""
+    key = layout.writer_key(layout.claim_name(claim.generation), layout.CLOSED)
+    try:
+        backend.put(key, dumps({"token": claim.token, "time": time.time()}))
+    except Exception as error:  # noqa: BLE001 - its saves are done, and the mark only spares space
+        log.warning(
+            "claim %s could not be marked closed, so retention goes on keeping what it held: %s", claim, error
+        )
+
+
+def check_no_live_writer(backend: Backend) -> None:
+    """Refuse to write beside a job that is or may be live.
+
+    Raises
+    ------
+    SupersededError
+        The newest claim is neither closed nor ended.
+    CorruptionError
+        It can't be read.
+    """
+    newest = newest_claim(backend)
+    if newest is not None and not newest.is_over:
+        raise SupersededError(
+            f"{backend.url}: writer {newest} has not closed its claim, so it may still train and save. Stop that job, "
+            f"end its turn with `cnr gc --end-run {backend.url}`, then try again"
         )
 
 
@@ -117,40 +169,77 @@ def list_tombstoned(backend: Backend) -> frozenset[str]:
     return list_ids(backend, layout.TOMBSTONES)
 
 
-def list_claims(backend: Backend) -> list[ClaimId]:
-    """All claims on the store, in no order."""
-    return [claim for name in backend.list_names(layout.WRITERS) if (claim := ClaimId.parse(name))]
+def list_claims(backend: Backend) -> list[str]:
+    """Names of all claims on the store, oldest first."""
+    return _claim_names(backend.list_names(layout.WRITERS))
 
 
-def read_base(backend: Backend, claim: ClaimId) -> str | None:
-    """The version that a claim's writer started from, None if it started anew.
+def newest_claim(backend: Backend) -> ClaimRecord | None:
+    """The newest claim, None if nobody ever wrote.
 
     Raises
     ------
     CorruptionError
-        The claim can't be read, so nobody knows what its writer depends on.
+        It can't be read, so nobody knows what its writer depends on.
     """
-    key = layout.writer_key(claim)
+    names = backend.list_names(layout.WRITERS)
+    claims = _claim_names(names)
+    if not claims:
+        return None
+    newest = read_claim(backend, claims[-1])
+    if f"{claims[-1]}{layout.CLOSED}" not in names:
+        return newest
+    with suppress(ObjectNotFoundError, FormatError):  # a mark that can't be read closes nothing
+        mark = loads(backend.get(layout.writer_key(claims[-1], layout.CLOSED)), "the mark of a claim")
+        return replace(newest, closed=validate.member(mark, "token") == newest.id.token)
+    return newest
+
+
+def read_claim(backend: Backend, name: str) -> ClaimRecord:
+    """What the claim of this name says.
+
+    Raises
+    ------
+    CorruptionError
+        It is lost, or malformed.
+    """
+    key = layout.writer_key(name)
     try:
-        doc = validate.members(loads(read_object(backend, key, f"writer {claim}"), key), key)
-        return None if doc["base"] is None else validate.version(doc["base"], "base")
-    except (FormatError, ValueError, KeyError) as error:
+        return decode_claim(read_object(backend, key, f"writer {name}"), name)
+    except ValueError as error:  # FormatError is one
         raise CorruptionError(
             f"{backend.url}: {key} is malformed ({error}); if its writer has ended, remove it"
         ) from error
 
 
-def _refuse_newer(backend: Backend, claims: Sequence[ClaimId], own: ClaimId) -> None:
-    newest = max(claims, default=own)
-    if newest > own:
-        raise SupersededError(
-            f"{backend.url}: writer {own} was superseded by {newest}, which another checkpointer began; "
-            "stop this one, or load the newest version and go on from there"
-        )
+def decode_claim(data: bytes, name: str) -> ClaimRecord:
+    """A claim from the bytes of its object.
+
+    Raises
+    ------
+    ValueError
+        It is malformed, or another claim's.
+    """
+    doc = validate.members(loads(data, "it"), "it")
+    absent = sorted({"generation", "token", "base", "time"} - doc.keys())
+    if absent:
+        raise ValueError(f"it has no {', '.join(absent)}")
+    claim = ClaimId(layout.claim_number(name) or 0, validate.text(doc["token"], "token"))
+    if (
+        doc["generation"] != claim.generation
+        or ClaimId.parse(str(claim)) is None
+        or not str(claim).startswith(name)
+    ):
+        raise ValueError("it belongs to another claim")
+    return ClaimRecord(
+        claim,
+        None if doc["base"] is None else validate.version(doc["base"], "base"),
+        validate.seconds(doc["time"], "time"),
+        None if "host" not in doc else validate.text(doc["host"], "host"),
+        None if "pid" not in doc else validate.natural(doc["pid"], "pid"),
+        None if "ends" not in doc else validate.natural(doc["ends"], "ends"),
+    )
 
 
-def _lost(backend: Backend, needs: Sequence[str]) -> list[str]:
-    # In this order: a tombstone is removed only after its version, so one of the two listings shows each removal.
-    tombstoned = list_tombstoned(backend)
-    present = set(backend.list_names(layout.VERSIONS))
-    return sorted(need for need in needs if need in tombstoned or need not in present)
+def _claim_names(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if layout.claim_number(name) is not None)

@@ -26,15 +26,18 @@ FOLDS = "folds"
 PINS = "pins"
 TOMBSTONES = "tombstones"
 NODE = "zarr.json"
+CLOSED = ".closed"
+"""Ends the name of the object that marks a claim closed."""
 
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
+_WRITER = re.compile(r"([0-9]{6})(?:-[0-9a-f]{8})?")
 _VERSION = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
 _SAFE = "-._"
 
 
 @dataclass(frozen=True, order=True)
 class ClaimId:
-    """A writer's generation and its random token. Their texts sort in the order in which claims were made."""
+    """A claim's number, called generation, and its random token. Their texts sort in the order of the numbers."""
 
     generation: int
     token: str
@@ -66,9 +69,23 @@ class VersionId:
         return cls(ClaimId(int(match[1]), match[2]), int(match[3])) if match else None
 
 
-def writer_key(claim: ClaimId) -> str:
-    """Key of a claim."""
-    return f"{WRITERS}/{claim}"
+def claim_number(name: str) -> int | None:
+    """The number of the claim that a name under ``writers/`` stands for, None if it is another object's.
+
+    Older releases put the token into the name.
+    """
+    match = _WRITER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def claim_name(number: int) -> str:
+    """Name of a claim under ``writers/``."""
+    return f"{number:06d}"
+
+
+def writer_key(name: str, suffix: str = "") -> str:
+    """Key of a claim by its name, or with a suffix of its mark."""
+    return f"{WRITERS}/{name}{suffix}"
 
 
 def version_key(version: str, *parts: str, prefix: str = VERSIONS) -> str:

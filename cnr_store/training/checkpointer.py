@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import Costs, check_policy
@@ -227,7 +228,8 @@ class Checkpointer:
         """Load a version, or a part of it, into the model and its optimizers, in place.
 
         The next save continues this version, under a new claim. It writes each table whole that does not equal the
-        version's.
+        version's. It takes the store over from whoever has it now, so a warning is logged if that job committed
+        minutes ago. It is a `SupersededError` if another process saves or claims the store after this load.
 
         An optimizer or an object of `state` that the version holds and this checkpointer was not given is left out. It
         is listed in ``unexpected`` of the result and logged, because the next save will drop it.
@@ -261,6 +263,7 @@ class Checkpointer:
         restored = self._load_version(version, fallback, selection)
         if selection.whole:
             warn_left_out(restored, self._catalog.backend.url)
+        warn_live_writer(self._catalog)
         return restored
 
     def _load_version(self, version: Version, fallback: bool, selection: Selection) -> Restored:
@@ -294,6 +297,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save under way and stop tracking. A second call does nothing.
 
+        The run's claim is marked closed: retention keeps nothing for it any more, and others may import and repair.
+
         Raises
         ------
         SaveError, SupersededError
@@ -309,6 +314,7 @@ class Checkpointer:
             finally:
                 self._saves.close()
                 self._upkeep.close()
+                self._saves.writer.close()
             if latest is not None and not latest.result_taken:
                 latest.result()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cnr_backends import Transfer
-from cnr_store.catalog import claims
+from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
@@ -46,8 +47,14 @@ class Loader:
         """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
+        seen = Seen()
+
+        def look() -> None:
+            nonlocal seen
+            seen = fencing.look(self.catalog)
+
         try:
-            return find(self.catalog, version, lambda record: self._load(record, selection))
+            return find(self.catalog, version, lambda record: self._load(record, selection, seen), look)
         except CorruptionError as error:
             self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
             if not fallback:
@@ -57,7 +64,7 @@ class Loader:
                 )
             raise
 
-    def _load(self, record: Record, selection: Selection) -> Restored:
+    def _load(self, record: Record, selection: Selection, seen: Seen) -> Restored:
         trained, saves = self.trained, self.saves
         restore = Restore(self.catalog, record, trained, self.options.objects, selection)
         before = Lineage.from_record(self.catalog, record)
@@ -65,7 +72,7 @@ class Loader:
         saves.audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
             restored, since_whole = restore.run(self.options.rng, transfer)
-        saves.writer.restart(record.id)
+        saves.writer.restart(record.id, seen)
         saves.tracker.clear()
         saves.audit.renew(trained.row_arrays())
         # Last, so that after an interrupt before it, the next version depends on nothing.

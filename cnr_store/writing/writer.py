@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
-from cnr_store.catalog import claims
+from cnr_store.catalog import claims, fencing
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.fencing import Seen
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
@@ -31,9 +33,10 @@ log = logging.getLogger("cnr_store")
 class Writer:
     """Writes versions, one after the other, under one claim.
 
-    The claim is made at the first write, so a job that only reads claims nothing. `restart` gives it up: the next
-    write claims a new generation, from the version that was loaded. So does an attempt of unknown outcome: if it
-    was committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
+    The claim is made at the first write, so a job that only reads claims nothing. It is refused if another process has
+    claimed the store, or committed, since this writer was made or restarted. `restart` gives the claim up: the next
+    write claims the store anew, from the version that was loaded. So does an attempt of unknown outcome: if it was
+    committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
     """
 
     def __init__(self, backend: Backend, workers: int) -> None:
@@ -42,30 +45,47 @@ class Writer:
         self._claim: claims.Claim | None = None
         self._base: str | None = None
         self._after: ClaimId | None = None
-        self._tried: set[ClaimId] = set()
+        self._token = _new_token()
+        self._seen = fencing.look(Catalog(backend))
 
     @property
     def claim(self) -> ClaimId | None:
         """The claim that versions are written under; None before the first write."""
         return self._claim.id if self._claim else None
 
-    def restart(self, base: str) -> None:
-        """Take the store over: the next write claims it anew, from the version `base`, whoever has it."""
-        self._claim, self._after, self._base = None, None, base
+    @property
+    def removable(self) -> str:
+        """The greatest version of other writers that retention may remove for this one; "" if there is none."""
+        return self._seen.removable
+
+    def restart(self, base: str, seen: Seen) -> None:
+        """Take the store over as it was `seen`: the next write claims it anew, from the version `base`."""
+        self._claim, self._after, self._base, self._token = None, None, base, _new_token()
+        seen = seen.including(base)
+        self._seen = replace(seen, removable=seen.version)
+        fencing.remember(self._backend, self._seen)
 
     def renew(self, base: str | None) -> None:
         """Give the claim up for a new one, from `base` or from nothing. The next write is refused if another writer
         has claimed the store meanwhile.
         """
-        self._after, self._claim, self._base = self.claim or self._after, None, base
+        if self._claim is not None:
+            self._after, self._claim, self._token = self._claim.id, None, _new_token()
+        self._base = base
+
+    def close(self) -> None:
+        """Mark the claim closed: nothing is kept for this writer any more. It must not write again."""
+        if (own := self.claim or self._after) is not None:
+            claims.close(self._backend, own)
 
     def _claimed(self) -> claims.Claim:
         if self._claim is not None:
             return self._claim
-        chosen = claims.next_claim_id(self._backend, self._after, self._tried)
-        self._tried.add(chosen)  # before: it may be created although the response is lost
-        self._claim = claims.create_claim(self._backend, chosen, self._base)
-        if self._base is None and self._after is None and chosen.generation > len(self._tried):
+        if self._after is not None:
+            self._claim = fencing.renewed_claim(self._backend, self._after, self._base, self._token)
+            return self._claim
+        self._claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
+        if self._base is None and self._claim.id.generation > 1:
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
                 "versions are the latest from now on. To go on from an earlier version, call load() before the first "
@@ -101,12 +121,12 @@ class Writer:
             finally:
                 rows_done()
             record = _record(self._backend, version, plan, staged, nonce)
-            claims.check_may_commit(self._backend, claim, plan.needs)
-            return commit(self._backend, record)
+            fencing.check_may_commit(self._backend, claim, plan.needs)
+            record = commit(self._backend, record)
         except Exception as error:  # whatever went wrong, the attempt must be voided
             landed = self._give_up(claim, version, nonce, plan.previous) if claim and version else None
             if landed:
-                return landed
+                return self._committed(landed)
             if isinstance(error, CheckpointError):
                 raise
             attempt = f" as version {version}" if version else ""
@@ -114,6 +134,11 @@ class Writer:
                 f"step {plan.step} was not saved{attempt} to {self._backend.url}: {error}. "
                 "The versions before it are untouched and its rows stay marked for the next save"
             ) from error
+        return self._committed(record)
+
+    def _committed(self, record: Record) -> Record:
+        fencing.remember(self._backend, self._seen.including(record.id))
+        return record
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
         """Void an attempt's id, so that nothing of it can appear later.
@@ -132,6 +157,10 @@ class Writer:
             log.warning("version %s could not be voided: %s", version, error)
             self.renew(previous)
         return None
+
+
+def _new_token() -> str:
+    return secrets.token_hex(4)
 
 
 def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:

@@ -97,14 +97,16 @@ class Deletion:
 
 
 def deletable(snapshot: StoreSnapshot, now: float, grace_seconds: float) -> list[str]:
-    """Aborted ids whose objects may be deleted: those of deleted versions at once, others after the grace time.
+    """Aborted ids whose objects may be deleted: those of deleted versions and ended runs at once, others after the
+    grace time.
 
     Folds of versions that are not listed may be deleted, too.
     """
+    ended = snapshot.newest is not None and snapshot.newest.ends is not None
     aborted = [
         version
         for version, when in snapshot.aborted.items()
-        if version in snapshot.tombstoned or when + grace_seconds <= now
+        if ended or version in snapshot.tombstoned or when + grace_seconds <= now
     ]
     return sorted({*aborted, *(snapshot.folds.keys() - snapshot.names)})
 

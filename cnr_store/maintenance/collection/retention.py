@@ -15,6 +15,8 @@ from typing import Any
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
+from cnr_store.catalog.claims import end_run as end_newest_run
+from cnr_store.catalog.claims import is_own_version, newest_claim
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
@@ -99,15 +101,16 @@ def gc(
     keep_every: int | None = None,
     *,
     dry_run: bool = False,
+    end_run: bool = False,
     grace_seconds: float = GRACE_SECONDS,
     progress: Progress | None = None,
     **storage_options: Any,
 ) -> GcReport:
     """Delete the versions that no rule keeps, and the leftovers of crashed attempts.
 
-    The newest version, pinned ones, the version the newest writer goes on from, and every version that a kept one
-    depends on are always kept. Without a rule only leftovers are deleted. `gc` may run beside training and beside
-    another `gc`. After one that was killed, it finishes the work.
+    The newest version, pinned ones, the version the newest writer goes on from (unless it closed its `Checkpointer`),
+    and every version that a kept one depends on are always kept. Without a rule only leftovers are deleted. `gc` may
+    run beside training and beside another `gc`. After one that was killed, it finishes the work.
 
     Parameters
     ----------
@@ -119,6 +122,10 @@ def gc(
         A number of steps; the newest version at or before each multiple of it is kept.
     dry_run
         Change nothing, and report what would be deleted.
+    end_run
+        First end the turn of the newest writer, if it has not closed its `Checkpointer`: it is dead, or shall stop. It
+        can't commit any more, and nothing is kept for it. Its unfinished save is deleted at once. A job that has loaded
+        and not yet saved goes on.
     grace_seconds
         How many seconds ago an attempt must have been given up before its objects are deleted.
     progress
@@ -129,17 +136,26 @@ def gc(
     Raises
     ------
     OptionError
+        A rule is out of range, or both `dry_run` and `end_run` are given.
     EmptyStoreError
         There is no store.
+    SupersededError
+        With `end_run`, another writer claimed the store at that moment. Nothing was changed.
     CorruptionError, FormatError
         A record or the newest claim can't be read, so it is unknown what is needed. Nothing was deleted.
     cnr_backends.BackendError
         The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
     rules, grace = Rules(keep_last, keep_every), _seconds(grace_seconds)
+    if dry_run and end_run:
+        raise OptionError(
+            "dry_run changes nothing, and end_run ends the newest writer's turn: give one of the two"
+        )
     backend = open_backend(url, **storage_options)
     if not Catalog(backend).check_format():
         raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to delete: check the URL")
+    if end_run and (newest := newest_claim(backend)) is not None and not newest.is_over:
+        end_newest_run(backend, newest)
     return Retention(backend, rules, grace).run(dry_run=dry_run, progress=progress)
 
 
@@ -150,6 +166,8 @@ class Retention:
     ----------
     own
         The claim it works under; it stops if another claim is the newest. None: whichever claim is the newest.
+    removable
+        With `own`, the greatest version of other processes that it may remove: what its job has seen.
     """
 
     def __init__(
@@ -158,8 +176,10 @@ class Retention:
         rules: Rules,
         grace_seconds: float = GRACE_SECONDS,
         own: ClaimId | None = None,
+        removable: str = "",
     ) -> None:
         self._backend = backend
+        self._removable = removable
         self._rules = rules
         self._grace_seconds = grace_seconds
         self._own = own
@@ -172,7 +192,7 @@ class Retention:
             snapshot = self._reader.take(transfer, void=not dry_run)
             if stopped := self._stopped(snapshot):
                 return GcReport({}, stopped=stopped, dry_run=dry_run)
-            kept = choose(snapshot, self._rules)
+            kept = choose(snapshot, self._rules, self._not_seen(snapshot))
             to_delete = [version for version in snapshot.versions if version not in kept]
             if dry_run:
                 return self._dry_run_report(snapshot, kept, to_delete)
@@ -181,7 +201,9 @@ class Retention:
                 deletion.tombstone(to_delete)
                 snapshot = self._reader.take(transfer, void=True)
                 stopped = self._stopped(snapshot)
-                kept = choose(snapshot, self._rules, committed_since=snapshot.versions.keys() - to_delete)
+                kept = choose(
+                    snapshot, self._rules, self._not_seen(snapshot), snapshot.versions.keys() - to_delete
+                )
                 deletion.untombstone(version for version in to_delete if stopped or version in kept)
                 if stopped:
                     return GcReport({}, stopped=stopped)
@@ -210,10 +232,21 @@ class Retention:
         deletion.delete_stale_marks(snapshot)
         return emptied
 
+    def _not_seen(self, snapshot: StoreSnapshot) -> list[str]:
+        """Versions that a job may not remove: neither its process made them, nor had it seen them when it loaded."""
+        if self._own is None:
+            return []
+        return [
+            version
+            for version in snapshot.versions
+            if version > self._removable and not is_own_version(version)
+        ]
+
     def _stopped(self, snapshot: StoreSnapshot) -> str | None:
-        if self._own is None or self._own == snapshot.newest:
+        if self._own is None or (snapshot.newest is not None and self._own == snapshot.newest.id):
             return None
-        return f"writer {self._own} was superseded by {snapshot.newest}; only the newest deletes versions"
+        newest = snapshot.newest.id if snapshot.newest else None
+        return f"writer {self._own} was superseded by {newest}; only the newest deletes versions"
 
     def _dry_run_report(
         self, snapshot: StoreSnapshot, kept: Mapping[str, str], to_delete: Sequence[str]
@@ -232,13 +265,19 @@ class Retention:
         return GcReport(kept, tuple(to_delete), leftovers, sum(nbytes.values()), dry_run=True)
 
 
-def choose(snapshot: StoreSnapshot, rules: Rules, committed_since: Iterable[str] = ()) -> dict[str, str]:
-    """The versions to keep, oldest first, with reasons; those `committed_since` are kept whatever the rules say."""
+def choose(
+    snapshot: StoreSnapshot, rules: Rules, not_seen: Iterable[str] = (), committed_since: Iterable[str] = ()
+) -> dict[str, str]:
+    """The versions to keep, oldest first, with reasons.
+
+    Those `not_seen` by the job, and those `committed_since`, are kept whatever the rules say.
+    """
     kept: dict[str, str] = {}
     _keep(snapshot, kept, [(version, "the newest") for version in list(snapshot.versions)[-1:]])
     _keep(snapshot, kept, [(version, "pinned") for version in sorted(snapshot.pinned)])
     _keep(snapshot, kept, rules.asked_for(snapshot))
     _keep(snapshot, kept, _writer_needs(snapshot))
+    _keep(snapshot, kept, [(version, "of another job") for version in not_seen])
     _keep(snapshot, kept, [(version, "came meanwhile") for version in sorted(committed_since)])
     return dict(sorted(kept.items()))
 
@@ -256,13 +295,14 @@ def _keep(snapshot: StoreSnapshot, kept: dict[str, str], wanted: Iterable[tuple[
 
 
 def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
-    """(id, reason) of what the newest writer's next version may depend on."""
-    if snapshot.newest is None:
+    """(id, reason) of what the newest writer's next version may depend on. A closed or ended one has none."""
+    newest = snapshot.newest
+    if newest is None or newest.is_over:
         return
-    own = (name for name in snapshot.versions if name.startswith(f"{snapshot.newest}."))
-    head = max(own, default=snapshot.base)
+    own = (name for name in snapshot.versions if name.startswith(f"{newest.id}."))
+    head = max(own, default=newest.base)
     if head is not None:
-        reason = f"writer {snapshot.newest} goes on from it"
+        reason = f"writer {newest.id} goes on from it"
         yield head, reason
         # Also what a fold made needless: its writer may not have heard of the fold yet.
         yield from (

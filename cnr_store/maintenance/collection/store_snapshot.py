@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import list_ids
+from cnr_store.catalog.claims import ClaimRecord
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
-from cnr_store.format.layout import ClaimId
+from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record_document import decode_record, encode_void, void_time
 
 WORKERS = 8
@@ -43,8 +44,8 @@ class StoreSnapshot:
 
     Attributes
     ----------
-    newest, base
-        The newest claim, None if there is none, and the version its writer started from.
+    newest
+        The newest claim, None if there is none.
     pinned, tombstoned
         Ids with a pin, and ids with a tombstone.
     versions
@@ -57,8 +58,7 @@ class StoreSnapshot:
         By id, the paths that its fold holds; none for an incomplete fold.
     """
 
-    newest: ClaimId | None
-    base: str | None
+    newest: ClaimRecord | None
     pinned: frozenset[str]
     tombstoned: frozenset[str]
     versions: Mapping[str, Committed]
@@ -90,10 +90,11 @@ class SnapshotReader:
         self._backend = backend
         self._own = own
         self._known: dict[str, Committed | float] = {}
-        self._bases: dict[ClaimId, str | None] = {}
 
     def take(self, transfer: Transfer, *, void: bool) -> StoreSnapshot:
-        """Take a snapshot. With `void`, first abort every attempt of older generations that has no record yet.
+        """Take a snapshot. With `void`, first abort every attempt without a record whose writer can't commit it.
+
+        That is every attempt of older generations, and of the newest if its claim is closed.
 
         A process whose own claim is not the newest aborts nothing. The order of the listings matters: a writer that
         saw no newer claim had staged its attempt before the claim that is the newest here. So the attempt is listed,
@@ -104,9 +105,8 @@ class SnapshotReader:
         CorruptionError, FormatError
             A claim or record can't be read, so it is unknown what is needed.
         """
-        newest = max(claims.list_claims(self._backend), default=None)
-        base = None if newest is None else self._base(newest)
-        void = void and self._own in (None, newest)
+        newest = claims.newest_claim(self._backend)
+        void = void and self._own in (None, newest.id if newest else None)
         pinned, tombstoned = list_ids(self._backend, layout.PINS), list_ids(self._backend, layout.TOMBSTONES)
         folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = list_ids(self._backend, layout.VERSIONS)
@@ -118,8 +118,7 @@ class SnapshotReader:
         }
         unread = sorted(names - self._known.keys())
         for name, known in zip(unread, transfer.map(self._read, unread), strict=True):
-            # Ids sort as their claims do, and those of one claim after it.
-            if known is None and void and (newest is None or name < str(newest)):
+            if known is None and void and _can_not_commit(name, newest):
                 known = self._abort(name)
             if known is not None:
                 self._known[name] = known
@@ -128,12 +127,7 @@ class SnapshotReader:
             name: known for name, known in sorted(self._known.items()) if isinstance(known, Committed)
         }
         aborted = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
-        return StoreSnapshot(newest, base, pinned, tombstoned, versions, aborted, names, folds)
-
-    def _base(self, mine: ClaimId) -> str | None:
-        if mine not in self._bases:
-            self._bases = {mine: claims.read_base(self._backend, mine)}
-        return self._bases[mine]
+        return StoreSnapshot(newest, pinned, tombstoned, versions, aborted, names, folds)
 
     def _read(self, version: str) -> Committed | float | None:
         try:
@@ -163,3 +157,10 @@ class SnapshotReader:
             return frozenset()  # as if it were missing: the version's chain is kept
         arrays = record.arrays.items() if record is not None else ()
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
+
+
+def _can_not_commit(version: str, newest: ClaimRecord | None) -> bool:
+    attempt = VersionId.parse(version)
+    if newest is None or attempt is None:
+        return True
+    return attempt.claim < newest.id or (newest.closed and attempt.claim == newest.id)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.claims import decode_claim, list_claims
 from cnr_store.errors import FormatError
-from cnr_store.format import layout, validate
+from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, group_document
-from cnr_store.format.layout import ClaimId
 from cnr_store.format.state import loads
 from cnr_store.maintenance.verification.inspect_version import STATE
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
@@ -52,24 +52,20 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
 
     The claim of the `newest` version, or a newer one, must be there. Older ones may have been deleted by retention.
     """
-    claims = {claim for name in backend.list_names(layout.WRITERS) if (claim := ClaimId.parse(name))}
+    names = list_claims(backend)
     attempt = layout.VersionId.parse(newest)
-    if attempt is not None and max(claims, default=ClaimId(0, "")) < attempt.claim:
-        key = layout.writer_key(attempt.claim)
+    # A claim of an older release has its token in its name.
+    if attempt is not None and max(names, default="") < layout.claim_name(attempt.claim.generation):
+        key = layout.writer_key(layout.claim_name(attempt.claim.generation))
         what = f"{backend.url}: {key} is lost; if the writer of {newest} still runs, its next save will fail once"
         yield Finding(what, key=key)
-    for claim in sorted(claims):
-        key = layout.writer_key(claim)
+    for name in names:
+        key = layout.writer_key(name)
         try:
-            doc = validate.members(loads(backend.get(key), key), "the claim")
-            if (doc["generation"], doc["token"]) != (claim.generation, claim.token):
-                raise ValueError("it belongs to another claim")
-            if doc["base"] is not None:
-                validate.version(doc["base"], "base")
-            validate.seconds(doc["time"], "time")
+            decode_claim(backend.get(key), name)
         except ObjectNotFoundError:  # deleted meanwhile
             continue
-        except (KeyError, ValueError) as error:  # FormatError is a ValueError
+        except ValueError as error:  # FormatError is one
             yield Finding(f"{backend.url}: the claim {key} is damaged: {error}", key=key)
 
 

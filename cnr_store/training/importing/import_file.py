@@ -13,6 +13,7 @@ import numpy as np
 from cnr_backends import open_backend
 from cnr_codecs import array_dtype
 from cnr_store.catalog.catalog import Catalog, Url, VersionInfo
+from cnr_store.catalog.claims import check_no_live_writer
 from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import dense_path, table_name, weight_path
@@ -69,7 +70,8 @@ def import_file(
         `cnr_store.export` wrote it.
     url, storage_options
         The store: an fsspec URL, a path, or a Zarr store, and options of its filesystem. The version becomes the
-        latest, and a run that still saves there is superseded.
+        latest. No run may be live there: the one that wrote last has closed its `Checkpointer`, or was ended by `gc`
+        with ``end_run=True``.
     step
         The step that the version gets.
     bits, codec
@@ -96,6 +98,8 @@ def import_file(
         A row of a table is too wide to be stored.
     SaveError
         Writing failed. Nothing was stored.
+    SupersededError
+        A run is or may be live there. Nothing was stored.
     """
     if type(step) is not int or step < 0:
         raise OptionError(f"step={step!r}: give an integer of at least 0")
@@ -109,6 +113,8 @@ def import_file(
     codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
+    writer = Writer(backend, workers)  # before the check: a job that claims the store after it wins
+    check_no_live_writer(backend)
     dense = [
         DenseWrite(
             dense_path("model", name),
@@ -127,7 +133,10 @@ def import_file(
         state=_state(model, dense),
         policy=asdict(decide("full", (), full=True)),
     )
-    return VersionInfo.from_record(Writer(backend, workers).write(plan))
+    try:
+        return VersionInfo.from_record(writer.write(plan))
+    finally:
+        writer.close()
 
 
 def _path(source: object) -> Path:

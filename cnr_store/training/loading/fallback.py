@@ -25,15 +25,18 @@ from cnr_store.training.loading.load_result import Restored
 log = logging.getLogger("cnr_store")
 _MAX_LISTINGS = 5
 Load = Callable[[Record], Restored]
+Look = Callable[[], None]
 
 
-def load_newest_sound(catalog: Catalog, version: Version, load: Load) -> Restored:
+def load_newest_sound(catalog: Catalog, version: Version, load: Load, look: Look) -> Restored:
     """Load a version, or the newest one before it that is not damaged, and log what was skipped.
 
     Parameters
     ----------
     load
         Loads a whole version, whatever an earlier call has left in the model.
+    look
+        Called right before each listing that chooses what is loaded.
 
     Raises
     ------
@@ -46,22 +49,23 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Load) -> Restore
     cnr_backends.BackendError
         The storage does not answer, which is no damage.
     """
-    return _retry_removed(catalog, version, lambda: _load_first_sound(catalog, version, load))
+    return _retry_removed(catalog, version, lambda: _load_first_sound(catalog, version, load), look)
 
 
-def load_found(catalog: Catalog, version: Version, load: Load) -> Restored:
-    """Load the version asked for, and no other.
+def load_found(catalog: Catalog, version: Version, load: Load, look: Look) -> Restored:
+    """Load the version asked for, and no other. `look` as for `load_newest_sound`.
 
     Raises
     ------
     EmptyStoreError, VersionNotFoundError
         There is no such version, or it is removed while it is read.
     """
-    return _retry_removed(catalog, version, lambda: load(catalog.find(version)))
+    return _retry_removed(catalog, version, lambda: load(catalog.find(version)), look)
 
 
-def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restored]) -> Restored:
+def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restored], look: Look) -> Restored:
     for _ in range(_MAX_LISTINGS - 1):
+        look()
         try:
             return load()
         except VersionNotFoundError:
@@ -69,6 +73,7 @@ def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restor
                 raise
             # Retention removes a version only once there are newer ones: list again, and do not go back.
             catalog.refresh()
+    look()
     return load()
 
 

@@ -33,22 +33,28 @@ class BackgroundMaintenance:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
 
-    def schedule(self, record: Record) -> None:
-        """Queue a run after the commit of `record`. A failure is logged; no save fails because of it."""
+    def schedule(self, record: Record, removable: str) -> None:
+        """Queue a run after the commit of `record`. A failure is logged; no save fails because of it.
+
+        Parameters
+        ----------
+        removable
+            The greatest version of other writers that may be removed: see `Retention`.
+        """
         if self._latest is not None:
             self._latest.cancel()  # has no effect on a run that has begun
             self._latest = None
         try:
-            self._latest = self._executor.submit(self._run, record)
+            self._latest = self._executor.submit(self._run, record, removable)
         except RuntimeError as error:  # the interpreter is shutting down
             log.warning("no upkeep after version %s: %s", record.id, error)
         else:
             finish_before_exit(self._latest)
 
-    def _run(self, record: Record) -> None:
+    def _run(self, record: Record, removable: str) -> None:
         try:
             if not self._options.retention.remove_nothing:
-                self._remove(record)
+                self._remove(record, removable)
             # Not while the last fold waits to be popped: this version was planned without it, and the next one will
             # be shorter.
             max_chain = self._options.max_chain
@@ -58,14 +64,14 @@ class BackgroundMaintenance:
         except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
             log.warning("upkeep after version %s failed: %s", record.id, error)
 
-    def _remove(self, record: Record) -> None:
+    def _remove(self, record: Record, removable: str) -> None:
         """Remove the versions that no rule keeps, if the claim of this commit is still the newest."""
         attempt = VersionId.parse(record.id)
         assert attempt is not None  # the id of a committed record is valid
         if self._retention is None or self._retention[0] != attempt.claim:
             self._retention = (
                 attempt.claim,
-                Retention(self._backend, self._options.retention, own=attempt.claim),
+                Retention(self._backend, self._options.retention, own=attempt.claim, removable=removable),
             )
         report = self._retention[1].run()
         if report.stopped is not None:

@@ -30,7 +30,8 @@ class SaveCallbacks:
     Parameters
     ----------
     on_commit
-        Called with the record of each committed version, before the save's result is set. It must not raise.
+        Called with the record of each committed version, and the greatest version of other writers that retention may
+        remove, before the save's result is set. It must not raise.
     on_done
         The caller's own: called with each save that was committed or has failed. What it raises is only logged.
     guard
@@ -39,7 +40,7 @@ class SaveCallbacks:
 
     def __init__(
         self,
-        on_commit: Callable[[Record], None],
+        on_commit: Callable[[Record, str], None],
         on_done: Callable[[PendingSave], object] | None,
         guard: ReentrantGuard,
     ) -> None:
@@ -145,7 +146,7 @@ class SaveQueue:
         else:
             try:
                 # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
-                self._callbacks.on_commit(record)
+                self._callbacks.on_commit(record, self.writer.removable)
             finally:
                 pending.future.set_result(record)
         finally:

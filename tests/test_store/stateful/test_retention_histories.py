@@ -174,9 +174,10 @@ class Histories(RuleBasedStateMachine):
         return bool(self.backend.list_names("writers"))
 
     def head(self) -> str | None:
-        """The newest version of the newest claim, or what its writer started from."""
-        claims = self.backend.list_names("writers")
-        if not claims:
+        """The newest version of the newest claim, or what its writer started from; None once that is closed."""
+        names = self.backend.list_names("writers")
+        claims = [name for name in names if not name.endswith(".closed")]
+        if not claims or f"{max(claims)}.closed" in names:
             return None
         own = [each for each in self.versions if str(VersionId.parse(each)).startswith(max(claims))]
         return max(own) if own else self.base if self.base in self.versions else None

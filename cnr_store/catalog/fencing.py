@@ -1,0 +1,247 @@
+"""Fencing: the newest claim writes, and nobody takes the store over from a job unawares.
+
+A writer lists the claims before it commits. If one is newer than its own, it stops with `SupersededError`. Its first
+claim is fenced as well: it takes the number after the greatest that the writer has *seen*, and no other. A writer sees
+when it is made, and right before each listing that chooses what it loads. `docs/design-notes/commit.md` argues why
+nothing newer is lost to an older job.
+
+A writer that has announced what it depends on, and finds a tombstone on one of those versions, must not go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from cnr_backends import Backend, BackendError
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.claims import (
+    Claim,
+    create_claim,
+    is_own,
+    is_own_version,
+    list_claims,
+    list_tombstoned,
+    newest_claim,
+    read_claim,
+)
+from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, FormatError, SupersededError
+from cnr_store.format import layout
+from cnr_store.format.layout import ClaimId, VersionId
+
+log = logging.getLogger("cnr_store")
+LIVE_SECONDS = 600
+"""A writer that committed so short a time ago may still run. Only a warning goes by it."""
+
+_last_seen: dict[str, Seen] = {}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What of a store a writer has seen, and so may continue or take over.
+
+    Attributes
+    ----------
+    number
+        The greatest number under ``writers/`` and ``versions/``.
+    version
+        The greatest committed version, "" if there was none.
+    removable
+        The greatest version of other writers that its retention may remove: that seen at its load, "" before.
+    """
+
+    number: int = 0
+    version: str = ""
+    removable: str = ""
+
+    def including(self, version: str) -> Seen:
+        """With a version that was loaded or committed: whoever claimed before its writer can't commit any more."""
+        known = VersionId.parse(version)
+        assert known is not None  # the id of a committed version is valid
+        number = max(self.number, known.claim.generation)
+        return replace(self, number=number, version=max(self.version, version))
+
+
+def look(catalog: Catalog) -> Seen:
+    """What there is to be seen. The claims are listed first: a version committed meanwhile then counts as seen."""
+    names, ids = list_claims(catalog.backend), catalog.ids()
+    return Seen(_greatest(names, ids), next((each for each in ids if _is_committed(catalog, each)), ""))
+
+
+def remember(backend: Backend, seen: Seen) -> None:
+    """Remember what this process last loaded from a store, or saved there."""
+    _last_seen[backend.url] = seen
+
+
+def last_seen(backend: Backend) -> Seen | None:
+    """What this process saw when it last loaded from a store or saved there; None if it did neither."""
+    return _last_seen.get(backend.url)
+
+
+def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> Claim:
+    """Claim the number after all that was seen. Nobody deletes `base`, the version that the run starts from.
+
+    Claims of this process count as seen, and so does one that only ends a run that was seen.
+
+    Parameters
+    ----------
+    token
+        The same when a claim of unknown outcome is tried again: if it was made, it is this one.
+
+    Raises
+    ------
+    SupersededError
+        Another writer has claimed the store, or committed, since it was seen. Nothing was made.
+    SaveError
+        No number is left.
+    """
+    tried = -1
+    while (number := _count_seen(backend, seen, token)) != tried:
+        claim = ClaimId(number + 1, token)
+        if create_claim(backend, claim, base):
+            return Claim(claim)
+        tried = number  # taken meanwhile, perhaps by this process
+    raise SupersededError(_stale(backend, f"claim {layout.claim_name(number + 1)} was made"))
+
+
+def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str) -> Claim:
+    """Give `own` up for the next number. See `first_claim` for the parameters.
+
+    Raises
+    ------
+    SupersededError
+        Another writer has claimed the store since `own`.
+    SaveError
+        No number is left.
+    """
+    claim = ClaimId(own.generation + 1, token)
+    name = layout.claim_name(claim.generation)
+    _refuse_newer(backend, [each for each in list_claims(backend) if each != name], own)
+    if not create_claim(backend, claim, base):
+        _refuse_newer(backend, [name], own)
+    return Claim(claim)
+
+
+def warn_live_writer(catalog: Catalog) -> None:
+    """Warn if the newest claim is another process's, was not closed, and has committed minutes ago."""
+    backend = catalog.backend
+    # The load has succeeded, whatever storage says now.
+    with suppress(BackendError, CheckpointError):
+        newest = newest_claim(backend)
+        if newest is None or newest.is_over or is_own(newest.id):
+            return
+        own = (each for each in catalog.ids() if each.startswith(f"{newest.id}."))
+        record = next(filter(None, map(catalog.find_record, own)), None)
+        if record is not None and time.time() - record.time < LIVE_SECONDS:
+            log.warning(
+                "%s: writer %s committed version %s minutes ago and did not close its claim. If that job still runs, "
+                "stop one of the two: the first save of this one takes the store over, and the other can't save any "
+                "more",
+                *(backend.url, newest, record.id),
+            )
+
+
+def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None:
+    """Stop a writer that is no longer the newest, or whose save depends on what was removed.
+
+    Parameters
+    ----------
+    needs
+        Versions that the save can't be read without.
+
+    Raises
+    ------
+    SupersededError
+        Naming both claims.
+    BaseLostError
+        Naming what is gone, or about to go.
+    """
+    _refuse_newer(backend, list_claims(backend), own.id)
+    name = layout.claim_name(own.id.generation)
+    lost = _lost(backend, needs) if needs else []
+    try:
+        # Where create is not atomic, another writer may have taken the number; and a store may have been made anew.
+        holder = read_claim(backend, name).id
+    except CorruptionError:
+        lost.append(layout.writer_key(name))
+    else:
+        if holder != own.id:
+            raise SupersededError(_fenced(backend, own.id, str(holder)))
+    if lost:
+        raise BaseLostError(
+            f"{backend.url}: {', '.join(lost)} was removed while training ran; the next save writes everything whole"
+        )
+
+
+def _is_committed(catalog: Catalog, version: str) -> bool:
+    try:
+        return catalog.find_record(version) is not None
+    except (CorruptionError, FormatError):
+        return True  # damaged, but it was committed
+
+
+def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
+    """The greatest number that counts as seen. A claim with `token` is left out: it is the one that is being made.
+
+    Raises
+    ------
+    SupersededError
+        A claim, or a committed version, is newer and does not count.
+    """
+    catalog = Catalog(backend)
+    names, ids = list_claims(backend), catalog.ids()
+    number = min(seen.number, _greatest(names, ids))  # what was seen may have been removed by hand
+    for name in names:
+        if (layout.claim_number(name) or 0) <= number:
+            continue
+        try:
+            claim = read_claim(backend, name)
+        except CorruptionError:
+            raise SupersededError(_stale(backend, f"claim {name} was made")) from None
+        if claim.id.token == token:
+            continue
+        if not is_own(claim.id) and (claim.ends is None or claim.ends > number):
+            raise SupersededError(_stale(backend, f"writer {claim} claimed the store"))
+        number = claim.id.generation
+    for newer in ids:
+        if newer > seen.version and not is_own_version(newer) and _is_committed(catalog, newer):
+            raise SupersededError(_stale(backend, f"version {newer} was committed"))
+    return number
+
+
+def _greatest(names: Iterable[str], ids: Iterable[str]) -> int:
+    # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
+    versions = [version.claim.generation for version in map(VersionId.parse, ids) if version]
+    return max([*(layout.claim_number(name) or 0 for name in names), *versions], default=0)
+
+
+def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
+    newest = max(names, default="")
+    if newest > layout.claim_name(own.generation):
+        with suppress(CorruptionError):
+            newest = str(read_claim(backend, newest))
+        raise SupersededError(_fenced(backend, own, newest))
+
+
+def _fenced(backend: Backend, own: ClaimId, newest: str) -> str:
+    return (
+        f"{backend.url}: writer {own} was superseded by {newest}, which another checkpointer began; stop this one, or "
+        "load the newest version if this job is to take over, and go on from there"
+    )
+
+
+def _stale(backend: Backend, what: str) -> str:
+    return (
+        f"{backend.url}: {what} after this job loaded from the store or began, so this job is stale: nothing was "
+        "written. Stop this job; call load() only if it is to take over, and go on from the version that it loads"
+    )
+
+
+def _lost(backend: Backend, needs: Sequence[str]) -> list[str]:
+    # In this order: a tombstone is removed only after its version, so one of the two listings shows each removal.
+    tombstoned = list_tombstoned(backend)
+    present = set(backend.list_names(layout.VERSIONS))
+    return sorted(need for need in needs if need in tombstoned or need not in present)
