@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.claims import end_run as end_newest_run
+from cnr_store.catalog.claims import newest_claim
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import print_json, print_line, progress, say
+from cnr_store.cli.output import print_json, print_line, progress, say, time_text
 from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.verification import verify as verification
@@ -33,6 +38,11 @@ KeepEvery = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")]
+EndRun = Annotated[
+    bool,
+    typer.Option("--end-run", help="First end the turn of a run that died: see who it was, then be asked."),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Answer yes to what --end-run asks.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
@@ -107,14 +117,21 @@ def gc(
     keep_last: KeepLast = None,
     keep_every: KeepEvery = None,
     dry_run: DryRun = False,
+    end_run: EndRun = False,
+    yes: Yes = False,
     grace_seconds: Grace = retention.GRACE_SECONDS,
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
     """Remove versions that no rule keeps, and what crashed saves left. Without a rule, only the latter.
 
-    Always kept: the newest version, pinned ones, and each version that a kept one depends on.
+    Always kept: the newest version, pinned ones, each version that a kept one depends on, and what the run that wrote
+    last depends on until it has closed its checkpointer. --end-run is for a run that died before it could.
     """
+    if end_run and dry_run:
+        raise typer.BadParameter("--dry-run changes nothing: leave --end-run out")
+    if end_run:
+        _end_run(url, yes, parse_options(options))
     with progress("removing") as on_progress:
         done = retention.gc(
             url,
@@ -132,6 +149,27 @@ def gc(
     if done.stopped is not None:
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
+
+
+def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
+    """Show who wrote last and when, ask, and end that run's turn."""
+    catalog = Catalog(open_backend(url, **options))
+    newest = newest_claim(catalog.backend) if catalog.check_format() else None
+    if newest is None or newest.is_over:
+        say("no run is open here, so there is none to end")
+        return
+    last = next((record for record in catalog.newest_first()), None)
+    commit = (
+        "nothing is committed" if last is None else f"the last commit is {last.id}, of {time_text(last.time)}"
+    )
+    say(f"writer {newest} claimed {catalog.backend.url} at {time_text(newest.time)}; {commit}")
+    if not yes and not sys.stdin.isatty():
+        raise typer.BadParameter("--end-run asks before it ends a run, and this is no terminal: give --yes")
+    if not yes and not typer.confirm(
+        "If that job still runs, it can't save any more. End its turn?", err=True
+    ):
+        raise typer.Exit(1)
+    end_newest_run(catalog.backend, newest)
 
 
 def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:

@@ -18,6 +18,7 @@ OWN_PARAMETERS = frozenset(
     {
         "deep",
         "dry_run",
+        "end_run",
         "format",
         "grace_seconds",
         "keep_every",

@@ -7,21 +7,39 @@ from typing import Any
 from torch import nn
 
 from cnr_store.catalog.catalog import Url, Version, VersionInfo
+from cnr_store.catalog.fencing import Seen
+from cnr_store.errors import OptionError
+from cnr_store.format.layout import VersionId
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.selection import Selection
+from cnr_store.writing.lineage import Lineage
 
 _SAVE_OPTIONS = ("reader", "metadata", "full")
 _LOAD_OPTIONS = ("tables", "tensors", "rows", "strict")
 
 
-def save(url: Url, model: nn.Module, optimizer: Any = None, step: int = 0, **options: Any) -> VersionInfo:
+def save(
+    url: Url,
+    model: nn.Module,
+    optimizer: Any = None,
+    step: int = 0,
+    *,
+    after: str | VersionInfo | None = None,
+    **options: Any,
+) -> VersionInfo:
     """Save a model once and wait for the commit.
+
+    The save is refused if another process claimed the store, or saved there, since this process last loaded from that
+    URL or saved there. A process that did neither goes on from whatever is there.
 
     Parameters
     ----------
     url, model, optimizer, step
         As in `Checkpointer` and its `save`.
+    after
+        The version that this one continues: an id or a `VersionInfo`. The save is refused if another process claimed
+        the store, or saved there, since that version. Retention may remove that version and those before it.
     options
         Further options of `Checkpointer` and of its `save`.
 
@@ -33,10 +51,29 @@ def save(url: Url, model: nn.Module, optimizer: Any = None, step: int = 0, **opt
     ------
     SaveError
         The save failed. `Checkpointer` and its `save` list further errors.
+    SupersededError
+        Another process went on from what this one continues. Nothing was made.
+    OptionError, VersionNotFoundError
+        `after` is no id, or there is no such version.
     """
     of_save = {name: options.pop(name) for name in _SAVE_OPTIONS if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
+        if after is None:
+            checkpointer._saves.writer.resume_last()
+        else:
+            _continue(checkpointer, after)
         return checkpointer.save(step, **of_save).result()
+
+
+def _continue(checkpointer: Checkpointer, after: object) -> None:
+    """Let the first save continue a version that was not loaded: it is whole, and names that one as the previous."""
+    if not isinstance(after, VersionInfo) and not (isinstance(after, str) and VersionId.parse(after)):
+        raise OptionError(
+            f"after={after!r}: give the id or the VersionInfo of the version that this one continues"
+        )
+    record = checkpointer._catalog.find(after)
+    checkpointer._saves.writer.restart(record.id, Seen())
+    checkpointer._saves.planner.continue_from(Lineage(record.id, restores=record.restores), {})
 
 
 def load(

@@ -75,6 +75,7 @@ class Loader:
         saves.writer.restart(record.id, seen)
         saves.tracker.clear()
         saves.audit.renew(trained.row_arrays())
+        saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         saves.planner.continue_from(restore.trusted(self._lineage(record, before)), since_whole)
         return restored

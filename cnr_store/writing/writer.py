@@ -45,6 +45,7 @@ class Writer:
         self._claim: claims.Claim | None = None
         self._base: str | None = None
         self._after: ClaimId | None = None
+        self._made: ClaimId | None = None
         self._token = _new_token()
         self._seen = fencing.look(Catalog(backend))
 
@@ -63,7 +64,13 @@ class Writer:
         self._claim, self._after, self._base, self._token = None, None, base, _new_token()
         seen = seen.including(base)
         self._seen = replace(seen, removable=seen.version)
-        fencing.remember(self._backend, self._seen)
+
+    def resume_last(self) -> None:
+        """Go by what this process saw of the store when it last loaded or saved there, not by what is there now."""
+        seen = fencing.last_seen(self._backend)
+        # Else the store was removed meanwhile, or another one is at its place.
+        if seen is not None and seen.number <= self._seen.number:
+            self._seen = seen
 
     def renew(self, base: str | None) -> None:
         """Give the claim up for a new one, from `base` or from nothing. The next write is refused if another writer
@@ -74,25 +81,28 @@ class Writer:
         self._base = base
 
     def close(self) -> None:
-        """Mark the claim closed: nothing is kept for this writer any more. It must not write again."""
-        if (own := self.claim or self._after) is not None:
-            claims.close(self._backend, own)
+        """Mark the last claim closed: nothing is kept for this writer any more. It must not write again."""
+        if self._made is not None:
+            claims.close(self._backend, self._made)
 
     def _claimed(self) -> claims.Claim:
-        if self._claim is not None:
-            return self._claim
+        if self._claim is None:
+            self._claim = self._claim_anew()
+            self._made = self._claim.id
+        return self._claim
+
+    def _claim_anew(self) -> claims.Claim:
         if self._after is not None:
-            self._claim = fencing.renewed_claim(self._backend, self._after, self._base, self._token)
-            return self._claim
-        self._claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
-        if self._base is None and self._claim.id.generation > 1:
+            return fencing.renewed_claim(self._backend, self._after, self._base, self._token)
+        claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
+        if self._base is None and claim.id.generation > 1:
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
                 "versions are the latest from now on. To go on from an earlier version, call load() before the first "
                 "save",
                 self._backend.url,
             )
-        return self._claim
+        return claim
 
     def write(self, plan: Plan, rows_done: Callable[[], None] = lambda: None) -> Record:
         """Write a version and commit it.
@@ -137,8 +147,13 @@ class Writer:
         return self._committed(record)
 
     def _committed(self, record: Record) -> Record:
-        fencing.remember(self._backend, self._seen.including(record.id))
+        self._seen = self._seen.including(record.id)
+        self.remember()
         return record
+
+    def remember(self) -> None:
+        """Let `resume_last` of later writers of this process go by what this one has seen."""
+        fencing.remember(self._backend, self._seen)
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
         """Void an attempt's id, so that nothing of it can appear later.

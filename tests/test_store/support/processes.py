@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ class Jobs(ForkServer):
         super().__init__(retention_process)
 
     def start(self, job: str, url: str, **options: Any) -> int:
-        """Fork a job; with `at` it sends itself `signal` at that storage operation. Its process id."""
+        """Fork a job; with `at` or `stop` it sends itself `signal` there. Its process id."""
         defaults = {"seed": 1, "saves": 3, "policy": "consecutive", "back": 0, "keep_last": None}
-        defaults |= {"grace_seconds": 0.0, "at": None, "signal": "SIGSTOP"}
+        defaults |= {"grace_seconds": 0.0, "at": None, "signal": "SIGSTOP", "stop": None, "skew": 0}
         return int(self.ask({"job": job, "url": url, "side": str(self.side), **defaults, **options}))
 
     def wait(self, process: int) -> Any:
@@ -36,6 +37,18 @@ class Jobs(ForkServer):
     def run(self, job: str, url: str, **options: Any) -> tuple[int, Any]:
         process = self.start(job, url, **options)
         return process, self.wait(process)
+
+    def outcome(self, process: int) -> list[str]:
+        """What became of a job's saves: ids of versions, then why it was superseded if it was."""
+        file = self.side / f"outcome-{process}"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def wake_all(self, processes: Sequence[int]) -> None:
+        """Let stopped jobs go on at the same moment, and wait for all of them."""
+        for process in processes:
+            self.ask({"wake": process})
+        for process in processes:
+            assert self.wait(process) is False
 
     def wake(self, process: int) -> Any:
         """Let a stopped job go on, and wait for it."""

@@ -2,14 +2,17 @@
 
 Run as a script. Each line on standard input is a command, answered by one line of JSON on standard output:
 
-``{"job": "train" or "collect", "url", "side", "seed", "at", "signal", ...}``
-    Fork a job that sends itself the signal at its storage operation number `at` (null: never); its process id.
+``{"job": "train", "collect" or "once", "url", "side", "seed", "at", "stop", "signal", "skew", ...}``
+    Fork a job that sends itself the signal at its storage operation number `at` (null: never), or where `stop` says:
+    when it has ``loaded``, has ``saved`` once, or is about to make its ``claim`` or an object of that name; its process
+    id. Its clock is wrong by `skew` seconds.
 ``{"wait": process id}``
     Wait until it stops or ends: ``{"stopped"}`` or ``{"signal", "status"}``.
 ``{"wake": process id}``
     Let one that has stopped go on.
 
-A job that ends by itself has the status 0; otherwise the reason is in ``side/failure-PROCESS``.
+A job that ends by itself has the status 0; otherwise the reason is in ``side/failure-PROCESS``. What became of its
+saves is in ``side/outcome-PROCESS``: the ids of the versions, then why it was superseded if it was.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -57,17 +62,50 @@ def train(job: Job, backend: Backend) -> None:
             step = trainer.checkpointer.load(there[max(0, len(there) - 1 - job["back"])]).step
         except cnr_store.VersionNotFoundError:
             step = trainer.checkpointer.load().step
+    reach(job, "loaded")
     for _ in range(job["saves"]):
         step += 1
         trainer.train()
         weights = {f"{name}.weight": table_weight(trainer.model, name).detach().numpy() for name in SHAPES}
         try:
-            trainer.checkpointer.save(step, metadata=digest(weights)).result(60)
-        except SupersededError:
+            note(job, trainer.checkpointer.save(step, metadata=digest(weights)).result(60).id)
+        except SupersededError as error:
+            note(job, str(error))
             break
         except SaveError:
             continue  # what it leant on went: the next one is whole
+        reach(job, "saved")
     trainer.close()
+
+
+def once(job: Job, backend: Backend) -> None:
+    """Load with `cnr_store.load`, and save with `cnr_store.save`."""
+    trainer = Trainer(backend, seed=job["seed"])
+    options: dict[str, Any] = {"rng": False, "bits": 32}
+    if job["back"] is not None:
+        cnr_store.load(backend, trainer.model, trainer.optimizers, **options)
+    reach(job, "loaded")
+    try:
+        for step in range(job["saves"]):
+            info = cnr_store.save(
+                backend, trainer.model, trainer.optimizers, step, keep_last=job["keep_last"], **options
+            )
+            note(job, info.id)
+            reach(job, "saved")
+    except SupersededError as error:
+        note(job, str(error))
+
+
+def reach(job: Job, place: str) -> None:
+    if job["stop"] == place:
+        job["stop"] = None
+        # To this thread, which goes no further before it stops.
+        signal.pthread_kill(threading.get_ident(), signal.Signals[job["signal"]])
+
+
+def note(job: Job, outcome: str) -> None:
+    with (Path(job["side"]) / f"outcome-{os.getpid()}").open("a") as file:
+        file.write(f"{outcome}\n")
 
 
 def collect(job: Job, backend: Backend) -> None:
@@ -78,11 +116,15 @@ def _run(job: Job) -> None:
     def fault(operation: str, key: str, index: int) -> Fault:
         if index == job["at"]:
             os.kill(os.getpid(), signal.Signals[job["signal"]])
+        claims = operation == "create" and key.startswith("writers/")
+        reach(job, "claim" if claims else key.rpartition("/")[2])
         return None
 
+    now = time.time
+    time.time = lambda: now() + job["skew"]
     try:
         backend = FaultyBackend(open_backend(job["url"]), fault, reads=True)
-        {"train": train, "collect": collect}[job["job"]](job, backend)
+        {"train": train, "collect": collect, "once": once}[job["job"]](job, backend)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - it must say why, and never become the parent
         (Path(job["side"]) / f"failure-{os.getpid()}").write_text(traceback.format_exc())
