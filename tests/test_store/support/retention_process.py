@@ -116,8 +116,8 @@ def _run(job: Job) -> None:
     def fault(operation: str, key: str, index: int) -> Fault:
         if index == job["at"]:
             os.kill(os.getpid(), signal.Signals[job["signal"]])
-        claims = operation == "create" and key.startswith("writers/")
-        reach(job, "claim" if claims else key.rpartition("/")[2])
+        if operation in ("put", "create"):
+            reach(job, "claim" if key.startswith("writers/") else key.rpartition("/")[2])
         return None
 
     now = time.time
