@@ -93,13 +93,11 @@ def needed_objects(backend: Backend, version: str) -> list[str]:
     return [key for folder in {*folders, f"versions/{version}"} for key, _ in backend.list_keys(folder)]
 
 
-def continued(backend: Backend, step: int) -> str:
-    """A new run goes on from the newest version, and saves once."""
+def continued(backend: Backend, step: int) -> tuple[Trainer, str]:
+    """A new run goes on from the newest version, and saves once. It is not closed."""
     trainer = Trainer(backend, seed=step)
     trainer.checkpointer.load()
-    version = trainer.save(step)
-    trainer.close()
-    return version
+    return trainer, trainer.save(step)
 
 
 def crashed_attempt(backend: Backend, version: str, number: int) -> str:
@@ -128,9 +126,12 @@ def prepared() -> Iterator[Prepared]:
     failing["now"] = False
     made += [first.save(4, full=True), first.save(5), first.save(6)]
     first.close()
-    made.append(continued(backend, 7))
+    second, version = continued(backend, 7)
+    made.append(version)
+    second.close()
     cnr_store.compact(backend, made[5])
-    made.append(continued(backend, 8))
+    live, version = continued(backend, 8)
+    made.append(version)
     cnr_store.pin(backend, made[1])
     crashed = crashed_attempt(backend, made[0], 99)
     under_way = crashed_attempt(backend, made[6], 99)
@@ -138,6 +139,7 @@ def prepared() -> Iterator[Prepared]:
     leftovers = [crashed, f"{made[0][:16]}00000003"]
     needed = {version: needed_objects(backend, version) for version in made}
     yield Prepared(objects(backend), needed, kept, leftovers, under_way)
+    live.close()
     forget(url)
 
 
