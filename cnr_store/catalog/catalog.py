@@ -290,7 +290,13 @@ class Catalog:
         """
         with self.reading(record):
             data = self._proven(record, "state/main.json", record.state_sha256)
-        return loads(data, f"state of version {record.id}")
+        state = loads(data, f"state of version {record.id}")
+        if isinstance(state, dict) and "ranks" in state:
+            raise CorruptionError(
+                f"state of version {record.id}: it has parts of ranks, and the record does not require "
+                f"{layout.STATE_PARTS}; the object was altered"
+            )
+        return state
 
     def _proven(self, record: Record, name: str, sha256: str) -> bytes:
         key = record.key(name)

@@ -31,6 +31,11 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_COLUMN_CHUNKS = 4096
 MAX_DIMENSIONS = 64
 Doc = dict[str, Any]
+_ROW_CODEC, _CHECKSUM = "cnr.rows", {"name": "crc32c"}
+_CHUNK_KEYS: tuple[Doc, Doc] = (
+    {"name": "default"},
+    {"name": "default", "configuration": {"separator": "/"}},
+)
 _NUMBER_TYPES = {dtype.name: dtype for dtype in NUMBER_TYPES.values()}
 
 
@@ -71,9 +76,9 @@ class DenseGrid:
 
 
 def rows_document(
-    shape: tuple[int, ...], element: str, grid: Grid, codecs: Sequence[Mapping[str, Any]]
+    shape: tuple[int, ...], element: str, grid: Grid, followers: Sequence[Mapping[str, Any]]
 ) -> Doc:
-    """Metadata of a sharded array of rows.
+    """Metadata of a sharded array of rows, in short: a record may hold thousands.
 
     Parameters
     ----------
@@ -81,8 +86,8 @@ def rows_document(
         (rows, dim) or (rows,).
     element
         The payload's element type.
-    codecs
-        The row codec and what follows it, as `cnr_codecs.zarr_codecs` gives them.
+    followers
+        What follows the row codec. That is `cnr.rows` here, which reads the payloads of every other.
 
     Raises
     ------
@@ -90,17 +95,23 @@ def rows_document(
         The grid is one that readers refuse.
     """
     _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
-    serializer, *followers = codecs
-    return _create(
+    doc = _create(
         shape=shape,
         chunks=(grid.chunk_rows, grid.chunk_columns)[: len(shape)],
         shards=(grid.shard_rows, grid.shard_columns)[: len(shape)],
         dtype=array_dtype(element).str,
         fill_value=fill_value(element),
-        serializer=json.dumps(serializer, sort_keys=True),
-        compressors=json.dumps([*followers, {"name": "crc32c"}]),
+        serializer=json.dumps({"name": _ROW_CODEC}),
+        compressors=json.dumps([*followers, _CHECKSUM]),
         dimension_names=("row", "dim")[: len(shape)],
     )
+    for name in ("attributes", "storage_transformers"):
+        assert not doc.pop(name)
+    doc["chunk_key_encoding"] = _CHUNK_KEYS[0]
+    if not followers:
+        chunk_shape = doc["codecs"][0]["configuration"]["chunk_shape"]
+        doc["codecs"] = [{"name": _ROW_CODEC, "configuration": {"chunk_shape": chunk_shape}}]
+    return doc
 
 
 def plain_rows_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_rows: int) -> Doc:
@@ -198,7 +209,7 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     """
     try:
         shape, shard = _shape_and_chunk(doc, range(1, 3), minimum=1)
-        (sharding,) = doc["codecs"]
+        sharding = _sharding(doc)
         configuration = sharding["configuration"]
         chunk = validate.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
         itemsize = _NUMBER_TYPES[doc["data_type"]].itemsize
@@ -219,6 +230,23 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     grid = Grid(rows, columns, chunk_rows, chunk_columns, shard_rows, shard_columns)
     _check_limits(grid, itemsize, what)
     return shape, grid
+
+
+def _sharding(doc: Doc) -> Doc:
+    """The only codec of an array of rows, written out where the document has it in short."""
+    (codec,) = doc["codecs"]
+    if codec["name"] != _ROW_CODEC:
+        return dict(codec)
+    short = validate.members(codec["configuration"], "configuration")
+    if set(short) != {"chunk_shape"}:
+        raise ValueError("it is no array of shards")
+    configuration = {
+        **short,
+        "codecs": [{"name": _ROW_CODEC}, _CHECKSUM],
+        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, _CHECKSUM],
+        "index_location": "end",
+    }
+    return {"name": "sharding_indexed", "configuration": configuration}
 
 
 def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
@@ -253,7 +281,7 @@ def parse_unpacker(doc: Doc, what: str) -> Unpacker:
         One of them may not stand there, or is not known.
     """
     try:
-        return Unpacker.of(doc["codecs"][0]["configuration"]["codecs"][1:-1])
+        return Unpacker.of(_sharding(doc)["configuration"]["codecs"][1:-1])
     except (CodecConfigError, AttributeError) as error:
         raise FormatError(f"{what}: {error}") from error
 
@@ -294,7 +322,7 @@ def _shape_and_chunk(
     if (
         doc["node_type"] != "array"
         or grid["name"] != "regular"
-        or doc["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}
+        or doc["chunk_key_encoding"] not in _CHUNK_KEYS
     ):
         raise ValueError("it is no array, or its chunks have other keys")
     shape = validate.sizes(doc["shape"], "shape", minimum, dimensions)

@@ -16,7 +16,11 @@ MAX_SEGMENT_BYTES = 200
 
 PAYLOAD_2 = "payload-2"
 """Feature of versions and folds that hold arrays of rows: payloads of version 2."""
-FEATURES = frozenset({PAYLOAD_2})
+NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
+"""Features of every version and fold that this release writes."""
+STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
+
+FEATURES = frozenset({COMPACT_RECORD, NO_DOCUMENTS, PAYLOAD_2})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

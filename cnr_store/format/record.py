@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnr_store.format.arrays import Doc
-from cnr_store.format.layout import FOLDS, PAYLOAD_2, VERSIONS, record_key, seal, version_key
+from cnr_store.format.layout import (
+    COMPACT_RECORD,
+    FOLDS,
+    NO_DOCUMENTS,
+    PAYLOAD_2,
+    VERSIONS,
+    record_key,
+    seal,
+    version_key,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class ArrayEntry:
 
 def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
     """Features that a reader must know of a version, or a fold, that is written now with these arrays."""
-    return (PAYLOAD_2,) if any(entry.kind != "dense" for entry in arrays.values()) else ()
+    has_rows = any(entry.kind != "dense" for entry in arrays.values())
+    return (COMPACT_RECORD, NO_DOCUMENTS, *((PAYLOAD_2,) if has_rows else ()))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 
 from cnr_codecs import array_dtype
 from cnr_store.errors import CorruptionError, FormatError, SaveError
-from cnr_store.format import validate
+from cnr_store.format import layout, validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
+from cnr_store.format.entry_lists import pack_entries, unpack_entries
 from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
@@ -40,6 +41,8 @@ def encode_record(record: Record) -> bytes:
     SaveError
         It is larger than `decode_record` reads.
     """
+    listed = layout.COMPACT_RECORD in record.requires
+    arrays, tables = pack_entries(record.arrays, record.nodes if listed else {})
     cnr = {
         "digest": _NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
@@ -50,7 +53,8 @@ def encode_record(record: Record) -> bytes:
         "time": record.time,
         "previous": record.previous,
         "needs": list(record.needs),
-        "arrays": {path: entry.to_json() for path, entry in record.arrays.items()},
+        "arrays": arrays,
+        **({"tables": tables} if listed else {}),
         "policy": dict(record.policy),
         "restores": record.restores,
         "bytes": record.objects_bytes,
@@ -142,7 +146,7 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
         time=validate.seconds(cnr["time"], "time"),
         previous=None if previous is None else validate.version(previous, "previous"),
         needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
-        arrays=_entries(validate.members(cnr["arrays"], "arrays")),
+        arrays=_entries(_all_entries(cnr, nodes)),
         nodes=nodes,
         policy=_policy(validate.members(cnr["policy"], "policy")),
         restores=validate.natural(cnr["restores"], "restores"),
@@ -154,6 +158,16 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
         record_bytes=record_bytes,
         prefix=prefix,
     )
+
+
+def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
+    """The entries by path, of both forms of a record."""
+    arrays = validate.members(cnr["arrays"], "arrays")
+    if layout.COMPACT_RECORD in cnr["requires"]:
+        return unpack_entries(arrays, cnr["tables"], nodes)
+    if "tables" in cnr:
+        raise ValueError(f"it has tables, and does not require {layout.COMPACT_RECORD}")
+    return arrays
 
 
 def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
@@ -174,6 +188,8 @@ def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
 def _entry(doc: Doc) -> ArrayEntry:
     """What `ArrayEntry.to_json` made, proven; ValueError or KeyError where it is malformed."""
     kind = validate.one_of(doc["kind"], "kind", KINDS)
+    if "boundaries" in doc:
+        raise ValueError(f"it has boundaries, and the record does not require {layout.COLUMN_BOUNDARIES}")
     aliases = validate.texts(doc.get("aliases", []), "aliases")
     nbytes, element = validate.natural(doc["bytes"], "bytes"), validate.text(doc["element"], "element")
     if kind == "dense":

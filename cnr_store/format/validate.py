@@ -65,6 +65,13 @@ def members(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
+def items(value: Any, name: str) -> list[Any]:
+    """A JSON list."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {shown(value)}, not a list")
+    return value
+
+
 def one_of(value: Any, name: str, allowed: Iterable[str]) -> str:
     """One of some strings."""
     if value not in tuple(allowed):

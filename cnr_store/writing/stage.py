@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import google_crc32c
@@ -155,20 +154,29 @@ class _DenseChunk:
         return _Object(key, data, self.dense.path, self.index)
 
 
+@dataclass(frozen=True)
+class _DenseDocument:
+    """The Zarr document of a dense array, for readers of that array alone. All others stand in the record only."""
+
+    path: str
+    doc: Doc
+
+    def encode(self, version: str) -> _Object:
+        return _Object(layout.version_key(version, self.path, layout.NODE), document_bytes(self.doc))
+
+
+_Task = _Chunks | _DenseChunk | _DenseDocument
+
+
 def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
     """Every object in turn. Notes each array in `staged` when its first object is made."""
 
-    def encode(task: _Chunks | _DenseChunk) -> tuple[_Chunks | _DenseChunk, _Object | list[bytes | None]]:
+    def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None]]:
         return task, task.encode(version)
 
     chunks: list[bytes | None] = []
-    noted = 0
     with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
         for task, made in encoded:
-            # Metadata goes first, so that its small puts run beside large ones rather than after them.
-            for path, doc in list(islice(staged.nodes.items(), noted, None)):
-                noted += 1
-                yield _node(version, path, doc)
             if isinstance(made, _Object):
                 yield made
             elif isinstance(task, _Chunks):
@@ -176,15 +184,9 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(version, chunks)
                     chunks = []
-    for path, doc in islice(staged.nodes.items(), noted, None):
-        yield _node(version, path, doc)
 
 
-def _node(version: str, path: str, doc: Doc) -> _Object:
-    return _Object(layout.version_key(version, path, layout.NODE), document_bytes(doc))
-
-
-def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
+def _tasks(plan: Plan, staged: Staged) -> Iterator[_Task]:
     for rows in plan.rows:
         kind = "whole" if rows.base is None else "delta"
         staged.arrays[rows.path] = ArrayEntry(
@@ -202,16 +204,19 @@ def _tasks(plan: Plan, staged: Staged) -> Iterator[_Chunks | _DenseChunk]:
             add_node(
                 staged.nodes,
                 rows.path,
-                rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)),
+                rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)[1:]),
             )
             yield from _shards(rows, grid)
     for dense in plan.dense:
         grid_of = dense_grid(dense.values.shape, dense.values.dtype)
         name = layout.decode_name(dense.path.rsplit("/", 1)[-1])
-        add_node(staged.nodes, dense.path, dense_document(grid_of, name, dense.torch_dtype))
+        doc = dense_document(grid_of, name, dense.torch_dtype)
+        add_node(staged.nodes, dense.path, doc)
         staged.arrays[dense.path] = ArrayEntry(
             "dense", dense.values.shape, grid_of.dtype.name, aliases=dense.aliases
         )
+        # It goes first, so that its small put runs beside large ones rather than after them.
+        yield _DenseDocument(dense.path, doc)
         for index in range(grid_of.chunks):
             yield _DenseChunk(dense, index)
 

@@ -20,7 +20,7 @@ from cnr_backends import Backend, BackendError, Transfer
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.format.arrays import Doc, add_node, document_bytes, group_document
+from cnr_store.format.arrays import Doc, add_node
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
 from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record
@@ -175,8 +175,6 @@ class _FoldAttempt:
         nodes: dict[str, Doc] = {}
         for path, array in arrays.items():
             add_node(nodes, path, array.document)
-        documents = {self._draft.key(layout.NODE): group_document()}
-        documents |= {self._draft.key(path, layout.NODE): doc for path, doc in nodes.items()}
         with Transfer(workers, 2 * workers) as transfer:
             put_shards = transfer.map(
                 lambda task: (*task, arrays[task[0]].put_shard(self._backend, self._draft, task[1])), shards
@@ -184,11 +182,8 @@ class _FoldAttempt:
             for done, (path, shard, part) in enumerate(put_shards, 1):
                 parts[path][shard] = part
                 progress(done, total)
-            objects_bytes = sum(
-                transfer.map(lambda item: self._put(item[0], document_bytes(item[1])), documents.items())
-            )
         manifest = encode_manifest(Manifest(self._version.id, parts))
-        objects_bytes += self._put(self._draft.key("manifest"), manifest)
+        self._backend.put(self._draft.key("manifest"), manifest)
         sizes = {path: sum(part.nbytes for part in array.values()) for path, array in parts.items()}
         entries = {path: replace(array.entry, nbytes=sizes[path]) for path, array in arrays.items()}
         return self._commit(
@@ -198,14 +193,10 @@ class _FoldAttempt:
                 arrays=entries,
                 requires=required_features(entries),
                 nodes=nodes,
-                objects_bytes=objects_bytes + sum(sizes.values()),
+                objects_bytes=len(manifest) + sum(sizes.values()),
                 manifest_sha256=hashlib.sha256(manifest).hexdigest(),
             )
         )
-
-    def _put(self, key: str, data: bytes) -> int:
-        self._backend.put(key, data)
-        return len(data)
 
     def _commit(self, fold: Record) -> Record | None:
         data = encode_record(fold)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
 from cnr_store.chains.link import Link, WrittenLink
 from cnr_store.errors import CorruptionError, FormatError, SaveError
-from cnr_store.format.arrays import Doc, parse_rows_document
+from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
@@ -49,7 +47,7 @@ class FoldedArray:
     entry
         Its entry in the fold's record, without the number of bytes.
     grid, document
-        How it is cut into chunks; its Zarr metadata, with the codecs of the whole link.
+        How it is cut into chunks; its Zarr metadata, with what follows the row codec of the whole link.
     packer
         The codecs that follow the row codec.
     """
@@ -86,10 +84,13 @@ class FoldedArray:
             packer = Packer.of(config)
         except CodecConfigError as error:
             raise FormatError(f"{whole.record.home}, {path}: its codec can't be followed: {error}") from error
+        if not isinstance(whole, WrittenLink):
+            raise CorruptionError(f"{whole.record.home}, {path}: it is whole and has no metadata")
         written_links = [link for link in reader.links if isinstance(link, WrittenLink)]
         bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in written_links)
         grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
-        return cls(reader, entry, grid, _document(whole, reader.shape, grid, packer), packer)
+        document = rows_document(reader.shape, reader.element, grid, packer.zarr_codecs())
+        return cls(reader, entry, grid, document, packer)
 
     @property
     def shards(self) -> int:
@@ -159,20 +160,3 @@ def _bytes_per_row(link: Link, columns: int) -> float:
     except CodecError:
         raw_bytes = columns * array_dtype(entry.element).itemsize
         return min(max(1.0, entry.nbytes / max(entry.rows, 1)), 2.0 * raw_bytes)
-
-
-def _document(whole: Link, shape: tuple[int, ...], grid: Grid, packer: Packer) -> Doc:
-    """The Zarr metadata of the whole link, with another shape and grid. Its row codec may be unknown."""
-    where = f"{whole.record.home}, {whole.path}"
-    if not isinstance(whole, WrittenLink):
-        raise CorruptionError(f"{where}: it is whole and has no metadata")
-    doc: Any = copy.deepcopy(dict(whole.record.nodes[whole.path]))
-    doc["shape"] = list(shape)
-    shard = [grid.shard_rows, grid.shard_columns][: len(shape)]
-    doc["chunk_grid"]["configuration"]["chunk_shape"] = shard
-    sharding = doc["codecs"][0]["configuration"]
-    sharding["chunk_shape"] = [grid.chunk_rows, grid.chunk_columns][: len(shape)]
-    row_codec, *_, checksum = sharding["codecs"]
-    sharding["codecs"] = [row_codec, *packer.zarr_codecs(), checksum]
-    parse_rows_document(doc, where)
-    return {**doc}

@@ -66,7 +66,8 @@ class VersionCheck:
     links, dense
         Arrays whose layout is sound, by path.
     nodes
-        Metadata documents that must also be stored as objects of their own, by key.
+        Metadata documents that must also be stored as objects of their own, by key. Since `layout.NO_DOCUMENTS` those
+        of dense arrays alone.
     missing
         Keys of objects that are lost or of another size.
     """
@@ -188,6 +189,11 @@ class VersionCheck:
 
 
 def _nodes(record: Record) -> dict[str, Doc]:
+    if layout.NO_DOCUMENTS in record.requires:
+        dense = (
+            path for path, entry in record.arrays.items() if entry.kind == "dense" and path in record.nodes
+        )
+        return {record.key(path, layout.NODE): record.nodes[path] for path in dense}
     groups = {group for path in record.arrays for group in layout.parent_groups(path)}
     nodes = {
         record.key(path, layout.NODE): doc

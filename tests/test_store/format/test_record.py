@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store import CorruptionError, FormatError
 from cnr_store.format import layout
+from cnr_store.format.arrays import Doc, add_node, rows_document
+from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.manifest import Manifest, Part, decode_manifest, encode_manifest
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.record_document import decode_record, encode_record, encode_void
@@ -39,16 +44,75 @@ RECORD = Record(
 )
 
 
-def test_record_round_trip() -> None:
-    data = encode_record(RECORD)
-    assert decode_record(data, VERSION) == RECORD
+GRID = Grid(10, 4, 8, 4, 16, 4)
+LISTED = replace(
+    RECORD,
+    requires=tuple(sorted(layout.FEATURES)),
+    arrays={
+        "tables/b/weight": ArrayEntry("delta", (10, 4), "float32", BASE, 3, 99, {"id": "cnr_rows"}),
+        "tables/b/sum": ArrayEntry("whole", (10,), "bfloat16", None, 10, 98, {"id": "cnr_rows"}),
+        "tables/a/weight": ArrayEntry("delta", (10, 4), "float32", BASE, 0, 0, {"id": "cnr_rows"}),
+        "tables/c/weight": ArrayEntry("whole", (10, 4), "float32", None, 10, 97, {"id": "x", "n": 1}, ("d",)),
+        "dense/model/e": ArrayEntry("dense", (2,), "int64", nbytes=20),
+    },
+    nodes={
+        "tables/b/weight": rows_document((10, 4), "float32", GRID, []),
+        "tables/b/sum": rows_document((10,), "bfloat16", Grid(10, 1, 8, 1, 16, 1), []),
+        "tables/c/weight": rows_document((10, 4), "float32", GRID, []),
+    },
+)
+
+
+@pytest.mark.parametrize("record", [RECORD, LISTED])
+def test_record_round_trip(record: Record) -> None:
+    data = encode_record(record)
+    assert decode_record(data, VERSION) == record
     found = decode_record(data, VERSION)
     assert found is not None
     assert found.nbytes == 1234 + len(data)
 
 
-def test_every_flipped_byte_of_a_record_is_found() -> None:
-    data = encode_record(RECORD)
+def test_what_lists_can_say_stands_in_lists() -> None:
+    cnr = json.loads(encode_record(LISTED))["attributes"]["cnr"]
+    assert sorted(cnr["arrays"]) == ["dense/model/e", "tables/a/weight", "tables/c/weight"]
+    codec = {"id": "cnr_rows"}
+    assert cnr["tables"] == {
+        "forms": [{"element": "bfloat16", "codec": codec}, {"element": "float32", "codec": codec}],
+        "bases": [BASE],
+        "form": [0, 1],
+        "base": [None, 0],
+        "bytes": [98, 99],
+        "rows": [10, 3],
+    }
+
+
+@pytest.mark.parametrize("kind", ["whole", "delta"])
+@pytest.mark.parametrize("slot", ["exp_avg", "sum"])
+def test_a_thousand_tables_with_a_slot_take_less_than_a_megabyte(slot: str, kind: str) -> None:
+    rows = 100_000_000
+    ids = None if kind == "whole" else np.arange(0, rows, 81)
+    written, base = (rows, None) if ids is None else (len(ids), BASE)
+    arrays, nodes = dict[str, ArrayEntry](), dict[str, Doc]()
+    shapes = {"weight": (rows, 64), slot: (rows, 64) if slot == "exp_avg" else (rows,)}
+    codecs: dict[str, RowCodec] = {"weight": UniformRows("adaptive", 4), slot: LosslessRows()}
+    for name, shape in shapes.items():
+        columns = (*shape, 1)[1]
+        grid = choose_grid(rows, columns, 4, codecs[name].bytes_per_row(columns, "float32"), ids)
+        doc = rows_document(shape, "float32", grid, [])
+        config = codecs[name].get_config()
+        for table in range(1000):
+            path = layout.slot_path(f"model.sparse.embedding_bags.t_cat_{table:04d}", name)
+            arrays[path] = ArrayEntry(kind, shape, "float32", base, written, 9_876_543_210 + table, config)
+            add_node(nodes, path, doc)
+    record = replace(LISTED, arrays=arrays, nodes=nodes)
+    data = encode_record(record)
+    assert decode_record(data, VERSION) == record
+    assert len(data) < 930_000  # of 1,000,000, so that the record has room for what else it says
+
+
+@pytest.mark.parametrize("record", [RECORD, LISTED])
+def test_every_flipped_byte_of_a_record_is_found(record: Record) -> None:
+    data = encode_record(record)
     for position in range(len(data)):
         for mask in (0x01, 0x20, 0x80):
             altered = bytearray(data)
@@ -75,7 +139,17 @@ def test_a_newer_format_or_feature_is_said_so() -> None:
     with pytest.raises(FormatError, match="format 2; this release reads format 1"):
         decode_record(json.dumps(doc).encode(), VERSION)
     with pytest.raises(FormatError, match="requires telepathy: install a newer cnr-store"):
-        decode_record(encode_record(Record(**{**vars(RECORD), "requires": ("telepathy",)})), VERSION)
+        decode_record(encode_record(replace(RECORD, requires=("telepathy",))), VERSION)
+
+
+@pytest.mark.parametrize("feature", ["telepathy", layout.STATE_PARTS, layout.COLUMN_BOUNDARIES])
+@pytest.mark.parametrize("prefix", [layout.VERSIONS, layout.FOLDS])
+def test_features_that_are_refused_by_name(prefix: str, feature: str) -> None:
+    record = replace(LISTED, nonce="ab" * 16, prefix=prefix)
+    assert decode_record(encode_record(record), VERSION, prefix) == record
+    newer = replace(record, requires=(*layout.FEATURES, feature))
+    with pytest.raises(FormatError, match=f"{VERSION} requires {feature}: install a newer cnr-store"):
+        decode_record(encode_record(newer), VERSION, prefix)
 
 
 def test_a_void_record_is_no_version() -> None:

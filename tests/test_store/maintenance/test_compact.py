@@ -34,6 +34,7 @@ from cnr_store.format import grid, layout
 from cnr_store.format.record_document import decode_record, encode_record
 from tests.test_store.support.retention_helpers import delete_version
 from tests.test_store.support.same_arrays import assert_same_arrays
+from tests.test_store.support.zarr_nodes import values_of
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CODECS: dict[str, Any] = {
@@ -140,14 +141,13 @@ def test_plain_zarr_reads_the_arrays_of_a_fold(url: str, name: str) -> None:
     backend = open_backend(url)
     fold = Catalog(backend).find_fold(version)
     assert fold is not None
-    group = zarr.open_group(backend.zarr_store(), path=f"{layout.FOLDS}/{version}/{fold.nonce}", mode="r")
-    consolidated = zarr.open_group(backend.zarr_store(), path=f"{layout.FOLDS}/{version}", mode="r")
+    group = zarr.open_group(backend.zarr_store(), path=f"{layout.FOLDS}/{version}", mode="r")
     for path in fold.arrays:
         table = path.split("/")[1]
-        for array in (group[path], consolidated[f"{fold.nonce}/{path}"]):
-            assert isinstance(array, zarr.Array)
-            values = np.asarray(array[:])
-            np.testing.assert_array_equal(values, expected[f"{table}.weight"].astype(values.dtype))
+        values = values_of(group, f"{fold.nonce}/{path}")
+        np.testing.assert_array_equal(values, expected[f"{table}.weight"].astype(values.dtype))
+    objects = [key for key, _ in backend.list_keys(f"{layout.FOLDS}/{version}")]
+    assert [key for key in objects if key.endswith(layout.NODE)] == [fold.key()]
 
 
 @pytest.mark.usefixtures("many_chunks")

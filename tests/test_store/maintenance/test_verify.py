@@ -118,14 +118,31 @@ def test_what_only_one_version_needs(store: Path, name: str) -> None:
 
 def test_metadata_for_plain_readers_is_not_needed_to_restore(store: Path) -> None:
     older, newer = ids(store)
-    document = store / "versions" / older / WEIGHT / "zarr.json"
-    document.write_bytes(document.read_bytes().replace(b'"row"', b'"wor"'))
+    document = store / "versions" / older / DENSE / "zarr.json"
+    document.write_bytes(document.read_bytes().replace(b'"lin.weight.0"', b'"nil.weight.0"'))
     assert verify(store).ok
     report = verify(store, deep=True)
     assert keys(report) == {str(document.relative_to(store))}
     assert report.restorable == (older, newer)
-    document.write_bytes(document.read_bytes().replace(b'"wor"', b'"row" '))
+    document.write_bytes(document.read_bytes().replace(b'"nil.weight.0"', b'"lin.weight.0" '))
     assert verify(store, deep=True).ok
+    document.unlink()
+    for deep in (False, True):
+        report = verify(store, deep=deep)
+        (problem,) = report.problems
+        assert problem.key == str(document.relative_to(store))
+        assert "is lost" in problem.what
+        assert report.restorable == (older, newer)
+
+
+def test_documents_of_rows_and_groups_are_no_objects(store: Path) -> None:
+    found = {str(path.relative_to(store)) for path in store.rglob("zarr.json")}
+    dense = ("dense/model/lin.weight", "dense/model/lin.bias", "dense/state/reader.large")
+    parts = ("", *(f"{path}/" for path in dense))
+    assert found >= {"zarr.json", "versions/zarr.json"}
+    assert found <= {"zarr.json", "versions/zarr.json"} | {
+        f"versions/{version}/{part}zarr.json" for version in ids(store) for part in parts
+    }
 
 
 def test_lost_record_of_the_newest_version(store: Path) -> None:

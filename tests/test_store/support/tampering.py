@@ -20,6 +20,8 @@ import cnr_store
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store import Checkpointer, CheckpointError, CorruptionError
+from cnr_store.format.entry_lists import unpack_entries
+from cnr_store.format.layout import COMPACT_RECORD
 from cnr_store.format.state import dumps
 
 ROWS, DIM = 3000, 16
@@ -54,13 +56,17 @@ def make_store(folder: Path) -> None:
 class Forgery:
     """The documents of a store's newest version; change them, then `sign`."""
 
-    def __init__(self, base: Path, folder: Path) -> None:
+    def __init__(self, base: Path, folder: Path, listed: bool = False) -> None:
         shutil.copytree(base, folder)
         self.url = folder
         self._version = max(path for path in (folder / "versions").iterdir() if path.is_dir())
         self.id = self._version.name
         self.record: Json = json.loads((self._version / "zarr.json").read_bytes())
         self.state: Json = json.loads((self._version / "state/main.json").read_bytes())
+        # With each entry by its path; `listed` leaves them as they are.
+        if not listed:
+            self.cnr["arrays"] = unpack_entries(self.cnr["arrays"], self.cnr.pop("tables"), self.nodes)
+            self.cnr["requires"].remove(COMPACT_RECORD)
         self.manifest: Json = json.loads(zlib.decompress((self._version / "manifest").read_bytes()))
         self._texts: dict[str, str] = {}
 
@@ -96,11 +102,10 @@ class Forgery:
     def sign(self) -> None:
         self.cnr["state"] = self._put("state/main.json", self._bytes(self.state))
         self.cnr["manifest"] = self._put("manifest", zlib.compress(self._bytes(self.manifest)))
-        for path in (WEIGHT, SLOT, DENSE):
-            doc = self.record.get("consolidated_metadata")
-            doc = doc.get("metadata") if isinstance(doc, dict) else None
-            if isinstance(doc, dict) and isinstance(doc.get(path), dict):
-                self._put(f"{path}/zarr.json", self._bytes(doc[path]))
+        doc = self.record.get("consolidated_metadata")
+        doc = doc.get("metadata") if isinstance(doc, dict) else None
+        if isinstance(doc, dict) and isinstance(doc.get(DENSE), dict):
+            self._put(f"{DENSE}/zarr.json", self._bytes(doc[DENSE]))
         blank = "0" * 64
         self.cnr["digest"] = blank
         data = self._bytes(self.record)

@@ -17,14 +17,15 @@ from zarr.storage import LocalStore
 import cnr_codecs
 import cnr_store
 from cnr_backends import open_backend
-from cnr_codecs import Followed, RowCodec, UniformRows
+from cnr_codecs import Followed, RowCodec, UniformRows, row_codec
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_unpacker
 from tests.paths import ROOT
-from tests.test_store.support.zarr_nodes import values_of
+from tests.test_store.support.zarr_nodes import array_of, values_of
 
 PAGE = ROOT / "docs" / "codecs.md"
 ROWS, DIM = 3000, 16
+PATH = "tables/users/weight"
 Array = np.ndarray[Any, Any]
 
 
@@ -154,11 +155,13 @@ def test_codecs_by_name_pattern(tmp_path: Path) -> None:
 def test_metadata_names_what_follows(tmp_path: Path) -> None:
     config = {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd", "level": 3}]}
     info = cnr_store.save(tmp_path, Model(1), codec=config)
-    array = zarr.open_array(LocalStore(tmp_path), path=f"versions/{info.id}/tables/users/weight", mode="r")
+    array = array_of(zarr.open_group(LocalStore(tmp_path), path=f"versions/{info.id}", mode="r"), PATH)
     codecs: Any = array.metadata.to_dict()["codecs"]  # JSON
     (sharding,) = codecs
     names = [codec["name"] for codec in sharding["configuration"]["codecs"]]
-    assert names == ["cnr.uniform", "zstd", "crc32c"]
+    assert names == ["cnr.rows", "zstd", "crc32c"]
+    record = Catalog(open_backend(tmp_path)).record(info.id)
+    assert record.arrays[PATH].codec == row_codec(config).get_config()
 
 
 def test_what_follows_makes_rows_that_repeat_small(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import dask
 import dask.base
 import numpy as np
 import pytest
+import tensorstore
 import torch
 import xarray as xr
 import zarr
@@ -26,6 +27,7 @@ from cnr_codecs import parse
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import decode_name, seal
 from tests.test_store.support.readback_bench import TABLES, Arrays, Bench, Oracle
+from tests.test_store.support.zarr_nodes import values_of
 
 POLICIES = ("full", "one-shot", "consecutive", "intermittent")
 CHANGES = ((0.1, 0), (0.02, 1), (0.3, 2), (0.005, 1))
@@ -74,21 +76,19 @@ def _arrays(group: zarr.Group) -> dict[str, zarr.Array[Any]]:
 def _assert_zarr_reads(store: Store, infos: list[VersionInfo], oracle: Oracle) -> None:
     for info in infos:
         expected = oracle.versions[info.id].stored
-        for consolidated in (True, False):
-            group = zarr.open_group(
-                store, path=f"versions/{info.id}", mode="r", use_consolidated=consolidated
-            )
-            arrays = _arrays(group)
-            assert arrays.keys() == expected.keys()
-            for path, array in arrays.items():
-                _assert_same(array[...], expected[path], f"{info.id} {path} consolidated={consolidated}")
+        arrays = _arrays(zarr.open_group(store, path=f"versions/{info.id}", mode="r"))
+        assert arrays.keys() == expected.keys()
+        for path, array in arrays.items():
+            _assert_same(array[...], expected[path], f"{info.id} {path}")
+        for path in filter(_is_dense, expected):
+            direct = zarr.open_array(store, path=f"versions/{info.id}/{path}", mode="r")
+            _assert_same(direct[...], expected[path], f"{info.id} {path} by itself")
 
 
-# A walk that goes by listing, without consolidated metadata, meets the manifest and the state, which are no nodes.
-_NO_NODES = "ignore:Object at (manifest|state) is not recognized"
+def _is_dense(path: str) -> bool:
+    return path.startswith("dense/")
 
 
-@pytest.mark.filterwarnings(_NO_NODES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_zarr_reads_every_array(tmp_path: Path, policy: str, bits: int) -> None:
@@ -99,7 +99,6 @@ def test_zarr_reads_every_array(tmp_path: Path, policy: str, bits: int) -> None:
     _assert_zarr_reads(open_backend(tmp_path).zarr_store(), infos[-1:], oracle)
 
 
-@pytest.mark.filterwarnings(_NO_NODES)
 def test_zarr_reads_memory() -> None:
     url = f"memory://readback-{uuid.uuid4().hex}"
     infos, oracle = _train(url, "consecutive", 4)
@@ -144,22 +143,24 @@ def _assert_state_dict(found: Arrays, everything: Arrays) -> None:
         _assert_same(found[name], values, name)
 
 
-@pytest.mark.filterwarnings(_NO_NODES)
 @pytest.mark.parametrize("position", [0, 4])
 def test_xarray_opens_versions(tmp_path: Path, position: int) -> None:
     infos, oracle = _train(tmp_path, "consecutive", 4)
     info = infos[position]
     expected = oracle.versions[info.id]
-    raw = LocalStore(tmp_path, read_only=True)
-    _assert_tree(raw, f"versions/{info.id}", expected.stored)
-    dense = {path: values for path, values in expected.stored.items() if path.startswith("dense/")}
-    _assert_tree(cnr_store.view(tmp_path, info), None, {**expected.values, **dense})
+    place = str(tmp_path / "versions" / info.id)
+    _assert_tree(place, None, expected.stored)
+    _assert_tree(place, True, expected.stored)
+    dense = {path: values for path, values in expected.stored.items() if _is_dense(path)}
+    _assert_tree(cnr_store.view(tmp_path, info), False, {**expected.values, **dense})
+    with xr.open_zarr(place, group="tables/tables.wide", chunks=None) as dataset:
+        _assert_same(dataset["weight"], expected.stored["tables/tables.wide/weight"], "one table")
 
 
-def _assert_tree(store: Any, group: str | None, expected: Arrays) -> None:
+def _assert_tree(store: Any, consolidated: bool | None, expected: Arrays) -> None:
     with (
         dask.config.set(scheduler="synchronous"),
-        xr.open_datatree(store, group=group, engine="zarr", consolidated=False, chunks={}) as tree,
+        xr.open_datatree(store, engine="zarr", consolidated=consolidated, chunks={}) as tree,
     ):
         found = {
             f"{node.path.strip('/')}/{name}": values
@@ -170,6 +171,31 @@ def _assert_tree(store: Any, group: str | None, expected: Arrays) -> None:
         for path, values in expected.items():
             assert not values.ndim or dask.base.is_dask_collection(found[path].data), "it was read eagerly"
             _assert_same(found[path].compute().data, values, path)
+
+
+def test_what_direct_paths_lose(tmp_path: Path) -> None:
+    """Arrays of rows have no document of their own: they are found through their version alone."""
+    infos, oracle = _train(tmp_path, "consecutive", 4)
+    info, path, dense = infos[-1], "tables/tables.wide/weight", "dense/model/cube"
+    expected, store = oracle.versions[info.id].stored, LocalStore(tmp_path, read_only=True)
+    root = zarr.open_group(store, mode="r")
+    version = root[f"versions/{info.id}"]
+    assert isinstance(version, zarr.Group)
+    _assert_same(values_of(version, path), expected[path], "through the version")
+    with pytest.raises(KeyError):
+        root[f"versions/{info.id}/{path}"]
+    with pytest.raises(FileNotFoundError, match="No array found"):
+        zarr.open_array(store, path=f"versions/{info.id}/{path}", mode="r")
+    with pytest.raises(FileNotFoundError, match="No group found"):
+        zarr.open_group(store, path=f"versions/{info.id}/tables/tables.wide", mode="r")
+    walked = zarr.open_group(store, path=f"versions/{info.id}", mode="r", use_consolidated=False)
+    with pytest.warns(UserWarning, match="Object at (tables|dense|manifest|state) is not recognized"):
+        assert list(walked.members(max_depth=None)) == []
+    folder = f"file://{tmp_path}/versions/{info.id}"
+    opened = tensorstore.open({"driver": "zarr3", "kvstore": f"{folder}/{dense}/"}, read=True).result()
+    _assert_same(opened.read().result(), expected[dense], "tensorstore, directly")
+    with pytest.raises(ValueError, match="NOT_FOUND"):
+        tensorstore.open({"driver": "zarr3", "kvstore": f"{folder}/{path}/"}, read=True).result()
 
 
 class BigTable(nn.Module):
@@ -213,11 +239,12 @@ def _assert_objects(folder: Path, info: VersionInfo) -> dict[str, int]:
     base = folder / "versions" / info.id
     objects = {str(path.relative_to(base)): path for path in base.rglob("*") if path.is_file()}
     assert sum(path.stat().st_size for path in objects.values()) == info.bytes
+    documents = json.loads(objects["zarr.json"].read_bytes())["consolidated_metadata"]["metadata"]
     manifest = json.loads(zlib.decompress(objects["manifest"].read_bytes()))
     assert manifest["version"] == info.id
     listed: set[str] = set()
     for path, columns in manifest["arrays"].items():
-        document = json.loads(objects[f"{path}/zarr.json"].read_bytes())
+        document = documents[path]
         for index, nbytes, tail in zip(columns["index"], columns["bytes"], columns["tail"], strict=True):
             zeros = ["0"] * (len(document["shape"]) - 1)
             key = "/".join([path, "c", str(index), *zeros])
@@ -226,7 +253,9 @@ def _assert_objects(folder: Path, info: VersionInfo) -> dict[str, int]:
             if path.startswith("tables/"):
                 _assert_shard(data, document, info.id, path, index)
             listed.add(key)
-    assert {key for key in objects if "/c/" in key} == listed
+    dense = {f"{path}/zarr.json": document for path, document in documents.items() if "dense/model/" in path}
+    assert objects.keys() == listed | dense.keys() | {"zarr.json", "manifest", "state/main.json"}
+    assert {key: json.loads(objects[key].read_bytes()) for key in dense} == dense
     return {path: len(columns["index"]) for path, columns in manifest["arrays"].items()}
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from zarr.abc.codec import ArrayBytesCodec
+from zarr.codecs import BytesCodec, Crc32cCodec, Endian, ShardingCodec
 from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, NDBuffer
 from zarr.core.common import parse_named_configuration
@@ -180,9 +181,25 @@ class ZarrKMeans(_ZarrCodec):
 
 @dataclass(frozen=True)
 class ZarrRows(_ZarrCodec):
-    """Rows stored bit for bit."""
+    """Rows stored bit for bit. It reads the payloads of every row codec.
+
+    {"name": "cnr.rows", "configuration": {"chunk_shape": ...}} is short for shards of such chunks: Zarr's
+    `sharding_indexed` of that chunk_shape with the codecs cnr.rows and crc32c.
+    """
 
     name: ClassVar[str] = "cnr.rows"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        configuration = data.get("configuration")
+        if not isinstance(configuration, dict) or configuration.keys() != {"chunk_shape"}:
+            return super().from_dict(data)
+        shards = ShardingCodec(
+            chunk_shape=configuration["chunk_shape"],
+            codecs=[cls(), Crc32cCodec()],
+            index_codecs=[BytesCodec(endian=Endian.little), Crc32cCodec()],
+        )
+        return cast("Self", shards)  # Zarr takes whatever codec a name stands for
 
     @property
     def rows_codec(self) -> LosslessRows:

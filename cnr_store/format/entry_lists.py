@@ -1,0 +1,105 @@
+"""Entries of a record as lists, so that the record of thousands of tables stays small.
+
+The paths of the arrays are those of their Zarr documents, in ascending order. What an entry shares with others, its
+element type and codec, or its base, is stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cnr_store.format import validate
+from cnr_store.format.arrays import Doc
+from cnr_store.format.record import ArrayEntry
+
+
+def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) -> tuple[Doc, Doc]:
+    """``arrays`` and ``tables`` of a record: entries by path, and lists of all the others.
+
+    Parameters
+    ----------
+    nodes
+        The record's Zarr documents by path.
+    """
+    arrays = {path: entry.to_json() for path, entry in entries.items() if not _fits(entry, nodes.get(path))}
+    forms, bases = _Distinct(), _Distinct()
+    lists: Doc = {
+        "forms": forms.values,
+        "bases": bases.values,
+        "form": [],
+        "base": [],
+        "bytes": [],
+        "rows": [],
+    }
+    for path in _listed_paths(arrays, nodes):
+        entry = entries[path]
+        lists["form"].append(forms.number({"element": entry.element, "codec": dict(entry.codec or {})}))
+        lists["base"].append(None if entry.base is None else bases.number(entry.base))
+        lists["bytes"].append(entry.nbytes)
+        lists["rows"].append(entry.rows)
+    return arrays, lists
+
+
+def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
+    """All entries by path, each as `ArrayEntry.to_json` makes it: those of `tables`, then those of `arrays`.
+
+    Raises
+    ------
+    ValueError, KeyError
+        The lists don't fit the documents or each other. What the entries hold is not proven yet.
+    """
+    lists = validate.members(tables, "tables")
+    forms, bases = (validate.items(lists[name], f"tables.{name}") for name in ("forms", "bases"))
+    columns = [validate.items(lists[name], f"tables.{name}") for name in ("form", "base", "bytes", "rows")]
+    entries: Doc = {}
+    for path, form, base, nbytes, rows in zip(_listed_paths(arrays, nodes), *columns, strict=True):
+        shared = validate.members(_chosen(forms, form, "form"), "tables.forms")
+        entries[path] = {
+            "kind": "whole" if base is None else "delta",
+            "shape": nodes[path].get("shape"),
+            "element": shared["element"],
+            "bytes": nbytes,
+            "base": None if base is None else _chosen(bases, base, "base"),
+            "rows": rows,
+            "codec": shared["codec"],
+        }
+    # In the order of the documents, which is the model's.
+    return {path: entries[path] for path in nodes if path in entries} | arrays
+
+
+def _fits(entry: ArrayEntry, doc: Doc | None) -> bool:
+    """Whether document and lists say all that an entry does."""
+    return (
+        doc is not None
+        and doc.get("node_type") == "array"
+        and doc.get("shape") == list(entry.shape)
+        and entry.kind == ("whole" if entry.base is None else "delta")
+        and not entry.aliases
+    )
+
+
+def _listed_paths(arrays: Doc, nodes: Mapping[str, Doc]) -> list[str]:
+    return sorted(
+        path
+        for path, doc in nodes.items()
+        if path.startswith("tables/") and doc.get("node_type") == "array" and path not in arrays
+    )
+
+
+def _chosen(values: list[Any], index: Any, name: str) -> Any:
+    return values[validate.natural(index, f"tables.{name}", len(values) - 1)]
+
+
+class _Distinct:
+    """Values by the number under which each is stored once."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, value: Any) -> int:
+        number = self._numbers.setdefault(repr(value), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
