@@ -29,6 +29,17 @@ KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
 """Of a record's object, which is read whole before any of it is proven."""
 
+_SUMS = {"full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"}
+_PAST = {
+    "written",
+    "intermittent",
+    "folds_bytes",
+    "links",
+    "beneath_bytes",
+    "excess_bytes",
+    "older_excess_bytes",
+}
+_MAX_EXCESS = 64
 _ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
 _SHOWN = 200
 
@@ -219,6 +230,8 @@ def _policy(policy: Doc) -> Doc:
     for size in past:
         validate.natural(size, "policy.sizes_bytes")
     deltas, offer = policy.get("deltas", []), policy.get("offer")
+    if policy.get("past") is not None:
+        _prove_past(validate.members(policy["past"], "policy.past"))
     if not isinstance(deltas, list) or len(deltas) > max(len(past) - 1, 0):
         raise ValueError("policy.deltas is no list of deltas among policy.sizes_bytes")
     for delta in deltas:
@@ -230,6 +243,26 @@ def _policy(policy: Doc) -> Doc:
         for name in ("baseline_bytes", "previous_bytes"):
             validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
     return policy
+
+
+def _prove_past(past: Doc) -> None:
+    """The sums that a policy sees, member by member: a writer goes on from them."""
+    if past.keys() != _PAST:
+        raise ValueError(f"policy.past has {len(past)} members, not {', '.join(sorted(_PAST))}")
+    for name in ("written", "intermittent"):
+        sums = validate.members(past[name], f"policy.past.{name}")
+        if sums.keys() != _SUMS:
+            raise ValueError(f"policy.past.{name} has {len(sums)} members, not {', '.join(sorted(_SUMS))}")
+        for member, value in sums.items():
+            validate.natural(value, f"policy.past.{name}.{member}")
+    for member in ("folds_bytes", "links", "beneath_bytes"):
+        validate.natural(past[member], f"policy.past.{member}")
+    excess, older = past["excess_bytes"], past["older_excess_bytes"]
+    if not isinstance(excess, list) or len(excess) > _MAX_EXCESS:
+        raise ValueError(f"policy.past.excess_bytes is {validate.shown(excess)}, not a list of numbers")
+    for value in [*excess, *([] if older is None else [older])]:
+        if type(value) is not int or abs(value) > validate.MOST:
+            raise ValueError(f"policy.past has an excess of {validate.shown(value)}")
 
 
 def _check_digest(data: bytes, cnr: Doc, what: str) -> None:

@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import MOST, integer, number
-from cnr_store.policies.policy import Costs, Decision, Delta, Offer, check_policy, decide, deltas_after
+from cnr_store.policies.past import Past, past_after
+from cnr_store.policies.policy import MAX_CHAIN, Costs, Decision, Offer, check_policy, decide
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,13 @@ class SimulatedSave:
     bytes
         Written by this save.
     written_bytes, kept_bytes
-        Written by all saves up to here; kept after this one by the retention simulated.
+        Written by all saves up to here; kept after this one by the retention simulated. Folds count in both.
     chain
-        Versions that restoring this one reads.
+        Versions that this one needs, itself included. With more than `max_chain` it is folded.
     restore_bytes
-        Their bytes.
+        Bytes of the versions that restoring this one reads: once it is folded, its own and those of its fold.
+    fold_bytes
+        Written by the fold of this version; 0 if it is not folded.
     """
 
     save: int
@@ -192,6 +195,7 @@ class SimulatedSave:
     kept_bytes: int
     chain: int
     restore_bytes: int
+    fold_bytes: int = 0
 
 
 def simulate(
@@ -202,6 +206,7 @@ def simulate(
     restores_per_save: float = 0.1,
     row_bytes: float = 64.0,
     fixed_bytes: int = 0,
+    max_chain: int | None = MAX_CHAIN,
 ) -> list[SimulatedSave]:
     """What a policy does on a trace, save by save.
 
@@ -219,6 +224,8 @@ def simulate(
         Encoded bytes of a row, its optimizer state included.
     fixed_bytes
         Bytes of each version beside its rows: dense arrays, state, metadata.
+    max_chain
+        As for `Checkpointer`. Each fold is complete before the next save.
 
     Raises
     ------
@@ -226,7 +233,10 @@ def simulate(
         An unknown policy, or a number out of range.
     """
     row_bytes, fixed_bytes = number("row_bytes", row_bytes, MOST), integer("fixed_bytes", fixed_bytes)
-    return list(_Run(trace, row_bytes, fixed_bytes, Costs(keep_last, restores_per_save)).saves(policy))
+    if max_chain is not None:
+        max_chain = integer("max_chain", max_chain, minimum=1)
+    costs = Costs(keep_last, restores_per_save).limited(max_chain)
+    return list(_Run(trace, row_bytes, fixed_bytes, costs, max_chain).saves(policy))
 
 
 @dataclass(frozen=True)
@@ -235,35 +245,43 @@ class _Run:
 
     Attributes
     ----------
-    written, chains
-        Bytes that each save up to now wrote; the saves that restoring each of them reads.
+    written, folds
+        Bytes that each save up to now wrote, and those of its fold.
+    chains
+        The saves that restoring each of them reads.
     """
 
     trace: Trace
     row_bytes: float
     fixed_bytes: int
     costs: Costs
+    max_chain: int | None
     written: list[int] = field(default_factory=list)
+    folds: list[int] = field(default_factory=list)
     chains: list[tuple[int, ...]] = field(default_factory=list)
 
     def saves(self, policy: str) -> Iterator[SimulatedSave]:
         name, baseline = check_policy(policy), 0
-        sizes: tuple[int, ...] = ()
-        deltas: tuple[Delta, ...] = ()
+        past: Past | None = None
         for save in range(self.trace.saves):
             offer = self._offer(save, baseline) if save else None
-            decision = decide(name, sizes, deltas=deltas, offer=offer, costs=self.costs)
+            decision = decide(name, past, offer=offer, costs=self.costs)
             if decision.full or offer is None:
                 nbytes = self._size(self.trace.rows)
-                baseline, sizes, deltas = save, (nbytes,), ()
+                baseline, past = save, Past.of([nbytes])
                 self.chains.append((save,))
             else:
                 consecutive = decision.since == "previous"
                 nbytes = offer.previous_bytes if consecutive else offer.baseline_bytes
                 self.chains.append((*self.chains[save - 1 if consecutive else baseline], save))
-                sizes, deltas = (*sizes, nbytes), deltas_after(asdict(decision), nbytes)
+                past = past_after(asdict(decision), nbytes)
             self.written.append(nbytes)
+            folds = self.max_chain is not None and len(self.chains[save]) > self.max_chain
+            self.folds.append(round(self.row_bytes * self.trace.rows) if folds else 0)
             yield self._report(save, decision)
+            if folds:
+                baseline, past = save, past.with_fold(self.folds[save], newest=True)
+                self.chains[save] = (save,)
 
     def _size(self, rows: int) -> int:
         return self.fixed_bytes + round(self.row_bytes * rows)
@@ -279,8 +297,12 @@ class _Run:
             save=save,
             decision=decision,
             bytes=self.written[save],
-            written_bytes=sum(self.written),
-            kept_bytes=sum(self.written[version] for version in set().union(*kept)),
+            written_bytes=sum(self.written) + sum(self.folds),
+            kept_bytes=self._bytes(set().union(*kept)),
             chain=len(chain),
-            restore_bytes=sum(self.written[version] for version in chain),
+            restore_bytes=self._bytes({save} if self.folds[save] else chain),
+            fold_bytes=self.folds[save],
         )
+
+    def _bytes(self, saves: Iterable[int]) -> int:
+        return sum(self.written[save] + self.folds[save] for save in saves)

@@ -17,7 +17,7 @@ from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError
 from cnr_store.maintenance.collection.retention import Rules
-from cnr_store.policies.policy import Costs, check_policy
+from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.loading.load_result import Restored, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
@@ -91,7 +91,9 @@ class Checkpointer:
         keep so many of the newest, and one of every so many steps. With None for both, all versions are kept.
     max_chain
         After a commit, in the background, fold the version as `cnr_store.compact` does if reading it touches more
-        versions than this. None folds nothing. A failure is only logged.
+        versions than this. None folds nothing. A failure is only logged. Under ``consecutive`` such a fold comes every
+        so many saves. ``auto`` makes no longer chains. Under ``full`` a version touches no other, and under
+        ``one-shot`` and ``intermittent`` only the versions in which its tables were last whole.
     trusted_optimizers
         Optimizer classes of your own whose steps change no row without a gradient. Tables under other classes that are
         unknown here are saved whole.
@@ -123,19 +125,21 @@ class Checkpointer:
         audit: bool | int = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        max_chain: int | None = None,
+        max_chain: int | None = MAX_CHAIN,
         trusted_optimizers: Collection[type[Optimizer]] = (),
     ) -> None:
+        if max_chain is not None:
+            max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
         self._options = options = Options(
             retention=Rules(keep_last, keep_every),
             workers=arguments.check_count("workers", workers, minimum=1),
-            max_chain=None if max_chain is None else arguments.check_count("max_chain", max_chain, minimum=1),
+            max_chain=max_chain,
             snapshot_bytes=arguments.check_count("snapshot_bytes", snapshot_bytes, minimum=0),
             overlap=arguments.check_overlap(overlap),
             on_done=arguments.check_callback("on_done", on_done),
             trusted_optimizers=trusted_classes(trusted_optimizers),
             policy=check_policy(policy),
-            costs=Costs(keep_last, restores_per_save),
+            costs=Costs(keep_last, restores_per_save).limited(max_chain),
             codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits),
             objects=arguments.check_stateful(state or {}),
             rng=rng,
@@ -204,7 +208,7 @@ class Checkpointer:
                 return PendingSave.skip(step, latest.step)
             self._saves.finish_latest(next_step=step)
             if (folded := self._upkeep.pop_folded()) is not None:
-                self._saves.planner.apply_fold(folded)
+                self._saves.planner.apply_fold(folded.version, folded.bytes)
             self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
             pending = PendingSave(step)
             snapshot = take_snapshot(

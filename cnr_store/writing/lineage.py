@@ -9,7 +9,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.link import WrittenLink
 from cnr_store.format.record import Record
-from cnr_store.policies.policy import Delta, Since, deltas_after
+from cnr_store.policies.past import Past, Since, past_after
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,15 @@ class Lineage:
         Its id.
     lines
         By array path.
-    sizes_bytes
-        Bytes of the last full version, then of each delta since.
-    deltas
-        Those deltas, as the policy ``auto`` sees them.
+    past
+        The last full version and the deltas since, as policies see them; None where there is none to build on.
     restores
         Loads that training has been through.
     """
 
     version: str | None = None
     lines: Mapping[str, ArrayLine] = field(default_factory=dict)
-    sizes_bytes: tuple[int, ...] = ()
-    deltas: tuple[Delta, ...] = ()
+    past: Past | None = None
     restores: int = 0
 
     def after(self, record: Record) -> Lineage:
@@ -69,7 +66,7 @@ class Lineage:
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element)
-        return Lineage(record.id, lines, *_past(record), self.restores)
+        return Lineage(record.id, lines, _past(record), self.restores)
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
@@ -79,15 +76,20 @@ class Lineage:
             for path, entry in record.arrays.items()
             if entry.kind != "dense"
         }
-        return cls(record.id, lines, *_past(record), record.restores + 1)
+        past, fold = _past(record), catalog.find_fold(record.id)
+        if fold is not None:
+            past = past.with_fold(fold.nbytes, newest=True)
+        return cls(record.id, lines, past, record.restores + 1)
 
-    def folded(self, version: str) -> Lineage:
-        """This lineage, once one of its versions has been folded: chains end there."""
-        if version == self.version:
+    def folded(self, version: str, nbytes: int) -> Lineage:
+        """This lineage, once one of its versions has been folded in so many bytes: chains end there."""
+        newest = version == self.version
+        if newest:
             lines = {path: replace(line, links=(version,)) for path, line in self.lines.items()}
         else:
             lines = {path: line.until(version) for path, line in self.lines.items()}
-        return replace(self, lines=lines)
+        past = None if self.past is None else self.past.with_fold(nbytes, newest=newest)
+        return replace(self, lines=lines, past=past)
 
     def without(self, to_delete: Collection[str]) -> Lineage:
         """This lineage if its chains have none of these versions, else one without chains."""
@@ -110,8 +112,8 @@ def _written_versions(catalog: Catalog, record: Record, path: str) -> tuple[str,
     return tuple(link.version for link in links if isinstance(link, WrittenLink))
 
 
-def _past(record: Record) -> tuple[tuple[int, ...], tuple[Delta, ...]]:
+def _past(record: Record) -> Past:
     # A version that depends on no other is full, also where no policy asked for it.
     if record.kind == "baseline":
-        return (record.nbytes,), ()
-    return (*record.policy.get("sizes_bytes", ()), record.nbytes), deltas_after(record.policy, record.nbytes)
+        return Past.of([record.nbytes])
+    return past_after(record.policy, record.nbytes)

@@ -131,7 +131,7 @@ def import_file(
         rows=[_rows(name, model.tensors[name], _aliases(model, name), codecs) for name in chosen],
         dense=dense,
         state=_state(model, dense),
-        policy=asdict(decide("full", (), full=True)),
+        policy=asdict(decide("full", None, full=True)),
     )
     try:
         return VersionInfo.from_record(writer.write(plan))

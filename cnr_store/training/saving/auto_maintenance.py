@@ -10,7 +10,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import Retention
-from cnr_store.maintenance.folding.compact import fold
+from cnr_store.maintenance.folding.compact import CompactReport, fold
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.process_exit import finish_before_exit
 
@@ -29,7 +29,7 @@ class BackgroundMaintenance:
         self._backend = backend
         self._options = options
         self._retention: tuple[ClaimId, Retention] | None = None
-        self._folded: str | None = None
+        self._folded: CompactReport | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
 
@@ -59,8 +59,7 @@ class BackgroundMaintenance:
             # be shorter.
             max_chain = self._options.max_chain
             if max_chain is not None and 1 + len(record.needs) > max_chain and self._folded is None:
-                fold(Catalog(self._backend), record, self._options.workers)
-                self._folded = record.id
+                self._folded = fold(Catalog(self._backend), record, self._options.workers)
         except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
             log.warning("upkeep after version %s failed: %s", record.id, error)
 
@@ -77,8 +76,8 @@ class BackgroundMaintenance:
         if report.stopped is not None:
             log.warning("nothing was removed from %s: %s", self._backend.url, report.stopped)
 
-    def pop_folded(self) -> str | None:
-        """The version that was folded since the last call, or None."""
+    def pop_folded(self) -> CompactReport | None:
+        """What was folded since the last call, or None."""
         folded, self._folded = self._folded, None
         return folded
 

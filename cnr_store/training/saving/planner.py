@@ -84,22 +84,20 @@ class Planner:
             )
         self.continue_from(lineage, since_whole)
 
-    def apply_fold(self, version: str) -> None:
-        """Let later deltas depend on `version` alone, which the lineage goes back to and which was folded."""
+    def apply_fold(self, version: str, nbytes: int) -> None:
+        """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
         since_whole = self._since_whole
         if version == self._lineage.version:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
-        self.continue_from(self._lineage.folded(version), since_whole)
+        self.continue_from(self._lineage.folded(version, nbytes), since_whole)
 
     def decide(self, snapshot: Snapshot, full: bool) -> Decision:
         """Let the policy decide what the next version is; `full` overrules it."""
-        past = self._lineage
-        bits = self._codecs.resolve_auto(past.restores)
-        weighs = self._policy == "auto" and past.sizes_bytes and not full
+        bits = self._codecs.resolve_auto(self._lineage.restores)
+        past = self._lineage.past
+        weighs = self._policy == "auto" and past is not None and not full
         offer = self._offer(snapshot) if weighs else None
-        decision = decide(
-            self._policy, past.sizes_bytes, full=full, deltas=past.deltas, offer=offer, costs=self._costs
-        )
+        decision = decide(self._policy, past, full=full, offer=offer, costs=self._costs)
         return replace(decision, bits=bits)
 
     def _offer(self, snapshot: Snapshot) -> Offer:

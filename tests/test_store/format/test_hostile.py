@@ -68,6 +68,27 @@ NO_LIST = [ABSENT, None, {}, "x", 5, [1], [[]]]
 NO_NUMBER = [ABSENT, None, [], "x", -1, 1.5, True, HUGE]
 NO_DELTAS: list[Any] = [1, {}, [1], [["baseline"]], [["later", 1]], [["previous", -1]], [["previous", 1]] * 2]
 NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
+SUMS: dict[str, Any] = dict.fromkeys(("full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"), 1)
+PAST: dict[str, Any] = {
+    "written": SUMS,
+    "intermittent": SUMS,
+    "folds_bytes": 0,
+    "links": 2,
+    "beneath_bytes": 0,
+    "excess_bytes": [-5],
+    "older_excess_bytes": None,
+}
+NO_PASTS: list[Any] = [
+    *(1, [], {}, PAST | {"more": 1}, {name: PAST[name] for name in PAST if name != "links"}),
+    *(PAST | {"written": wrong} for wrong in (None, {}, SUMS | {"deltas": -1}, SUMS | {"more": 1})),
+    *(
+        PAST | {name: wrong}
+        for name in ("folds_bytes", "links", "beneath_bytes")
+        for wrong in (None, -1, 1.5)
+    ),
+    *(PAST | {"excess_bytes": wrong} for wrong in (None, 5, ["x"], [1.5], [True], [HUGE], [0] * 65)),
+    *(PAST | {"older_excess_bytes": wrong} for wrong in ("x", 1.5, True, -HUGE)),
+]
 NO_OBJECT = [ABSENT, None, [], "x", 5]
 NO_SHAPE = [ABSENT, None, 5, [], [5], "x", {}, [1 << 40, 16], [1, HUGE]]
 NO_MEMBER = [ABSENT, None, 5, [], [5], "x", {}]
@@ -87,6 +108,7 @@ NO_MEMBER = [ABSENT, None, 5, [], [5], "x", {}]
         ("policy", [*NO_OBJECT, {"sizes_bytes": 5}, {"sizes_bytes": ["x"]}, {"full": 1}]),
         ("policy", [{"sizes_bytes": [1, 2], "deltas": wrong} for wrong in NO_DELTAS]),
         ("policy", [{"offer": wrong} for wrong in NO_OFFERS]),
+        ("policy", [{"past": wrong} for wrong in NO_PASTS]),
         ("restores", NO_NUMBER),
         ("bytes", NO_NUMBER),
         ("metadata", [ABSENT, {"$x": 1}, {"$float": [1]}, {"$array": {"kind": "numpy", "path": DENSE}}]),

@@ -7,20 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import OptionError
-from cnr_store.policies.policy import (
-    POLICIES,
-    Costs,
-    Delta,
-    Offer,
-    check_policy,
-    decide,
-    deltas_after,
-    full_is_due,
-)
+from cnr_store.policies.past import WINDOW, Delta, Past, Since, past_after
+from cnr_store.policies.policy import POLICIES, Costs, Offer, check_policy, decide, full_is_due
+from tests.test_store.support.unbounded_policy import Epoch, weigh
 
 sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=30)
 
@@ -28,7 +21,7 @@ sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=30)
 def test_paper_example_takes_a_full_version_at_the_eighth_interval() -> None:
     """With S_i = 0.25 * i**0.3 of the full size, the predictor asks for a full version after seven differentials."""
     written = [10**9]
-    while not full_is_due(written):
+    while not full_is_due(Past.of(written).written):
         written.append(int(0.25 * len(written) ** 0.3 * 10**9))
     assert len(written) == 8
 
@@ -40,23 +33,25 @@ def test_predictor_is_the_papers_inequality(written: list[int]) -> None:
         return
     full_cost, delta_cost = 1 + sum(differentials), (len(differentials) + 1) * differentials[-1]
     if abs(full_cost - delta_cost) > 1e-9 * full_cost:
-        assert full_is_due(written) == (full_cost <= delta_cost)
+        assert full_is_due(Past.of(written).written) == (full_cost <= delta_cost)
 
 
 @given(st.sampled_from(POLICIES), sizes)
 def test_decisions(policy: str, written: list[int]) -> None:
-    decision = decide(check_policy(policy), written)
-    assert decision.sizes_bytes == tuple(written)
+    past = Past.of(written)
+    decision = decide(check_policy(policy), past)
+    assert decision.past == past
+    assert (past.written.total_bytes, past.written.deltas) == (sum(written), len(written) - 1)
     assert decision.since == ("previous" if policy == "consecutive" else "baseline")
     expected = {"full": True, "one-shot": False, "consecutive": False}
-    assert decision.full is expected.get(policy, full_is_due(written))
-    assert decide(check_policy(policy), written, full=True).full
-    assert decide(check_policy(policy), []).full
+    assert decision.full is expected.get(policy, full_is_due(past.written))
+    assert decide(check_policy(policy), past, full=True).full
+    assert decide(check_policy(policy), None).full
 
 
 def test_auto_without_an_offer_does_what_intermittent_does() -> None:
     for written in ([100, 30], [100, 30, 40, 90]):
-        auto, intermittent = decide("auto", written), decide("intermittent", written)
+        auto, intermittent = decide("auto", Past.of(written)), decide("intermittent", Past.of(written))
         assert (auto.full, auto.since, auto.reason) == (
             intermittent.full,
             intermittent.since,
@@ -67,9 +62,10 @@ def test_auto_without_an_offer_does_what_intermittent_does() -> None:
 def test_auto_takes_a_full_version_when_intermittent_would_have() -> None:
     """The deltas it wrote are small; those that intermittent would have written are what counts."""
     deltas = [Delta("baseline", 300), Delta("previous", 500), Delta("previous", 900)]
-    assert full_is_due([1000, 300, 500, 900])
-    assert not full_is_due([1000, 300, 250, 260])
-    assert decide("auto", [1000, 300, 250, 260], deltas=deltas, offer=Offer(950, 200)).full
+    past = Past.of([1000, 300, 250, 260], deltas)
+    assert full_is_due(past.intermittent)
+    assert not full_is_due(past.written)
+    assert decide("auto", past, offer=Offer(950, 200)).full
 
 
 @pytest.mark.parametrize(
@@ -86,38 +82,147 @@ def test_auto_chains_where_that_writes_and_keeps_less(
     keep_last: int | None, offer: Offer, since: str
 ) -> None:
     costs = Costs(keep_last, restores_per_save=0)
-    decision = decide("auto", [1000, 310], deltas=[Delta("baseline", 310)], offer=offer, costs=costs)
+    decision = decide("auto", Past.of([1000, 310]), offer=offer, costs=costs)
     assert (decision.full, decision.since) == (False, since), decision.reason
     assert (decision.offer, decision.costs) == (offer, costs)
 
 
 def test_auto_keeps_chains_short_where_restores_are_expected() -> None:
     sinces = {
-        rate: decide("auto", [1000, 300, 300], offer=Offer(450, 290), costs=Costs(None, rate)).since
+        rate: decide("auto", Past.of([1000, 300, 300]), offer=Offer(450, 290), costs=Costs(None, rate)).since
         for rate in (0, 0.01, 100)
     }
     assert sinces == {0: "previous", 0.01: "previous", 100: "baseline"}
 
 
 def test_auto_keeps_to_the_longest_chain() -> None:
-    sizes, deltas = [1000, 300, 10, 10], [Delta("baseline", 300), *[Delta("previous", 301)] * 2]
+    past = Past.of([1000, 300, 10, 10], [Delta("baseline", 300), *[Delta("previous", 301)] * 2])
     for longest, since in ((4, "baseline"), (5, "previous")):
         costs = Costs(longest_chain=longest)
-        assert decide("auto", sizes, deltas=deltas, offer=Offer(302, 10), costs=costs).since == since
+        assert decide("auto", past, offer=Offer(302, 10), costs=costs).since == since
 
 
 def test_what_auto_saw_goes_through_the_record() -> None:
-    sizes, deltas = [1000, 300], [Delta("baseline", 300)]
-    decision = decide("auto", sizes, deltas=deltas, offer=Offer(450, 290), costs=Costs())
+    past = Past.of([1000, 300])
+    decision = decide("auto", past, offer=Offer(450, 290), costs=Costs())
     stored = json.loads(json.dumps(asdict(decision)))
-    assert deltas_after(stored, 295) == (*deltas, Delta("previous", 455))
-    assert deltas_after(stored | {"since": "baseline"}, 451) == (*deltas, Delta("baseline", 451))
+    assert past_after(stored, 295) == past.with_delta(295, Delta("previous", 455))
+    assert past_after(stored | {"since": "baseline"}, 451) == past.with_delta(451, Delta("baseline", 451))
+
+
+@pytest.mark.parametrize("since", ["previous", "baseline"])
+def test_a_record_that_lists_every_size_says_as_much(since: Since) -> None:
+    """Earlier releases recorded the sizes of all versions since the last full one, and ``auto`` its deltas, too."""
+    deltas: list[Delta] = [Delta("baseline", 310), Delta("previous", 420)]
+    stored = {
+        "since": since,
+        "sizes_bytes": [1000, 310, 290, 280],
+        "deltas": [list(delta) for delta in deltas],
+        "offer": {"baseline_bytes": 450, "previous_bytes": 290},
+    }
+    last = Delta(since, 455 if since == "previous" else 295)
+    expected = Past.of([1000, 310, 290, 280], [*deltas, Delta(since, 280)]).with_delta(295, last)
+    assert past_after(stored, 295) == expected
 
 
 @pytest.mark.parametrize(("policy", "since"), [("consecutive", "previous"), ("intermittent", "baseline")])
-def test_auto_goes_on_from_another_policy(policy: str, since: str) -> None:
-    decision = decide(check_policy(policy), [1000, 300, 310])
-    assert deltas_after(asdict(decision), 320) == tuple(Delta(since, size) for size in (300, 310, 320))  # type: ignore[arg-type]  # one of the two
+def test_auto_goes_on_from_another_policy(policy: str, since: Since) -> None:
+    decision = decide(check_policy(policy), Past.of([1000, 300, 310], since=since))
+    found = past_after(asdict(decision), 320)
+    assert found == Past.of([1000, 300, 310, 320], [Delta(since, size) for size in (300, 310, 320)])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[Offer, Since | None]]:
+    """What each save may choose from, and what another policy chooses where one is in use."""
+    numbers = draw(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), max_size=60))
+    others = draw(st.sampled_from([(None,), (None, None, "previous"), (None, "previous", "baseline")]))
+    return [(Offer(cheap + more, cheap), draw(st.sampled_from(others))) for cheap, more in numbers]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    histories(),
+    st.lists(st.one_of(st.none(), st.integers(1, WINDOW)), min_size=1, max_size=3),
+    st.sampled_from([0, 0.125, 4]),
+    st.integers(300, 20_000),
+)
+def test_auto_decides_from_sums_as_from_all_sizes(
+    history: list[tuple[Offer, Since | None]], kept: list[int | None], reads: float, full_bytes: int
+) -> None:
+    """Also where other policies wrote some of the versions, and where fewer or more are kept than before."""
+    past, epoch = Past.of([full_bytes]), Epoch((full_bytes,), ())
+    for save, (offer, other) in enumerate(history):
+        costs = Costs(kept[save % len(kept)], reads, longest_chain=6)
+        decision = decide("auto", past, offer=offer, costs=costs)
+        assert (decision.full, decision.since) == weigh(epoch, offer, costs)
+        if decision.full and other is None:
+            past, epoch = Past.of([full_bytes]), Epoch((full_bytes,), ())
+            continue
+        since = other or decision.since
+        nbytes = offer.previous_bytes if since == "previous" else offer.baseline_bytes
+        # Another policy makes no offer, so that nothing is known of what intermittent would have written.
+        dear = offer.baseline_bytes if other is None else nbytes
+        past, epoch = past.with_delta(nbytes, Delta(since, dear)), epoch.with_delta(since, nbytes, dear)
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.integers(WINDOW + 1, 70), st.sampled_from([0, 0.125, 4]))
+def test_auto_with_many_versions_kept(
+    history: list[tuple[Offer, Since | None]], keep_last: int, reads: float
+) -> None:
+    """More are kept than are known one by one: it decides alike on its own versions, else never more boldly."""
+    full_bytes, alike, costs = 20_000, True, Costs(keep_last, reads)
+    past, epoch = Past.of([full_bytes]), Epoch((full_bytes,), ())
+    for offer, other in history:
+        decision = decide("auto", past, offer=offer, costs=costs)
+        full, since = weigh(epoch, offer, costs)
+        alike = alike and other is None
+        assert decision.full == full
+        assert decision.since == since if alike else (since == "previous" or decision.since == "baseline")
+        chosen = other or decision.since
+        nbytes = offer.previous_bytes if chosen == "previous" else offer.baseline_bytes
+        dear = offer.baseline_bytes if other is None else nbytes
+        past, epoch = past.with_delta(nbytes, Delta(chosen, dear)), epoch.with_delta(chosen, nbytes, dear)
+
+
+@pytest.mark.parametrize("restores", [0.0, 0.05, 0.1, 0.2, 1.0])
+@pytest.mark.parametrize("cheap", range(200, 450, 50))
+def test_keeping_more_versions_than_there_are_is_keeping_all(restores: float, cheap: int) -> None:
+    """Costs included, which stand in the reason."""
+    # Enough was saved before that any chain may be kept, so that the costs decide.
+    past, offer = Past.of([1000, 100, 100], [Delta("previous", 400)] * 2), Offer(450, cheap)
+    kept_all, *others = (
+        decide("auto", past, offer=offer, costs=Costs(keep_last, restores)) for keep_last in (None, 3, 4, 99)
+    )
+    for one in others:
+        assert (one.full, one.since, one.reason) == (kept_all.full, kept_all.since, kept_all.reason)
+    if not restores:  # what is written is kept, too
+        assert kept_all.reason == f"costs {2 * cheap}, since the baseline {2 * 450}"
+
+
+def test_records_do_not_grow_with_the_deltas() -> None:
+    past = Past.of([10**9])
+    for _ in range(1000):
+        decision = decide("auto", past, offer=Offer(10**7, 10**6))
+        past = past_after(asdict(decision), 10**6)
+    assert len(json.dumps(asdict(decision))) < 1200
+
+
+def test_a_fold_counts_as_bytes_written_and_kept() -> None:
+    """What it cost must be saved before there are chains again, which keep more than intermittent does."""
+    past, costs, offer = Past.of([1000, 310]), Costs(1), Offer(900, 100)
+    assert decide("auto", past, offer=offer, costs=costs).since == "previous"
+    for newest in (False, True):
+        folded = past.with_fold(990, newest=newest)
+        assert folded.folds_bytes == 990
+        assert decide("auto", folded, offer=offer, costs=costs).since == "baseline"
+        assert decide("auto", folded, offer=offer, costs=Costs(None)).since == "baseline"
+        assert past_after(asdict(decide("consecutive", folded)), 100).folds_bytes == 990
+    rich = Past.of([1000, 310, 100, 100, 100], [Delta("previous", size) for size in (800, 810, 820, 830)])
+    assert (
+        decide("auto", rich.with_fold(990, newest=True), offer=offer, costs=Costs(None)).since == "previous"
+    )
 
 
 @pytest.mark.parametrize(

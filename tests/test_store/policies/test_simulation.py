@@ -39,11 +39,23 @@ def paid(saves: list[SimulatedSave]) -> list[int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(traces, retentions, st.sampled_from([0, 0.1, 5]), st.integers(0, 3000), st.floats(0, 100))
+@given(
+    traces,
+    retentions,
+    st.sampled_from([0, 0.1, 5]),
+    st.integers(0, 3000),
+    st.floats(0, 100),
+    st.one_of(st.none(), st.integers(2, 9)),
+)
 def test_auto_never_writes_and_keeps_more_than_intermittent(
-    trace: Trace, keep_last: int | None, restores: float, fixed_bytes: int, row_bytes: float
+    trace: Trace,
+    keep_last: int | None,
+    restores: float,
+    fixed_bytes: int,
+    row_bytes: float,
+    max_chain: int | None,
 ) -> None:
-    """After every save, for every retention and weight."""
+    """After every save, for every retention and weight, folds counted."""
     auto, intermittent = (
         simulate(
             trace,
@@ -52,6 +64,7 @@ def test_auto_never_writes_and_keeps_more_than_intermittent(
             restores_per_save=restores,
             row_bytes=row_bytes,
             fixed_bytes=fixed_bytes,
+            max_chain=max_chain,
         )
         for policy in ("auto", "intermittent")
     )
@@ -62,17 +75,21 @@ def test_auto_never_writes_and_keeps_more_than_intermittent(
 
 
 @settings(max_examples=100, deadline=None)
-@given(traces, st.sampled_from(POLICIES), retentions)
+@given(traces, st.sampled_from(POLICIES), retentions, st.one_of(st.none(), st.integers(1, 9)))
 def test_what_is_kept_is_what_the_kept_versions_read(
-    trace: Trace, policy: str, keep_last: int | None
+    trace: Trace, policy: str, keep_last: int | None, max_chain: int | None
 ) -> None:
-    saves = simulate(trace, policy, keep_last=keep_last)
+    saves = simulate(trace, policy, keep_last=keep_last, max_chain=max_chain)
     for save in saves:
         assert save.restore_bytes <= save.kept_bytes <= save.written_bytes
-        assert save.written_bytes == sum(one.bytes for one in saves[: save.save + 1])
+        assert save.written_bytes == sum(one.bytes + one.fold_bytes for one in saves[: save.save + 1])
+        # One more than `max_chain` is folded, and the next one depends on that fold alone.
+        assert max_chain is None or save.chain <= max_chain + 1
+        if max_chain is None or save.chain <= max_chain:
+            assert save.fold_bytes == 0
         if keep_last is None:
             assert save.kept_bytes == save.written_bytes
-        if keep_last == 1:
+        if keep_last == 1 and not save.fold_bytes:  # the chain beneath a fold goes after the next save
             assert save.kept_bytes == save.restore_bytes
         assert save.chain <= {"full": 1, "one-shot": 2, "intermittent": 2, "auto": 32}.get(
             policy, save.save + 1
@@ -119,6 +136,19 @@ def test_more_restores_make_shorter_chains() -> None:
     assert longest[-1] == 2
 
 
+def test_folds_of_consecutive_deltas_are_written_and_kept() -> None:
+    trace = Trace.of_growth(1000, [0.1], saves=7)
+    saves = simulate(trace, "consecutive", row_bytes=10, fixed_bytes=500, max_chain=3)
+    assert [save.chain for save in saves] == [1, 2, 3, 4, 2, 3, 4]
+    assert [save.fold_bytes for save in saves] == [0, 0, 0, 10_000, 0, 0, 10_000]
+    assert saves[-1].written_bytes == 10_500 + 6 * 1500 + 2 * 10_000
+    assert [save.restore_bytes for save in saves[2:5]] == [13_500, 11_500, 13_000]
+    kept = simulate(trace, "consecutive", row_bytes=10, fixed_bytes=500, max_chain=3, keep_last=1)
+    assert [save.kept_bytes for save in kept[2:5]] == [13_500, 25_000, 13_000]
+    unfolded = simulate(trace, "consecutive", row_bytes=10, fixed_bytes=500, max_chain=None)
+    assert [save.fold_bytes for save in unfolded] == [0] * 7
+
+
 def test_consecutive_keeps_what_the_paper_says() -> None:
     """About four times the model after 11 intervals (docs/design-notes/paper.md), with a quarter in each."""
     saves = simulate(Trace.of_growth(10_000, [0.26] * 11), "consecutive")
@@ -149,6 +179,7 @@ def test_wrong_options_are_refused() -> None:
         ({"restores_per_save": -1}, "restores_per_save"),
         ({"row_bytes": -1}, "row_bytes"),
         ({"fixed_bytes": -1}, "fixed_bytes"),
+        ({"max_chain": 0}, "max_chain=0"),
     ):
         with pytest.raises(OptionError, match=message):
             simulate(PAPER, **wrong)

@@ -86,7 +86,7 @@ def test_chains_stay_short_and_saves_stay_small(tmp_path: Path) -> None:
 
 
 def test_without_it_nothing_is_folded(tmp_path: Path) -> None:
-    job = Job(open_backend(tmp_path))
+    job = Job(open_backend(tmp_path), max_chain=None)
     for _ in range(5):
         job.save()
     job.checkpointer.close()

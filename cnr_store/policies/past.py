@@ -1,0 +1,186 @@
+"""What a policy knows of the versions since the last full one: sums, however many there are (standard library only)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
+
+Since = Literal["baseline", "previous"]
+WINDOW = 16
+"""Versions whose excess is known one by one. Of those before them only the greatest is."""
+
+
+class Delta(NamedTuple):
+    """A delta that was written: what it covers, and what ``intermittent`` would have written in its place."""
+
+    since: Since
+    intermittent_bytes: int
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sizes of a full version and of the deltas since.
+
+    Attributes
+    ----------
+    full_bytes
+        Of the full version.
+    deltas, deltas_bytes
+        How many deltas there are, and their bytes together.
+    first_bytes, last_bytes
+        Of the first and of the last delta; 0 without any.
+    """
+
+    full_bytes: int
+    deltas: int = 0
+    deltas_bytes: int = 0
+    first_bytes: int = 0
+    last_bytes: int = 0
+
+    def with_delta(self, nbytes: int) -> Sums:
+        """These sums with one more delta."""
+        first = self.first_bytes if self.deltas else nbytes
+        return Sums(self.full_bytes, self.deltas + 1, self.deltas_bytes + nbytes, first, nbytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the full version and all deltas."""
+        return self.full_bytes + self.deltas_bytes
+
+
+@dataclass(frozen=True)
+class Past:
+    """The last full version and the deltas since.
+
+    Attributes
+    ----------
+    written, intermittent
+        As they were written, and as ``intermittent`` would have written them.
+    folds_bytes
+        Bytes of the folds of these versions.
+    links
+        Versions that reading the newest takes.
+    beneath_bytes
+        Bytes of the other deltas that reading the newest takes.
+    excess_bytes
+        For each of the last `WINDOW` deltas, oldest first: if retention kept the versions from it on, how many bytes
+        more were written and kept than by ``intermittent``.
+    older_excess_bytes
+        The greatest such number of the deltas before them; None if there are none.
+    """
+
+    written: Sums
+    intermittent: Sums
+    folds_bytes: int = 0
+    links: int = 1
+    beneath_bytes: int = 0
+    excess_bytes: tuple[int, ...] = ()
+    older_excess_bytes: int | None = None
+
+    @classmethod
+    def of(cls, sizes_bytes: Sequence[int], deltas: Sequence[Delta] = (), since: Since = "baseline") -> Self:
+        """The past of these versions, one by one.
+
+        Parameters
+        ----------
+        sizes_bytes
+            Bytes of the full version, then of each delta.
+        deltas
+            What the first of these deltas are.
+        since
+            What the others cover. They count as ``intermittent``'s.
+        """
+        past = cls(Sums(sizes_bytes[0]), Sums(sizes_bytes[0]))
+        for position, nbytes in enumerate(sizes_bytes[1:]):
+            past = past.with_delta(
+                nbytes, deltas[position] if position < len(deltas) else Delta(since, nbytes)
+            )
+        return past
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> Self:
+        """The past that a record holds, once it is proven."""
+        sums = {name: Sums(**doc[name]) for name in ("written", "intermittent")}
+        return cls(**{**doc, **sums, "excess_bytes": tuple(doc["excess_bytes"])})
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that were written less than by ``intermittent``, folds counted."""
+        return self.intermittent.deltas_bytes - self.written.deltas_bytes - self.folds_bytes
+
+    def with_delta(self, nbytes: int, delta: Delta) -> Self:
+        """This past with one more delta, which took `nbytes`."""
+        chained = delta.since == "previous" and self.written.deltas > 0
+        beneath = self.beneath_bytes + self.written.last_bytes if chained else 0
+        less = delta.intermittent_bytes - nbytes
+        # Each older version keeps this one, too: `less` is saved in writing and in keeping.
+        excess = [one - 2 * less for one in self.excess_bytes]
+        older = [] if self.older_excess_bytes is None else [self.older_excess_bytes - 2 * less]
+        excess.append(beneath + self.folds_bytes - self.saved_bytes - 2 * less)
+        older += excess[:-WINDOW]
+        return replace(
+            self,
+            written=self.written.with_delta(nbytes),
+            intermittent=self.intermittent.with_delta(delta.intermittent_bytes),
+            links=self.links + 1 if delta.since == "previous" else 2,
+            beneath_bytes=beneath,
+            excess_bytes=tuple(excess[-WINDOW:]),
+            older_excess_bytes=max(older, default=None),
+        )
+
+    def with_fold(self, nbytes: int, *, newest: bool) -> Self:
+        """This past once one of its versions was folded: the fold is written and kept beside them.
+
+        Parameters
+        ----------
+        newest
+            Whether it is the newest that was folded. Else the chain counts as if it were as long as before.
+        """
+        older = self.older_excess_bytes
+        return replace(
+            self,
+            folds_bytes=self.folds_bytes + nbytes,
+            links=1 if newest else self.links,
+            beneath_bytes=0 if newest else self.beneath_bytes,
+            excess_bytes=tuple(one + 2 * nbytes for one in self.excess_bytes),
+            older_excess_bytes=None if older is None else older + 2 * nbytes,
+        )
+
+    def max_excess_bytes(self, keep_last: int | None) -> int:
+        """The greatest excess if retention keeps at most the last `keep_last` versions; those before count, too,
+        where it keeps more than are known one by one.
+        """
+        if keep_last is None:
+            return -2 * self.saved_bytes
+        excess = list(self.excess_bytes[-keep_last:])
+        if keep_last > len(self.excess_bytes) and self.older_excess_bytes is not None:
+            excess.append(self.older_excess_bytes)
+        return max(excess, default=0)
+
+
+def past_after(policy: Mapping[str, Any], nbytes: int) -> Past:
+    """The past after a version that is a delta.
+
+    Parameters
+    ----------
+    policy
+        The policy in that version's commit record: the fields of a `Decision`.
+    nbytes
+        Bytes of that version.
+    """
+    since: Since = "previous" if policy.get("since") == "previous" else "baseline"
+    past = _before(policy, since)
+    if past is None:  # no policy wrote it
+        return Past.of([nbytes])
+    offer = policy.get("offer")
+    saved = offer["baseline_bytes"] - offer["previous_bytes"] if offer and since == "previous" else 0
+    return past.with_delta(nbytes, Delta(since, nbytes + max(saved, 0)))
+
+
+def _before(policy: Mapping[str, Any], since: Since) -> Past | None:
+    if policy.get("past") is not None:
+        return Past.from_json(policy["past"])
+    # Earlier releases listed all sizes, and under `auto` the deltas, too.
+    sizes = policy.get("sizes_bytes", ())
+    return Past.of(sizes, [Delta(*delta) for delta in policy.get("deltas", ())], since) if sizes else None
