@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from zarr.abc.store import Store
 
-from cnr_backends import Backend, ObjectNotFoundError, open_backend
+from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
@@ -76,6 +76,7 @@ Url = str | os.PathLike[str] | Store | Backend
 """Where a store is: what `cnr_backends.open_backend` opens."""
 
 Version = str | int | VersionInfo
+_READ_WORKERS = 8
 _ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
 
 
@@ -227,6 +228,13 @@ class Catalog:
             if record is not None:
                 yield record
 
+    def oldest_first(self) -> list[Record]:
+        """Committed versions, oldest first, several read at once."""
+        self.check_format()
+        with Transfer(_READ_WORKERS, 4 * _READ_WORKERS) as transfer:
+            records = list(transfer.map(self.find_record, reversed(self.ids())))
+        return [record for record in records if record is not None]
+
     def find(self, version: Version = "latest") -> Record:
         """The record of a version.
 
@@ -315,6 +323,15 @@ def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[
 def list_ids(backend: Backend, prefix: str) -> frozenset[str]:
     """The version ids listed under a prefix of the store."""
     return frozenset(filter(layout.VersionId.parse, backend.list_names(prefix)))
+
+
+def has_object(backend: Backend, key: str) -> bool:
+    """Whether there is an object of this key."""
+    try:
+        backend.size(key)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def read_object(backend: Backend, key: str, what: str) -> bytes:

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from cnr_backends import Backend, BackendError
-from cnr_store.catalog.catalog import Catalog
+from cnr_backends import Backend, BackendError, Transfer
+from cnr_store.catalog.catalog import Catalog, has_object
 from cnr_store.catalog.claims import (
     Claim,
     create_claim,
@@ -36,6 +36,7 @@ log = logging.getLogger("cnr_store")
 LIVE_SECONDS = 600
 """A writer that committed so short a time ago may still run. Only a warning goes by it."""
 
+_WORKERS = 8
 _last_seen: dict[str, Seen] = {}
 
 
@@ -241,7 +242,12 @@ def _stale(backend: Backend, what: str) -> str:
 
 
 def _lost(backend: Backend, needs: Sequence[str]) -> list[str]:
-    # In this order: a tombstone is removed only after its version, so one of the two listings shows each removal.
+    # In this order: a tombstone is removed only after its version, so one of the two shows each removal.
+    # Each version is looked for by itself, because a listing grows with the store.
     tombstoned = list_tombstoned(backend)
-    present = set(backend.list_names(layout.VERSIONS))
-    return sorted(need for need in needs if need in tombstoned or need not in present)
+    workers = min(_WORKERS, len(needs))
+    with Transfer(workers, 2 * workers) as transfer:
+        present = transfer.map(lambda need: has_object(backend, layout.record_key(need)), needs)
+        return sorted(
+            need for need, is_there in zip(needs, present, strict=True) if need in tombstoned or not is_there
+        )

@@ -30,7 +30,7 @@ def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
     """List the committed versions of a store, oldest first."""
     backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)
-    records = list(catalog.newest_first())[::-1]
+    records = catalog.oldest_first()
     if not records and not catalog.check_format():
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)

@@ -73,6 +73,11 @@ class VersionId:
         return cls(ClaimId(int(match[1]), match[2]), int(match[3])) if match else None
 
 
+def is_version(text: str) -> bool:
+    """Whether it is a version's id."""
+    return _VERSION.fullmatch(text) is not None
+
+
 def claim_number(name: str) -> int | None:
     """The number of the claim that a name under ``writers/`` stands for, None if it is another object's.
 
@@ -100,7 +105,7 @@ def version_key(version: str, *parts: str, prefix: str = VERSIONS) -> str:
     FormatError
         It is no version's id. Ids come from a store, so they must be proven before they become part of a key.
     """
-    if VersionId.parse(version) is None:
+    if not is_version(version):
         raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
     return "/".join((prefix, version, *parts))
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from cnr_store.format.layout import VersionId, decode_name, encode_name
+from cnr_store.format.layout import decode_name, encode_name, is_version
 
 MOST = 1 << 62
 _LAST_SECOND = 253_402_300_799  # of the year 9999
@@ -95,9 +96,9 @@ def sizes(value: Any, name: str, minimum: int, dimensions: Iterable[int]) -> tup
 
 def version(value: Any, name: str) -> str:
     """A version's id."""
-    if VersionId.parse(text(value, name)) is None:
+    if not is_version(text(value, name)):
         raise ValueError(f"{name} is {shown(value)}, not a version id")
-    return text(value, name)
+    return str(value)
 
 
 def token(value: Any, name: str) -> str:
@@ -107,6 +108,7 @@ def token(value: Any, name: str) -> str:
     return text(value, name)
 
 
+@lru_cache(maxsize=4096)  # the versions of a store have the same paths
 def array_path(path: str) -> str:
     """``tables/TABLE/SLOT`` or ``dense/GROUP/NAME``, each name encoded as `encode_name` does."""
     parts = path.split("/")

@@ -35,7 +35,7 @@ def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
         The place holds something else than a store.
     """
     catalog = Catalog(open_backend(url, **storage_options))
-    return [VersionInfo.from_record(record) for record in catalog.newest_first()][::-1]
+    return [VersionInfo.from_record(record) for record in catalog.oldest_first()]
 
 
 def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overlay:
