@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/storage.py $(ARGS)
 	$(BIN)/python benchmarks/saving.py $(ARGS)
+	$(BIN)/python benchmarks/growth.py $(ARGS)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
 	$(BIN)/python benchmarks/state_bits.py $(ARGS)
 
