@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from cnr_backends import Backend
 
-Part = Literal["weights", "slots", "dense", "documents"]
+Part = Literal["weights", "slots", "dense", "documents", "folds"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 _REMEMBERED_BYTES = 1 << 20
@@ -26,16 +26,24 @@ class _Object:
 class Ledger(Backend):
     """Objects in memory, of which the larger ones are only sizes: enough for saving and for retention.
 
+    Parameters
+    ----------
+    name
+        Of its URL.
+    whole
+        Whether every object is kept as it is: folds read them.
+
     Attributes
     ----------
     written
         Bytes put so far, of objects since removed or replaced too, by what they are: rows, optimizer state beside
-        them, other arrays, or documents (metadata, manifests, state, records, claims, tombstones).
+        them, other arrays, documents (metadata, manifests, state, records, claims, tombstones), or all of a fold.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, whole: bool = False) -> None:
         self.url, self.atomic_create = f"ledger://{name}", True
         self.written: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        self._whole = whole
         self._objects: dict[str, _Object] = {}
         self._lock = threading.Lock()
 
@@ -51,7 +59,7 @@ class Ledger(Backend):
 
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         nbytes = sum(piece.nbytes for piece in pieces)
-        found = _Object(nbytes, b"".join(pieces) if nbytes <= _REMEMBERED_BYTES else None)
+        found = _Object(nbytes, b"".join(pieces) if self._whole or nbytes <= _REMEMBERED_BYTES else None)
         with self._lock:
             self._enter(key, found)
 
@@ -112,6 +120,8 @@ class Ledger(Backend):
 def part_of(key: str) -> Part:
     """What the object of a key is."""
     match key.split("/"):
+        case ["folds", *_]:
+            return "folds"
         case [*_, "zarr.json"]:
             return "documents"
         case ["versions", _, "tables", _, "weight", *_]:

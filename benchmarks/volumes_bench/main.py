@@ -24,9 +24,12 @@ _WIDTHS = (32, 8, 4, 3, 2)
 _SOME_WIDTHS = (8, 4, 2)
 _ROWS = (80_000, 40_000, 20_000, 10_000)
 _INTERVALS = 12
+_SHORT_CHAIN = 3
+"""Short enough to fold within a few saves: what folds write stands in the column "folds"."""
+
 _RATING_INTERVALS = 15
 _HEAD = (
-    f"  {'policy':27} {'bits':>4} | {'written MB':>10} {'of torch.save':>14} | {'all kept':>8} {'':>6} | "
+    f"  {'policy':27} {'bits':>4} | {'written MB':>10} {'of torch.save':>14} {'folds':>6} | {'all kept':>8} {'':>6} | "
     f"{'last kept':>9} {'':>6} | {'peak':>6} {'':>6}"
 )
 
@@ -38,6 +41,8 @@ def settings(policies: Sequence[str], widths: Sequence[int]) -> Iterator[Setting
     for bits in widths:
         yield from (Setting(policy, bits) for policy in policies)
         yield Setting("auto", bits, keep_last=1)
+        if "consecutive" in policies:
+            yield Setting("consecutive", bits, max_chain=_SHORT_CHAIN)
     yield Setting("intermittent", "auto")
 
 
@@ -92,7 +97,8 @@ def _show(line: Line, full: Full) -> str:
 
     return (
         f"  {line.policy:27} {line.bits!s:>4} |"
-        f" {line.mean_written_bytes / 1e6:10.2f} {less['written_times_less']:13.1f}x |"
+        f" {line.mean_written_bytes / 1e6:10.2f} {less['written_times_less']:13.1f}x"
+        f" {line.parts_bytes['folds'] / sum(line.written_bytes):6.0%} |"
         f" {pair(line.all_kept_bytes, less['all_kept_times_less'], 8)} |"
         f" {pair(line.mean_kept_bytes, less['kept_times_less'], 9)} |"
         f" {pair(line.peak_bytes, less['peak_times_less'], 6)}   "

@@ -12,6 +12,7 @@ import torch
 import cnr_store
 from benchmarks.volumes_bench.ledger import PARTS, Ledger, Part
 from benchmarks.volumes_bench.workloads import Workload
+from cnr_store.policies.policy import MAX_CHAIN
 from cnr_store.policies.widths import LOSSLESS
 from cnr_store.training.model.tables import find_tables
 
@@ -20,12 +21,16 @@ Bits = int | str
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run saves. `keep_last` 1: ``auto`` weighs bytes for a store that keeps one version."""
+    """How a run saves. `keep_last` 1: ``auto`` weighs bytes for a store that keeps one version.
+
+    `max_chain` as for `Checkpointer`; 64 folds nothing in as few saves as there are.
+    """
 
     policy: str
     bits: Bits
     keep_last: int | None = None
     state_bits: int = LOSSLESS
+    max_chain: int = MAX_CHAIN
 
     @property
     def collects(self) -> bool:
@@ -35,6 +40,8 @@ class Setting:
     @property
     def name(self) -> str:
         beside = f", state_bits={self.state_bits}" if self.state_bits != LOSSLESS else ""
+        if self.max_chain != MAX_CHAIN:
+            beside += f", max_chain={self.max_chain}"
         return self.policy + (f", keep_last={self.keep_last}" if self.keep_last else "") + beside
 
 
@@ -53,7 +60,7 @@ class Line:
     Attributes
     ----------
     written_bytes, rows
-        By each save.
+        By each save, and by the fold behind it.
     rows
         Written by each save.
     baselines
@@ -97,7 +104,7 @@ class Run:
 
     def __init__(self, setting: Setting, workload: Workload) -> None:
         self.setting = setting
-        self.ledger = Ledger(f"{setting.name}-{setting.bits}")
+        self.ledger = Ledger(f"{setting.name}-{setting.bits}", whole=setting.max_chain != MAX_CHAIN)
         self.checkpointer = cnr_store.Checkpointer(
             self.ledger,
             workload.model,
@@ -105,6 +112,7 @@ class Run:
             policy=setting.policy,
             bits=setting.bits,
             state_bits=setting.state_bits,
+            max_chain=setting.max_chain,
             keep_last=setting.keep_last,
             # Every version is asked for, so that nothing goes behind the back of this count; `gc` is called below.
             keep_every=setting.keep_last and 1,
@@ -119,6 +127,7 @@ class Run:
     def save(self, step: int) -> None:
         present, parts = self.ledger.present_bytes, dict(self.ledger.written)
         self._infos.append(self.checkpointer.save(step).result())
+        self.checkpointer._upkeep.wait()  # nothing public tells of folds behind a save
         for part in PARTS:
             self._parts[part] += self.ledger.written[part] - parts[part]
         self._written.append(self.ledger.written_bytes - sum(parts.values()))
