@@ -110,7 +110,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
     doc |= {"host": platform.node(), "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
     _claimed.add((os.getpid(), claim.token))  # before: it may be created although the response is lost
     with suppress(ObjectExistsError):
-        backend.create(layout.writer_key(name), dumps(doc))
+        backend.with_reserve(lambda: backend.create(layout.writer_key(name), dumps(doc)))
         if backend.atomic_create:
             return True
     try:

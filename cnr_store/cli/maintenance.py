@@ -127,6 +127,7 @@ def gc(
 
     Always kept: the newest version, pinned ones, each version that a kept one depends on, and what the run that wrote
     last depends on until it has closed its checkpointer. --end-run is for a run that died before it could.
+    The exit status is 1 if anything that unfinished saves left stays although --grace-seconds is 0.
     """
     if end_run and dry_run:
         raise typer.BadParameter("--dry-run changes nothing: leave --end-run out")
@@ -148,6 +149,9 @@ def gc(
         _print_removal(done, ruled=keep_last is not None or keep_every is not None)
     if done.stopped is not None:
         say(f"cnr: nothing was removed: {done.stopped}")
+        raise typer.Exit(1)
+    if done.left and not grace_seconds and not dry_run:
+        say(f"cnr: {done.left_bytes:,} bytes that unfinished saves left could not be removed")
         raise typer.Exit(1)
 
 
@@ -181,6 +185,10 @@ def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
         print_line(f"{removed}: {version}")
     for attempt in done.leftovers:
         print_line(f"{removed}: {attempt}, left by an unfinished save")
+    for attempt, reason in done.left.items():
+        print_line(f"left: {attempt}, of an unfinished save: {reason}")
+    if done.left:
+        print_line(f"{done.left_bytes:,} bytes left of unfinished saves")
     print_line(
         f"{len(done.kept):,} versions kept{'' if ruled else ', as there is no rule'}, {len(done.removed):,} {removed}; "
         f"{done.freed_bytes:,} bytes"

@@ -231,6 +231,9 @@ class FailingBackend(Backend):
         self._inner = inner
         self._after = after
 
+    def sweep(self, prefix: str) -> None:
+        self._inner.sweep(prefix)
+
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._check("put", key)
         self._inner.put(key, pieces)

@@ -1,7 +1,8 @@
 """The one way to write a version: plan, stage (encode and put), commit.
 
-Nothing of a version is visible before its commit record, which is created last and exclusively. After a failed
-attempt the writer voids its id, so that it can't appear later. No other version ever uses its objects.
+Nothing of a version is visible before its commit record, which is created last and exclusively. A failed attempt
+removes its objects. If its record may have been sent, the writer first voids its id, so that the record can't appear
+later; if it can't tell, it removes nothing. No other version ever uses an attempt's objects.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Writer:
         if self._claim is None:
             self._claim = self._claim_anew()
             self._made = self._claim.id
+            self._backend.hold_reserve()
         return self._claim
 
     def _claim_anew(self) -> claims.Claim:
@@ -121,7 +123,7 @@ class Writer:
         BaseLostError
             A version that this one depends on was removed.
         """
-        claim, version, nonce = None, None, secrets.token_hex(16)
+        claim, version, nonce, sent = None, None, secrets.token_hex(16), False
         try:
             try:
                 claim = self._claimed()
@@ -132,11 +134,16 @@ class Writer:
                 rows_done()
             record = _record(self._backend, version, plan, staged, nonce)
             fencing.check_may_commit(self._backend, claim, plan.needs)
+            sent = True
             record = commit(self._backend, record)
-        except Exception as error:  # whatever went wrong, the attempt must be voided
-            landed = self._give_up(claim, version, nonce, plan.previous) if claim and version else None
-            if landed:
-                return self._committed(landed)
+            self._backend.hold_reserve()  # a failed save may have used it up
+        except Exception as error:  # whatever went wrong, the attempt must be given up
+            if version and claim and sent:
+                landed = self._give_up(claim, version, nonce, plan.previous)
+                if landed:
+                    return self._committed(landed)
+            elif version:
+                self._remove(version)
             if isinstance(error, CheckpointError):
                 raise
             attempt = f" as version {version}" if version else ""
@@ -156,22 +163,43 @@ class Writer:
         fencing.remember(self._backend, self._seen)
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
-        """Void an attempt's id, so that nothing of it can appear later.
+        """End an attempt whose record may have been sent: void its id, then remove its objects.
 
         Returns the record if the commit landed after all, as it may when only the response was lost.
         """
-        key = layout.record_key(version)
         try:
-            try:
-                self._backend.create(key, encode_void(str(claim.id), secrets.token_hex(16), time.time()))
-            except ObjectExistsError:
-                landed = decode_record(self._backend.get(key), version)
-                return landed if landed is not None and landed.nonce == nonce else None
+            landed = self._void(claim, version, nonce)
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
-            log.warning("version %s could not be voided: %s", version, error)
+            log.warning("version %s could not be voided, so its objects stay: %s", version, error)
             self.renew(previous)
+            return None
+        if landed is None:
+            self._remove(version)
+        return landed
+
+    def _void(self, claim: claims.Claim, version: str, nonce: str) -> Record | None:
+        """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
+        key = layout.record_key(version)
+        void = encode_void(str(claim.id), secrets.token_hex(16), time.time())
+        try:
+            self._backend.with_reserve(lambda: self._backend.create(key, void))
+        except ObjectExistsError:
+            landed = decode_record(self._backend.get(key), version)
+            return landed if landed is not None and landed.nonce == nonce else None
         return None
+
+    def _remove(self, version: str) -> None:
+        """Remove the objects of an attempt that can't be committed any more, but a void record."""
+        folder, record = layout.version_key(version), layout.record_key(version)
+        try:
+            keys = [key for key, _ in self._backend.list_keys(folder) if key != record]
+            with Transfer(self._workers, 2 * self._workers) as transfer:
+                for _ in transfer.map(self._backend.delete, keys):
+                    pass
+            self._backend.sweep(folder)
+        except BackendError as error:
+            log.warning("what the failed save of version %s left could not be removed: %s", version, error)
 
 
 def _new_token() -> str:

@@ -21,11 +21,12 @@ from cnr_backends.errors import (
 )
 from cnr_backends.keys import check_key, check_prefix, is_key, is_name
 from cnr_backends.pieces import BytesLike, Pieces, as_pieces
+from cnr_backends.room import Room
 
 _READS = frozenset({"get", "get_range", "get_suffix", "size"})
 
 
-class Backend(ABC):
+class Backend(Room, ABC):
     """Stores whole objects under "/"-separated keys.
 
     The public methods check keys and arguments, and raise this distribution's errors for failures of the

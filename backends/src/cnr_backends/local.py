@@ -5,22 +5,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
+import shutil
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from cnr_backends.backend import Backend
-from cnr_backends.errors import OpenError, StorageError
-from cnr_backends.keys import TEMPORARY_PREFIX, is_name
+from cnr_backends.errors import BackendError, OpenError, StorageError
+from cnr_backends.files import (
+    LackingFilesystemError,
+    entries,
+    read,
+    remove_abandoned,
+    sync_folder,
+    write_file,
+)
+from cnr_backends.keys import TEMPORARY_PREFIX, check_prefix
 from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-_TEMPORARY_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-_ABANDONED_SECONDS = 24 * 3600
 _WRITE_ATTEMPTS = 10
+
+RESERVE = "reserve"
+"""The key of the file that holds room back."""
+RESERVE_BYTES = 256 << 10
+RESERVE_STEP_BYTES = 32 << 10
 
 
 class LocalBackend(Backend):
@@ -31,7 +41,10 @@ class LocalBackend(Backend):
     objects: listings leave them out, and a link that leads outside the root is neither read nor written. A link that
     is made between this check and the access is not caught: keep attackers from writing to the folder.
 
-    `create` needs hard links, which a few network and FAT filesystems lack.
+    `create` needs hard links, or else renames that replace nothing, as Linux has them on most filesystems.
+
+    The file ``reserve`` holds `RESERVE_BYTES` back for small objects on a disk that is full. They take it in parts of
+    `RESERVE_STEP_BYTES`. It is made only where four times as much is free.
 
     Parameters
     ----------
@@ -47,7 +60,7 @@ class LocalBackend(Backend):
     atomic_create = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(os.path.abspath(os.path.expanduser(os.fspath(root))))  # noqa: PTH100, PTH111 - keeps links
+        self.root = _absolute(root)
         self.url = f"file://{self.root}"
         try:
             mode = self.root.stat().st_mode
@@ -79,28 +92,28 @@ class LocalBackend(Backend):
 
     def _get(self, key: str) -> bytes:
         with self._opened(key) as (file, size):
-            return _read(file, 0, size)
+            return read(file, 0, size)
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
         with self._opened(key) as (file, size):
-            return _read(file, start, min(length, max(size - start, 0)))
+            return read(file, start, min(length, max(size - start, 0)))
 
     def _get_suffix(self, key: str, length: int) -> bytes:
         with self._opened(key) as (file, size):
-            return _read(file, max(size - length, 0), min(length, size))
+            return read(file, max(size - length, 0), min(length, size))
 
     def _size(self, key: str) -> int:
         with self._opened(key) as (_, size):
             return size
 
     def _list_names(self, prefix: str) -> list[str]:
-        return [entry.name for entry in _entries(self._path(prefix))]
+        return [entry.name for entry in entries(self._path(prefix))]
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         folders = [prefix]
         while folders:
             folder = folders.pop()
-            for entry in _entries(self._path(folder)):
+            for entry in entries(self._path(folder)):
                 key = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(key)
@@ -119,8 +132,50 @@ class LocalBackend(Backend):
                 return
             raise
         with contextlib.suppress(FileNotFoundError):  # a concurrent delete removed the folder
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             self._remove_empty(path.parent)
+
+    def hold_reserve(self) -> None:
+        with contextlib.suppress(OSError, BackendError):
+            if self._reserve_nbytes() < RESERVE_BYTES <= shutil.disk_usage(self.root).free // 4:
+                # Random bytes: a filesystem may compress, or store equal blocks once.
+                self._write(RESERVE, [memoryview(os.urandom(RESERVE_BYTES))], replace=True)
+
+    def shrink_reserve(self) -> bool:
+        nbytes = self._reserve_nbytes()
+        try:
+            if nbytes > RESERVE_STEP_BYTES:
+                os.truncate(self.root / RESERVE, nbytes - RESERVE_STEP_BYTES)
+            elif nbytes:
+                (self.root / RESERVE).unlink()
+            sync_folder(self.root)
+        except FileNotFoundError:  # another process removed it
+            return True
+        except OSError:
+            return False
+        return nbytes > 0
+
+    def _reserve_nbytes(self) -> int:
+        try:
+            return (self.root / RESERVE).lstat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def sweep(self, prefix: str) -> None:
+        folder = self._path(check_prefix(prefix))
+        with self._guard("sweep", prefix):
+            for parent, _, names in os.walk(folder, topdown=False):
+                for name in names:
+                    if name.startswith(TEMPORARY_PREFIX):
+                        Path(parent, name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty
+                    Path(parent).rmdir()
+            self._remove_empty(folder)
+
+    def _advice(self, error: Exception) -> str:
+        if isinstance(error, LackingFilesystemError):
+            return "use a folder on another filesystem, such as ext4, xfs or NFS"
+        return super()._advice(error)
 
     def _path(self, key: str) -> Path:
         """Return the path of `key`, or raise StorageError if symbolic links lead outside the root."""
@@ -158,13 +213,16 @@ class LocalBackend(Backend):
             path = self._path(key)
             try:
                 self._make_folder(path.parent)
-                return _write_file(path, pieces, replace=replace)
+                return write_file(path, pieces, replace=replace)
             except FileNotFoundError:
                 # A concurrent delete removed the empty folder.
                 with self._lock:
                     self._synced.clear()
                 if attempt == _WRITE_ATTEMPTS - 1:
                     raise
+            except OSError:
+                self._remove_empty(path.parent)  # a folder takes room, too
+                raise
         raise AssertionError("unreachable")
 
     def _make_folder(self, folder: Path) -> None:
@@ -179,7 +237,7 @@ class LocalBackend(Backend):
             made = True
         # Another process may have made the folder a moment ago, and not have synced it yet.
         if made or folder.is_relative_to(os.path.realpath(self.root)):
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
             with self._lock:
                 self._synced.add(folder)
 
@@ -187,104 +245,23 @@ class LocalBackend(Backend):
         """Remove `folder` and its parents below the root as far as they are empty."""
         root = Path(os.path.realpath(self.root))
         while folder != root:
-            _remove_abandoned(folder)
+            remove_abandoned(folder)
             try:
                 folder.rmdir()
-            except OSError:  # not empty, in use or gone: no harm
+            except FileNotFoundError:  # its parents may be there
+                pass
+            except OSError:  # not empty or in use: no harm
                 return
             with self._lock:
                 self._synced.discard(folder)
             folder = folder.parent
 
 
-def _write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
-    temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
+def _absolute(root: str | os.PathLike[str]) -> Path:
     try:
-        with os.fdopen(os.open(temporary, _TEMPORARY_FLAGS, 0o666), "wb", buffering=0) as file:
-            for piece in pieces:
-                _write_all(file.fileno(), piece)
-            os.fsync(file.fileno())
-        if replace:
-            temporary.replace(path)
-        elif not _link(temporary, path):
-            return False
-        with contextlib.suppress(FileNotFoundError):  # the file and its folder were deleted at once
-            _sync_folder(path.parent)
-        return True
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-def _write_all(file: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(file, piece) :]
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    """Give a file its name. Return False if the name is taken."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # On NFS an answer can get lost: the repeated request then finds the link that the first one made.
-        return temporary.stat().st_nlink > 1
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise OSError(
-                error.errno,
-                "exclusive create needs hard links, which this filesystem lacks; use another one",
-            ) from error
-        raise
-    return True
-
-
-def _read(file: int, start: int, length: int) -> bytes:
-    """Return `length` bytes from `start` on, or fewer where the file ends."""
-    parts = []
-    while length:
-        part = os.pread(file, length, start)
-        if not part:
-            break
-        parts.append(part)
-        start += len(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files and folders in a folder without temporary ones; nothing if there is no such folder."""
-    try:
-        entries = os.scandir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with entries:
-        for entry in entries:
-            if is_name(entry.name) and (
-                entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
-            ):
-                yield entry
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of crashed writers, if the folder has nothing else."""
-    try:
-        with os.scandir(folder) as entries:
-            abandoned = []
-            for entry in entries:
-                old = time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS
-                if not (old and entry.name.startswith(TEMPORARY_PREFIX)):
-                    return
-                abandoned.append(entry.path)
-        for path in abandoned:
-            os.unlink(path)  # noqa: PTH108 - scandir gives a str
-    except FileNotFoundError:  # another process removed them
-        return
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        return Path(os.path.abspath(os.path.expanduser(os.fspath(root))))  # noqa: PTH100, PTH111 - keeps links
+    except FileNotFoundError as error:
+        raise OpenError(
+            f"can't open {os.fspath(root)!r}: the working folder, which it is relative to, was deleted; give an "
+            "absolute path, or change to a folder that exists"
+        ) from error

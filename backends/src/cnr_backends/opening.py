@@ -10,10 +10,10 @@ from zarr.abc.store import Store
 from zarr.storage import LocalStore
 
 from cnr_backends.backend import Backend
+from cnr_backends.clouds.s3 import S3Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.local import LocalBackend
 from cnr_backends.remote import FsspecBackend, MemoryBackend
-from cnr_backends.s3 import S3Backend
 from cnr_backends.urls import protocol_of
 from cnr_backends.zarr_backend import ZarrBackend
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from cnr_backends import Backend, Transfer
+from cnr_backends import Backend, StorageFullError, Transfer
 from cnr_store.catalog.catalog import list_ids
 from cnr_store.format import layout
 from cnr_store.format.record_document import encode_void
@@ -16,11 +16,36 @@ from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 from cnr_store.maintenance.objects import delete_objects
 
 
+@dataclass(frozen=True)
+class Left:
+    """What attempts left that was not deleted.
+
+    Attributes
+    ----------
+    reasons
+        Why, by id.
+    nbytes
+        Bytes of their objects.
+    """
+
+    reasons: Mapping[str, str]
+    nbytes: int
+
+
 class Deletion:
     """One run of retention. Its tombstones are its own, so that it alone may take them back.
 
-    Call `tombstone`, take another snapshot, `untombstone` what is needed after all, `hide` the rest, then
-    `delete_objects` and `delete_stale_marks`.
+    Call `delete_objects` for what is aborted, then `tombstone`, take another snapshot, `untombstone` what is needed
+    after all, `hide` the rest, then `delete_objects` and `delete_stale_marks`.
+
+    Attributes
+    ----------
+    freed_bytes
+        Bytes of all objects deleted.
+    done, emptied
+        The number of ids whose objects were deleted, and those of them that had any.
+    full
+        Why not all of the versions got a tombstone in the last call of `tombstone`, or None.
     """
 
     def __init__(self, backend: Backend, transfer: Transfer, by: str) -> None:
@@ -29,14 +54,40 @@ class Deletion:
         self._by = by
         self._run = secrets.token_hex(8)
         self.freed_bytes = 0
+        self.done = 0
+        self.emptied: list[str] = []
+        self.full: StorageFullError | None = None
 
-    def tombstone(self, versions: Iterable[str]) -> None:
-        """Put a tombstone on each version. From then on no writer begins to depend on it."""
+    def tombstone(self, versions: Iterable[str]) -> list[str]:
+        """Put a tombstone on each version. From then on no writer begins to depend on it.
+
+        If there is no room for all, only the newest get one, half as many as there was room for: then there is room
+        to `hide` them, and nothing that keeps its record depends on them.
+
+        Returns
+        -------
+        The versions with a tombstone, newest first.
+        """
+        self.full, marked = None, []
+        newest_first = sorted(versions, reverse=True)
         data = dumps({"by": self._by, "time": time.time()})
-        for _ in self._transfer.map(
-            lambda version: self._backend.put(self._tombstone(version), data), versions
-        ):
-            pass
+        try:
+            for version in self._transfer.map(
+                lambda version: self._put_tombstone(version, data), newest_first
+            ):
+                marked.append(version)  # noqa: PERF402 - what comes before a failure counts
+        except StorageFullError as error:
+            self.full = error
+            del marked[(len(marked) + 1) // 2 :]
+            self.untombstone(newest_first[len(marked) :])
+        return marked
+
+    def _put_tombstone(self, version: str, data: bytes) -> str:
+        self._put(self._tombstone(version), data)
+        return version
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._backend.with_reserve(lambda: self._backend.put(key, data))
 
     def untombstone(self, versions: Iterable[str]) -> None:
         """Remove this run's tombstones from versions that a writer depended on before they were tombstoned."""
@@ -54,9 +105,8 @@ class Deletion:
         """
         aborted = dict(snapshot.aborted)
         for version in sorted(versions, reverse=True):
-            aborted[version] = time.time()
-            void = encode_void(self._by, secrets.token_hex(16), aborted[version])
-            self._backend.put(layout.record_key(version), void)
+            aborted[version], void = self._void()
+            self._put(layout.record_key(version), void)
             self.freed_bytes += snapshot.versions[version].record_bytes - len(void)
         return replace(
             snapshot,
@@ -65,17 +115,55 @@ class Deletion:
             tombstoned=snapshot.tombstoned.union(versions),
         )
 
-    def delete_objects(self, version: str) -> bool:
-        """Delete all objects of an aborted id and its fold, except the void record. Tells whether there were any."""
-        record, fold = layout.record_key(version), layout.record_key(version, layout.FOLDS)
-        found = sorted(self._backend.list_keys(layout.version_key(version, prefix=layout.FOLDS)))
-        listed = self._backend.list_keys(layout.version_key(version))
-        found += sorted(item for item in listed if item[0] != record)
-        if any(key == fold for key, _ in found):
+    def _void(self) -> tuple[float, bytes]:
+        """The time, and a void record. All have one length, since whole seconds do, so a dry run can count them."""
+        now = float(int(time.time()))
+        return now, encode_void(self._by, secrets.token_hex(16), now)
+
+    def delete_objects(self, version: str) -> None:
+        """Delete all objects of an aborted id and its fold, except the void record."""
+        fold = layout.record_key(version, layout.FOLDS)
+        found = self._objects(version)
+        if fold in found:
             self._backend.delete(fold)
-        delete_objects(self._backend, self._transfer, (key for key, _ in found if key != fold))
-        self.freed_bytes += sum(nbytes for _, nbytes in found)
-        return bool(found)
+        delete_objects(self._backend, self._transfer, (key for key in found if key != fold))
+        for prefix in (layout.VERSIONS, layout.FOLDS):
+            self._backend.sweep(layout.version_key(version, prefix=prefix))
+        self.freed_bytes += sum(found.values())
+        self.done += 1
+        if found:
+            self.emptied.append(version)
+
+    def _objects(self, version: str) -> dict[str, int]:
+        """Sizes of all objects of an id and its fold, except its record, by key."""
+        folders = [layout.version_key(version, prefix=prefix) for prefix in (layout.FOLDS, layout.VERSIONS)]
+        listed = (item for folder in folders for item in sorted(self._backend.list_keys(folder)))
+        return {key: nbytes for key, nbytes in listed if key != layout.record_key(version)}
+
+    def nbytes(self, version: str) -> int:
+        """What `delete_objects` would free."""
+        return sum(self._objects(version).values())
+
+    def nbytes_of_version(self, version: str) -> int:
+        """What `hide` and `delete_objects` would free."""
+        return self.nbytes(version) + self._backend.size(layout.record_key(version)) - len(self._void()[1])
+
+    def left(self, snapshot: StoreSnapshot, deleted: Collection[str], grace_seconds: float) -> Left:
+        """What attempts left, other than those that were `deleted`, and why it stays."""
+        reasons, nbytes = {}, 0
+        for version in sorted(snapshot.names - snapshot.versions.keys() - set(deleted)):
+            found = self.nbytes(version)
+            if not found:
+                continue
+            nbytes += found
+            if version in snapshot.aborted:
+                reasons[version] = f"it was given up less than {grace_seconds:g} seconds ago (the grace time)"
+            else:
+                reasons[version] = (
+                    f"writer {snapshot.newest}, the newest, may still be at work on it; it can go after another run "
+                    "has saved"
+                )
+        return Left(reasons, nbytes)
 
     def delete_aborted_records(self, versions: Iterable[str]) -> None:
         """Delete the void records of ids under which nothing can be committed any more."""

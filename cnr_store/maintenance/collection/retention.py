@@ -9,18 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from cnr_backends import Backend, Transfer, open_backend
+from cnr_backends import Backend, StorageFullError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import is_own_version, newest_claim
 from cnr_store.errors import EmptyStoreError, OptionError
-from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId
-from cnr_store.maintenance.collection.deletion import Deletion, deletable, deletable_records
+from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
 
@@ -81,8 +80,12 @@ class GcReport:
         Ids of crashed or failed attempts whose objects were deleted.
     freed_bytes
         Bytes of all objects deleted.
+    left
+        Why the objects of other crashed or failed attempts stay, by id.
+    left_bytes
+        Bytes of these objects.
     stopped
-        Why nothing was done, or None.
+        Why no version was deleted, or None.
     dry_run
         Whether nothing was changed, and this is what would be done.
     """
@@ -91,6 +94,8 @@ class GcReport:
     removed: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     freed_bytes: int = 0
+    left: Mapping[str, str] = field(default_factory=dict)
+    left_bytes: int = 0
     stopped: str | None = None
     dry_run: bool = False
 
@@ -143,6 +148,8 @@ def gc(
         With `end_run`, another writer claimed the store at that moment. Nothing was changed.
     CorruptionError, FormatError
         A record or the newest claim can't be read, so it is unknown what is needed. Nothing was deleted.
+    cnr_backends.StorageFullError
+        The storage is full, and nothing could be deleted that would make room for tombstones and void records.
     cnr_backends.BackendError
         The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
@@ -189,48 +196,88 @@ class Retention:
     def run(self, *, dry_run: bool = False, progress: Progress | None = None) -> GcReport:
         """Take a snapshot, put tombstones, take another, and delete. See `gc` for what it raises."""
         with Transfer(WORKERS, 2 * WORKERS) as transfer:
+            deletion = Deletion(self._backend, transfer, str(self._own or "gc"))
             snapshot = self._reader.take(transfer, void=not dry_run)
             if stopped := self._stopped(snapshot):
                 return GcReport({}, stopped=stopped, dry_run=dry_run)
-            kept = choose(snapshot, self._rules, self._not_seen(snapshot))
-            to_delete = [version for version in snapshot.versions if version not in kept]
             if dry_run:
-                return self._dry_run_report(snapshot, kept, to_delete)
-            deletion = Deletion(self._backend, transfer, str(self._own or "gc"))
-            if to_delete:
-                deletion.tombstone(to_delete)
+                return self._dry_run_report(snapshot, deletion)
+            removed: list[str] = []
+            while True:
+                freed_bytes = deletion.freed_bytes
+                # Leftovers go first: tombstones may need the room.
+                kept, to_delete = self._chosen(snapshot)
+                self._delete_objects(snapshot, deletion, progress or no_progress, len(to_delete))
+                if to_delete and snapshot.full is None:
+                    snapshot, kept, gone = self._delete_versions(to_delete, snapshot, deletion, transfer)
+                    removed += gone
+                    self._delete_objects(snapshot, deletion, progress or no_progress)
+                stopped, full = self._stopped(snapshot), snapshot.full or deletion.full
+                if stopped or full is None:
+                    break
+                if deletion.freed_bytes == freed_bytes:
+                    raise StorageFullError(
+                        f"{self._backend.url} is full, and nothing more can be deleted without room for a small object "
+                        f"({full}); free 100 kB by hand, then try again"
+                    ) from full
                 snapshot = self._reader.take(transfer, void=True)
-                stopped = self._stopped(snapshot)
-                kept = choose(
-                    snapshot, self._rules, self._not_seen(snapshot), snapshot.versions.keys() - to_delete
-                )
-                deletion.untombstone(version for version in to_delete if stopped or version in kept)
-                if stopped:
-                    return GcReport({}, stopped=stopped)
-                to_delete = [
-                    version for version in to_delete if version not in kept and version in snapshot.versions
-                ]
-                snapshot = deletion.hide(to_delete, snapshot)
-            emptied = self._delete_objects(to_delete, snapshot, deletion, progress or no_progress)
-            leftovers = tuple(version for version in emptied if version not in to_delete)
-            return GcReport(kept, tuple(to_delete), leftovers, deletion.freed_bytes)
+            self._backend.hold_reserve()
+            left = self._left(snapshot, deletion)
+            leftovers = tuple(version for version in deletion.emptied if version not in removed)
+            return GcReport(
+                {} if stopped else kept,
+                tuple(sorted(removed)),
+                leftovers,
+                deletion.freed_bytes,
+                left.reasons,
+                left.nbytes,
+                stopped,
+            )
+
+    def _chosen(self, snapshot: StoreSnapshot) -> tuple[dict[str, str], list[str]]:
+        """The versions to keep, with reasons, and the others."""
+        kept = choose(snapshot, self._rules, self._not_seen(snapshot))
+        return kept, [version for version in snapshot.versions if version not in kept]
+
+    def _delete_versions(
+        self, versions: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion, transfer: Transfer
+    ) -> tuple[StoreSnapshot, dict[str, str], list[str]]:
+        """Put tombstones on versions, look again, and make those invisible that nobody needs.
+
+        Returns
+        -------
+        The second snapshot without them, the versions to keep with reasons, and the ids that are gone.
+        """
+        marked = deletion.tombstone(versions)
+        snapshot = self._reader.take(transfer, void=True)
+        # An attempt that is not aborted may yet be committed, and nobody knows what it needs.
+        stopped = self._stopped(snapshot) or snapshot.full
+        kept = choose(
+            snapshot, self._rules, self._not_seen(snapshot), snapshot.versions.keys() - marked
+        )
+        deletion.untombstone(version for version in marked if stopped or version in kept)
+        if stopped:
+            return snapshot, kept, []
+        gone = [version for version in marked if version not in kept and version in snapshot.versions]
+        return deletion.hide(gone, snapshot), kept, gone
 
     def _delete_objects(
-        self, to_delete: Sequence[str], snapshot: StoreSnapshot, deletion: Deletion, progress: Progress
-    ) -> list[str]:
-        """Delete the objects of all aborted ids whose grace time is over. Returns the ids that had any."""
+        self, snapshot: StoreSnapshot, deletion: Deletion, progress: Progress, more: int = 0
+    ) -> None:
+        """Delete the objects of all aborted ids whose grace time is over; `more` ids are known to follow."""
         now = time.time()
         due = deletable(snapshot, now, self._grace_seconds)
         undone = [version for version in due if version not in self._emptied]
-        emptied = []
-        for done, version in enumerate(undone, 1):
-            if deletion.delete_objects(version):
-                emptied.append(version)
+        for todo, version in zip(range(len(undone) - 1 + more, -1, -1), undone, strict=False):
+            deletion.delete_objects(version)
             self._emptied.add(version)
-            progress(done, len(undone))
+            progress(deletion.done, deletion.done + todo)
         deletion.delete_aborted_records(deletable_records(snapshot, due, now, self._grace_seconds))
         deletion.delete_stale_marks(snapshot)
-        return emptied
+
+    def _left(self, snapshot: StoreSnapshot, deletion: Deletion) -> Left:
+        due = deletable(snapshot, time.time(), self._grace_seconds)
+        return deletion.left(snapshot, due, self._grace_seconds)
 
     def _not_seen(self, snapshot: StoreSnapshot) -> list[str]:
         """Versions that a job may not remove: neither its process made them, nor had it seen them when it loaded."""
@@ -248,21 +295,16 @@ class Retention:
         newest = snapshot.newest.id if snapshot.newest else None
         return f"writer {self._own} was superseded by {newest}; only the newest deletes versions"
 
-    def _dry_run_report(
-        self, snapshot: StoreSnapshot, kept: Mapping[str, str], to_delete: Sequence[str]
-    ) -> GcReport:
+    def _dry_run_report(self, snapshot: StoreSnapshot, deletion: Deletion) -> GcReport:
+        kept, to_delete = self._chosen(snapshot)
         due = deletable(snapshot, time.time(), self._grace_seconds)
-        nbytes = {
-            version: sum(
-                nbytes
-                for prefix in (layout.VERSIONS, layout.FOLDS)
-                for key, nbytes in self._backend.list_keys(layout.version_key(version, prefix=prefix))
-                if version in to_delete or key != layout.record_key(version)
-            )
-            for version in (*to_delete, *due)
-        }
+        nbytes = {version: deletion.nbytes(version) for version in due}
+        freed_bytes = sum(nbytes.values()) + sum(map(deletion.nbytes_of_version, to_delete))
         leftovers = tuple(version for version in due if nbytes[version])
-        return GcReport(kept, tuple(to_delete), leftovers, sum(nbytes.values()), dry_run=True)
+        left = self._left(snapshot, deletion)
+        return GcReport(
+            kept, tuple(to_delete), leftovers, freed_bytes, left.reasons, left.nbytes, dry_run=True
+        )
 
 
 def choose(

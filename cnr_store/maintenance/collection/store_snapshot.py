@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Transfer
+from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, StorageFullError, Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import list_ids
 from cnr_store.catalog.claims import ClaimRecord
@@ -56,6 +56,8 @@ class StoreSnapshot:
         Ids of all attempts listed.
     folds
         By id, the paths that its fold holds; none for an incomplete fold.
+    full
+        Why attempts of older generations could not be aborted, although asked for; None if all were.
     """
 
     newest: ClaimRecord | None
@@ -65,6 +67,7 @@ class StoreSnapshot:
     aborted: Mapping[str, float]
     names: frozenset[str]
     folds: Mapping[str, frozenset[str]]
+    full: StorageFullError | None = None
 
     def depends_on(self, version: str) -> set[str]:
         """The next versions in the chains of its arrays, as far as they are committed."""
@@ -96,6 +99,8 @@ class SnapshotReader:
 
         That is every attempt of older generations, and of the newest if its claim is closed.
 
+        Without, they count as aborted now. If the storage is full, not all are aborted, and the snapshot says so.
+
         A process whose own claim is not the newest aborts nothing. The order of the listings matters: a writer that
         saw no newer claim had staged its attempt before the claim that is the newest here. So the attempt is listed,
         and its late commit fails.
@@ -106,7 +111,7 @@ class SnapshotReader:
             A claim or record can't be read, so it is unknown what is needed.
         """
         newest = claims.newest_claim(self._backend)
-        void = void and self._own in (None, newest.id if newest else None)
+        may_abort = self._own in (None, newest.id if newest else None)
         pinned, tombstoned = list_ids(self._backend, layout.PINS), list_ids(self._backend, layout.TOMBSTONES)
         folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = list_ids(self._backend, layout.VERSIONS)
@@ -117,17 +122,22 @@ class SnapshotReader:
             if name in names and not (name in tombstoned and isinstance(known, Committed))
         }
         unread = sorted(names - self._known.keys())
+        unaborted, full = [], None
         for name, known in zip(unread, transfer.map(self._read, unread), strict=True):
-            if known is None and void and _can_not_commit(name, newest):
-                known = self._abort(name)
             if known is not None:
                 self._known[name] = known
+            elif may_abort and _can_not_commit(name, newest):
+                unaborted.append(name)
+        if void:
+            full = self._abort_all(unaborted)
         folds = dict(zip(folded, transfer.map(self._fold, folded), strict=True))
         versions = {
             name: known for name, known in sorted(self._known.items()) if isinstance(known, Committed)
         }
         aborted = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
-        return StoreSnapshot(newest, pinned, tombstoned, versions, aborted, names, folds)
+        if not void:
+            aborted |= dict.fromkeys(unaborted, time.time())
+        return StoreSnapshot(newest, pinned, tombstoned, versions, aborted, names, folds, full)
 
     def _read(self, version: str) -> Committed | float | None:
         try:
@@ -140,11 +150,22 @@ class SnapshotReader:
         bases = {path: entry.base for path, entry in record.arrays.items() if entry.base is not None}
         return Committed(record.id, record.step, bases, record.needs, record.record_bytes)
 
+    def _abort_all(self, names: Iterable[str]) -> StorageFullError | None:
+        """Abort attempts one after the other, until the storage is full; returns its error then."""
+        try:
+            for name in names:
+                known = self._abort(name)
+                if known is not None:
+                    self._known[name] = known
+        except StorageFullError as error:
+            return error
+        return None
+
     def _abort(self, version: str) -> Committed | float | None:
         now = time.time()
         void = encode_void(str(self._own or "gc"), secrets.token_hex(16), now)
         try:
-            self._backend.create(layout.record_key(version), void)
+            self._backend.with_reserve(lambda: self._backend.create(layout.record_key(version), void))
         except ObjectExistsError:  # its writer committed meanwhile, or another process aborted it
             return self._read(version)
         return now

@@ -41,8 +41,8 @@ S3_STRIDE = 18
 class Prepared:
     """A store as objects, what its versions hold, and which of them retention must keep.
 
-    Three generations; a chain that a fold ends, and one that a pin needs; an attempt that failed, one that crashed
-    under the oldest claim, and one under way under the newest.
+    Three generations; a chain that a fold ends, and one that a pin needs; an attempt that failed and could not be
+    removed, one that crashed under the oldest claim, and one under way under the newest.
     """
 
     objects: dict[str, bytes]
@@ -116,7 +116,8 @@ def prepared() -> Iterator[Prepared]:
     failing = {"now": False}
 
     def fault(operation: str, key: str, _: int) -> Fault:
-        return "before" if failing["now"] and operation == "put" and key.endswith("/manifest") else None
+        hit = operation == "delete" or (operation == "put" and key.endswith("/manifest"))
+        return "before" if failing["now"] and hit else None
 
     first = Trainer(FaultyBackend(backend, fault))
     made = [first.save(1), first.save(2)]

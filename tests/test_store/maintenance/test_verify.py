@@ -185,6 +185,10 @@ def test_attempts_that_were_given_up(tmp_path: Path) -> None:
     assert job.save(spoil=Spoil("record", "before")) is None
     job.close()
     report = verify(tmp_path, deep=True)
+    assert (report.ok, report.suspicious, report.leftovers, len(report.voids)) == (True, (), (), 1)
+    for name in ("manifest", "state/main.json"):  # what could not be removed
+        job.backend.put(f"versions/{report.voids[0]}/{name}", b"123")
+    report = verify(tmp_path, deep=True)
     assert report.ok
     assert not report.suspicious
     assert len(report.voids) == len(report.leftovers) == 1

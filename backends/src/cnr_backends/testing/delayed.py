@@ -37,6 +37,15 @@ class DelayedBackend(Backend):
     def close(self) -> None:
         self.inner.close()
 
+    def hold_reserve(self) -> None:
+        self.inner.hold_reserve()
+
+    def shrink_reserve(self) -> bool:
+        return self.inner.shrink_reserve()
+
+    def sweep(self, prefix: str) -> None:
+        self.inner.sweep(prefix)
+
     def _put(self, key: str, pieces: Pieces) -> None:
         self._change(lambda: self.inner.put(key, pieces))
 

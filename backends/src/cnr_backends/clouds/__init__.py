@@ -1,0 +1,1 @@
+"""Object stores whose servers refuse a conditional write to a key that is taken."""
