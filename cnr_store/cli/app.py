@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
-from typing import Annotated
+from io import TextIOWrapper
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -51,8 +54,31 @@ for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know fewer letters than names use
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="cnr")
+        try:
+            app(args=None if arguments is None else list(arguments), prog_name="cnr")
+        finally:
+            sys.stdout.flush()  # here, since at exit nobody could tell that it failed
     except (CheckpointError, BackendError, CodecError) as error:
-        Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {error}", style="red"))
+        _fail(str(error))
+    except BrokenPipeError:  # whoever reads has had enough
+        _drop_output()
         sys.exit(1)
+    except (
+        OSError
+    ) as error:  # storage raises BackendError, so this is standard output, or a file that was named
+        _drop_output()
+        _fail(str(error) if error.filename else f"the output could not be written: {error}")
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {message}", style="red"))
+    sys.exit(1)
+
+
+def _drop_output() -> None:
+    """Let nothing more be written to standard output: Python tries again at exit, and would complain."""
+    with suppress(OSError, ValueError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -107,7 +107,13 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
         if not target or not isinstance(target, str | os.PathLike):
             raise OptionError(f"can't write to {target!r}: give a path or a URL")
         text = os.fspath(target).removeprefix("file://").removeprefix("local://")
-        path = None if "://" in text else Path(text).expanduser().absolute()
+        try:
+            path = None if "://" in text else Path(text).expanduser().absolute()
+        except FileNotFoundError as error:
+            raise OptionError(
+                f"can't write to {text!r}: the working folder, which it is relative to, was deleted; give an "
+                "absolute path"
+            ) from error
     if options and (path is not None or isinstance(target, Store)):
         raise OptionError(
             f"{target} takes no target_options, but there are {sorted(options)}; leave them out"

@@ -108,7 +108,7 @@ def serve(
         The port is in use, or the host is no address of this machine.
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
-    application = app(url, version, **(storage_options or {}))
+    application = app(url, version, storage_options=storage_options)
     server = uvicorn.Server(uvicorn.Config(application, host=host, port=port, lifespan="off", ws="none"))
     with _listening(host, port) as listening, suppress(KeyboardInterrupt):
         ready(listening.getsockname()[1])
@@ -150,7 +150,7 @@ def serving(
         The port is in use.
     cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
     """
-    application = app(url, version, **(storage_options or {}))
+    application = app(url, version, storage_options=storage_options)
     server = uvicorn.Server(
         uvicorn.Config(
             application,

@@ -149,7 +149,7 @@ class Checkpointer:
         self._structure = ModelStructure(model)
         options.codecs.check_tables([table.name for table in trained.tables])
         options.codecs.warn_unknown_slots(trained.table_slots)
-        backend = open_backend(url, **(storage_options or {}))
+        backend = open_backend(url, storage_options=storage_options)
         self._catalog = Catalog(backend)
         self._catalog.check_format()
         self._upkeep = BackgroundMaintenance(backend, options)

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -15,7 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from cnr_backends import ObjectNotFoundError, OpenError, StorageError, StorageFullError, open_backend
+from cnr_backends import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OpenError,
+    StorageError,
+    StorageFullError,
+    open_backend,
+)
+from cnr_backends.local import RESERVE, RESERVE_BYTES, RESERVE_STEP_BYTES
+from tests.small_disks import KINDS, fill
+from tests.small_disks import small_disk as disk_of
 
 _RACE = """
 import sys
@@ -111,17 +122,11 @@ def test_everything_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip("mounting a small filesystem needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of("tmpfs", tmp_path, mebibytes=1) as folder:
+        yield folder
 
 
+@pytest.mark.mounts
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
 def test_a_full_disk_says_so_and_leaves_nothing_behind(small_disk: Path) -> None:
     backend = open_backend(small_disk / "root")
@@ -139,6 +144,139 @@ def test_a_full_disk_says_so_and_leaves_nothing_behind(small_disk: Path) -> None
     assert backend.get("folder/name") == b"old"
     backend.put("folder/name", bytes(2**19))
     assert backend.size("folder/name") == 2**19
+
+
+# The reserve
+
+
+def test_the_reserve_is_given_up_in_parts_and_made_again(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path)
+    assert not backend.shrink_reserve()
+    backend.hold_reserve()
+    assert backend.size(RESERVE) == RESERVE_BYTES
+    inode = (tmp_path / RESERVE).stat().st_ino
+    backend.hold_reserve()
+    assert (tmp_path / RESERVE).stat().st_ino == inode
+    parts = 0
+    while backend.shrink_reserve():
+        parts += 1
+        assert (
+            sum(nbytes for _, nbytes in backend.list_keys("")) == RESERVE_BYTES - parts * RESERVE_STEP_BYTES
+        )
+    assert parts == RESERVE_BYTES // RESERVE_STEP_BYTES
+    assert _files(tmp_path) == []
+    backend.hold_reserve()
+    assert backend.size(RESERVE) == RESERVE_BYTES
+
+
+@pytest.mark.mounts
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_objects_find_room_in_the_reserve(tmp_path: Path, kind: str) -> None:
+    with disk_of(kind, tmp_path) as disk:
+        backend = open_backend(disk / "root")
+        backend.put("name", b"value")
+        backend.hold_reserve()
+        fill(disk)
+        with pytest.raises(StorageFullError):
+            backend.create("a/b/0", b"value")
+        assert _files(disk / "root") == ["name", RESERVE]
+        for number in range(20):
+            backend.with_reserve(lambda number=number: backend.create(f"a/{number}/name", b"value"))  # type: ignore[misc]
+        assert 0 < backend.size(RESERVE) < RESERVE_BYTES
+        backend.hold_reserve()  # there is no room to make it again
+        assert backend.size(RESERVE) < RESERVE_BYTES
+        with pytest.raises(StorageFullError, match="free some space"):
+            backend.with_reserve(lambda: backend.put("large", bytes(10 << 20)))
+
+
+def test_a_sweep_removes_what_is_no_object(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path)
+    backend.put("a/b/name", b"value")
+    backend.put("c/name", b"value")
+    for folder in ("a/b", "a/empty/deeper", "c"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / ".tmp-crashed").write_bytes(b"half")
+    backend.sweep("a")
+    assert _files(tmp_path) == ["a", "a/b", "a/b/name", "c", "c/.tmp-crashed", "c/name"]
+    backend.delete("a/b/name")
+    backend.sweep("missing/deeper")
+    (tmp_path / "a/empty").mkdir(parents=True)
+    backend.sweep("a")
+    assert _files(tmp_path) == ["c", "c/.tmp-crashed", "c/name"]
+
+
+# Filesystems that lack something
+
+
+def _failing(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs renames that replace nothing")
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP])
+def test_create_is_exclusive_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "link", _failing(code))
+    backend = open_backend(tmp_path)
+    backend.create("folder/name", b"first")
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as if another process made it a moment later
+    with pytest.raises(ObjectExistsError):
+        backend.create("folder/name", b"second")
+    assert backend.get("folder/name") == b"first"
+    gate = threading.Barrier(8)
+
+    def race(number: int) -> bool:
+        gate.wait()
+        try:
+            backend.create("raced", b"%d" % number)
+        except ObjectExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        wins = list(pool.map(race, range(8)))
+    assert wins.count(True) == 1
+    assert backend.get("raced") == b"%d" % wins.index(True)
+    assert _files(tmp_path) == ["folder", "folder/name", "raced"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_a_filesystem_without_exclusive_create_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "link", _failing(code))
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())  # as where there is no such rename
+    backend = open_backend(tmp_path)
+    with pytest.raises(
+        StorageError, match=r"hard links or renames that replace nothing.*another filesystem"
+    ) as caught:
+        backend.create("folder/name", b"value")
+    assert "permissions" not in str(caught.value)
+    assert _files(tmp_path) == []
+    backend.put("folder/name", b"value")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("kind", ["files", "folders"])
+def test_a_filesystem_that_can_not_sync_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: str
+) -> None:
+    sync = os.fsync
+
+    def lacking(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode) == (kind == "folders"):
+            raise OSError(code, os.strerror(code))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", lacking)
+    with pytest.raises(StorageError, match=f"can't sync {kind}.*another filesystem") as caught:
+        open_backend(tmp_path).put("folder/name", b"value")
+    assert "permissions" not in str(caught.value)
+    assert caught.value.errno == code
 
 
 def test_opening_makes_nothing(tmp_path: Path) -> None:

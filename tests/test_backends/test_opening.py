@@ -37,6 +37,24 @@ def test_one_folder_has_many_names(tmp_path: Path) -> None:
         assert open_backend(backend) is backend
 
 
+def test_a_path_may_hold_two_colons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in (f"{tmp_path}/run::1", f"file://{tmp_path}/run::1", "run::1", "./run::1"):
+        backend = open_backend(url)
+        assert backend.url == f"file://{tmp_path}/run::1"
+        backend.put("name", b"value")
+    assert (tmp_path / "run::1" / "name").read_bytes() == b"value"
+
+
+def test_a_relative_path_needs_a_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(OpenError, match="working folder, which it is relative to, was deleted"):
+        open_backend("folder")
+    assert open_backend(tmp_path).list_names("") == []
+
+
 def test_a_local_zarr_store_is_taken_as_its_folder(tmp_path: Path) -> None:
     assert open_backend(LocalStore(tmp_path)).url == f"file://{tmp_path}"
     assert not open_backend(LocalStore(tmp_path, read_only=True)).atomic_create
@@ -60,6 +78,8 @@ def test_memory_is_shared_by_url() -> None:
         (b"bytes", "give a path, a URL"),
         ("nothing://bucket", "not known: nothing"),
         ("simplecache::memory://x", "chained"),
+        ("simplecache::folder/x", "'./' before a path"),
+        ("file:///folder::s3://bucket/x", "chained"),
         ("s3:/bucket/x", "two slashes"),
         ("path\0", "null byte"),
     ],

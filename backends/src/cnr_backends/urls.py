@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fsspec.registry import available_protocols
+
 from cnr_backends.errors import OpenError
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -21,9 +23,10 @@ def protocol_of(url: str) -> str:
     """
     if not url:
         raise OpenError("can't open '': give a path or a URL")
-    if "::" in url:
+    if _is_chain(url):
         raise OpenError(
-            f"can't open {without_secrets(url)}: chained URLs are not supported; give the last one alone"
+            f"can't open {without_secrets(url)}: chained URLs are not supported; give the last one alone, "
+            "or './' before a path"
         )
     slip = _ONE_SLASH.match(url)
     if slip:
@@ -32,6 +35,13 @@ def protocol_of(url: str) -> str:
         )
     match = _PROTOCOL.match(url)
     return match[1].lower() if match else ""
+
+
+def _is_chain(url: str) -> bool:
+    """Whether a URL is a chain, rather than a path with "::" in it, also after ``file://``."""
+    path = re.sub(r"^(file|local)://", "/", url, flags=re.IGNORECASE)
+    first, separator, _ = path.partition("::")
+    return bool(separator) and ("://" in path or first.lower() in available_protocols())
 
 
 def without_secrets(url: str) -> str:
