@@ -191,7 +191,7 @@ if hasattr(torch.library, "register_vmap"):  # from torch 2.5 on
 
 @outside_graphs
 def _check_max_norm(tracker: TableTracker) -> None:
-    if tracker.changed_elsewhere:
+    if tracker.changes:
         tracker.make_whole(OUTSIDE)
 
 

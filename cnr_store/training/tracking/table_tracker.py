@@ -49,10 +49,8 @@ class TableTracker:
     # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
     __slots__ = (
         "_counter",
-        "_flagged_any",
         "_optimizers",
         "_slot_counters",
-        "_stepped",
         "bits",
         "carried_over",
         "has_optimizer",
@@ -63,7 +61,7 @@ class TableTracker:
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
         self._optimizers = list(optimizers)
-        self.has_optimizer = self._stepped = False
+        self.has_optimizer = False
         self.bits = RowBits(table.rows, table.parameter.device)
         self._counter = VersionCounter(table.parameter)
         self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}
@@ -85,7 +83,6 @@ class TableTracker:
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
         self.whole: str | None = None
-        self._flagged_any = False
         self.acknowledge_all()
 
     @property
@@ -100,7 +97,7 @@ class TableTracker:
                 and "it was made in inference mode, where torch counts no changes"
             )
             or (self.resized and _RESIZED)
-            or (self.changed_elsewhere and OUTSIDE)
+            or (self.changes > 0 and OUTSIDE)
             or (self._most_slot_changes > 0 and STATE_OUTSIDE)
             or None
         )
@@ -114,17 +111,6 @@ class TableTracker:
     def changes(self) -> float:
         """Changes of the parameter that are not acknowledged; see `VersionCounter.count_changes`."""
         return self._counter.count_changes(self.table.parameter)
-
-    @property
-    def changed_elsewhere(self) -> bool:
-        """Whether the parameter was changed by something that flags no rows."""
-        if not self.changes:
-            return False
-        # With no optimizer given, who updates a table is unknown until a step is seen: if it has lookups, they are
-        # trusted. With some, and of a table that takes no gradient, a change that no step made is another's: an
-        # average's, say.
-        trusts_lookups = not (self._optimizers or self._stepped) and self.table.parameter.requires_grad
-        return not (trusts_lookups and (self._flagged_any or self.carried_over.any()))
 
     def acknowledge(self) -> None:
         """Take every change of the parameter so far as flagged."""
@@ -171,7 +157,6 @@ class TableTracker:
         RuntimeError
             torch's own, if the ids have no values.
         """
-        self._flagged_any = True
         bits = self.bits
         if bits.rows != self.table.parameter.shape[0]:
             self.make_whole(_RESIZED)
@@ -180,7 +165,6 @@ class TableTracker:
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
-        self._flagged_any = self._stepped = True
         self.bits.mark_gradient(gradient)
 
     def make_whole(self, reason: str) -> None:

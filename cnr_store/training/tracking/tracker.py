@@ -8,7 +8,7 @@ rows are saved.
 A row looked up before a save may be updated after it. If a given optimizer owns the table, the step itself flags the
 row, in whatever order forwards, backwards, steps and saves come: batches in a pipeline, gradients accumulated over
 many. For other tables a step may go unseen; there every row looked up in one interval is flagged in the next one, too.
-Only where no optimizer was given at all are lookups trusted to explain changes that no step does.
+That is for changes that torch does not count. No lookup explains one that torch counts, but for those of ``max_norm``.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class Tracker:
         is_trusted = type(optimizer) in self._trusted
         for _position, tracker in self._stepped.by(optimizer):
             if tracker.changes:
-                if tracker.changed_elsewhere:
-                    tracker.make_whole(OUTSIDE)
+                tracker.make_whole(OUTSIDE)
                 tracker.acknowledge()
             if tracker.slot_changes(optimizer):
                 tracker.make_whole(STATE_OUTSIDE)

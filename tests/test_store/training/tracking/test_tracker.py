@@ -99,11 +99,28 @@ def test_without_an_optimizer_rows_looked_up_are_flagged_in_the_next_interval_to
     bench = Bench(given=False)
     bench.forward(1, 2)
     assert bench.swap() == [1, 2]
-    bench.write(1)
     bench.forward(5)
     assert bench.swap() == [1, 2, 5]
     assert bench.swap() == [5]
     assert bench.swap() == []
+
+
+def test_without_an_optimizer_no_lookup_explains_a_change_that_torch_counted() -> None:
+    bench = Bench(given=False)
+    bench.forward(1, 2)
+    assert bench.swap() == [1, 2]
+    bench.write(1)  # a hand cannot be told from another's
+    bench.forward(5)
+    assert bench.swap() == ALL
+    bench.forward(5)
+    bench.write(9)
+    bench.train(5)
+    assert bench.swap() == ALL
+    bench.swap()
+    bench.forward(5)
+    bench.write(5)
+    bench.tracker.mark("t", [5])
+    assert bench.swap() == [5]
 
 
 def test_an_optimizer_that_was_not_given_is_noticed() -> None:
@@ -462,7 +479,7 @@ class Story(Bench):
                 self.forward(*rows)
         elif action == "functional":
             self.functional(*rows).backward()
-        elif action == "write" and self.given:
+        elif action == "write":
             self.write(rows[0])
         elif action == "update" and self.losses:
             self.losses.pop(0).backward()
