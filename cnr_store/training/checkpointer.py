@@ -339,6 +339,7 @@ class Checkpointer:
     def _follow_model(self) -> None:
         self._structure.check()
         self._saves.tracker.adopt_replaced()
+        self._trained.note_sharing()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name
+from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
-from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself
+from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 
@@ -46,6 +48,11 @@ class Table:
     tied_names: tuple[str, ...] = ()
     modules: list[Lookup] = field(default_factory=list)
     shared_with: list[str] = field(default_factory=list)
+
+    def share_with(self, name: str) -> None:
+        """Note that what is called `name` uses the same memory."""
+        if name not in self.shared_with:
+            self.shared_with.append(name)
 
     @property
     def aliases(self) -> list[str]:
@@ -82,7 +89,8 @@ def find_tables(model: nn.Module) -> list[Table]:
     Raises
     ------
     UnsupportedModelError
-        A table can't be stored (see `check_weight`) or is missing in the state dict, or two entries have one name.
+        A table can't be stored (see `check_weight`) or is missing in the state dict, two entries have one name, or
+        this process does not hold the values of one.
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
@@ -97,7 +105,14 @@ def find_tables(model: nn.Module) -> list[Table]:
             own = f"{path}.weight" if path else "weight"
             tables[id(weight)] = _table(path, weight, own, keys.get(id(weight), []), names)
         tables[id(weight)].modules.append(module)
-    _note_sharing(model, tables, state, names)
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    for key, value in itertools.chain(_own_tensors(model), tensors.items()):
+        if (kind := spread_class(value)) is not None:
+            raise UnsupportedModelError(
+                f"{key!r} of the model is a {kind}, whose values this process does not hold in plain memory. Models "
+                "spread over ranks, as by TorchRec, can't be stored yet: give a model that this process holds itself"
+            )
+    note_sharing(model, tables.values(), {names[key]: value for key, value in tensors.items()})
     order = {key: position for position, key in enumerate(state)}
     return sorted(tables.values(), key=lambda table: order[table.key])
 
@@ -125,13 +140,13 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
     where = f"table {path or 'weight'!r}"
     if is_lazy(weight):
         raise UnsupportedModelError(f"{where} is not initialized; run the model once before")
+    if (kind := spread_class(weight)) is not None:
+        raise UnsupportedModelError(
+            f"{where} is a {kind}, spread over ranks; give a model whose tables this process holds itself"
+        )
     if weight.is_meta:
         raise UnsupportedModelError(
             f"{where} is on the meta device, without values; materialize the model before"
-        )
-    if type(weight.data).__name__ == "DTensor":  # by name, because importing its module takes long
-        raise UnsupportedModelError(
-            f"{where} is a DTensor, spread over ranks; give a model whose tables this process holds itself"
         )
     if weight.layout is not torch.strided or weight.is_quantized:
         kind = "quantized" if weight.is_quantized else f"of layout {weight.layout}"
@@ -150,33 +165,32 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
         )
 
 
-def _note_sharing(
-    model: nn.Module, tables: Mapping[int, Table], state: Mapping[str, object], names: Mapping[str, str]
+def note_sharing(
+    model: nn.Module, tables: Collection[Table], entries: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Fill `shared_with` with other modules that have the parameter, and other tensors over the same memory."""
+    """Add to `shared_with` other modules that have a table's parameter, and other tensors over its memory.
+
+    Parameters
+    ----------
+    entries
+        Tensors of the model's state dict, by stored name.
+    """
     wrappers = wrapper_paths(model)
+    by_parameter = {id(table.parameter): table for table in tables}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            table = tables.get(id(parameter))
+            table = by_parameter.get(id(parameter))
             if table is not None and not (module in table.modules and attribute == "weight"):
-                table.shared_with.append(clean_name(path, wrappers) if path else attribute)
-    by_storage: dict[int, list[Table]] = {}
-    for table in tables.values():
-        by_storage.setdefault(table.parameter.untyped_storage().data_ptr(), []).append(table)
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or is_lazy(value) or value.layout is not torch.strided:
-            continue
-        for table in by_storage.get(value.untyped_storage().data_ptr(), []):
-            if value is not table.parameter and _overlap(value, table.parameter):
-                table.shared_with.append(names[key])
+                table.share_with(clean_name(path, wrappers) if path else attribute)
+    own = {clean_name(key, wrappers): tensor for key, tensor in _own_tensors(model)}
+    named = {**own, **(entries or {})}
+    names = {id(tensor): name for name, tensor in named.items()}
+    for pair in overlapping(named.values()):
+        for tensor, other in (pair, pair[::-1]):
+            if (table := by_parameter.get(id(tensor))) is not None:
+                table.share_with(names[id(other)])
 
 
-def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have bytes between their first and their last one in common."""
-
-    def span(tensor: torch.Tensor) -> tuple[int, int]:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-    (start, stop), (other_start, other_stop) = span(left), span(right)
-    return left.numel() > 0 and start < other_stop and other_start < stop
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, also those that are not in the state dict."""
+    return itertools.chain(model.named_parameters(), model.named_buffers())

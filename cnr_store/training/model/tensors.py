@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 
@@ -64,6 +65,22 @@ def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype is torch.bfloat16:
         return np.dtype(np.float32)
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+
+
+def spread_class(tensor: torch.Tensor) -> str | None:
+    """The name of a tensor's class if its values are not in plain memory of this process, as when ranks share them.
+
+    The classes themselves are not asked for, because importing their modules takes long.
+    """
+    kind = type(tensor).__name__
+    try:
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            return None
+        tensor.untyped_storage()
+        kind = type(tensor.data).__name__
+    except (RuntimeError, NotImplementedError):  # ShardedTensor's, say, which has no storage
+        return kind
+    return kind if kind == "DTensor" else None
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.model.optimizer_state import as_list, row_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
-from cnr_store.training.model.tables import Table, find_tables
+from cnr_store.training.model.tables import Table, find_tables, note_sharing
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class TrainedModel:
             )
         optimizers = as_list(optimizer)
         return cls(model, find_tables(model), optimizers)
+
+    def note_sharing(self) -> None:
+        """Note what has come to share the memory of tables."""
+        note_sharing(self.model, self.tables)
 
     def row_arrays(self) -> list[RowArray]:
         """Every array that is stored by rows, as it is now: see `row_arrays`."""
