@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.nn.parameter import is_lazy
 
+from cnr_store.training.model.tensors import spread_class
+
 Span = tuple[str, int, int]
 
 
 def span(tensor: torch.Tensor) -> Span | None:
     """The device of a tensor, and the addresses of its first byte and behind its last one; None if it has no bytes."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+    if spread_class(tensor) is not None or is_lazy(tensor) or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_meta or not tensor.numel():
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()

@@ -1,46 +1,81 @@
-"""Which tables an optimizer steps, without a search through all its parameters at each step."""
+"""Which tables an optimizer steps, or changes through other tensors over their memory.
+
+Not every step searches through all parameters.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
+from cnr_store.training.model.memory import overlapping
 from cnr_store.training.tracking.table_tracker import TableTracker
 
 Stepped = list[tuple[int, TableTracker]]
 
 
+class _Found(NamedTuple):
+    """What is known of an optimizer: the ids of its parameters by group, and what they are of tables."""
+
+    ids: list[list[int]]
+    parameters: list[torch.Tensor]  # kept, so that no other one gets the id of one of them
+    stepped: Stepped
+    sharing: list[TableTracker]
+
+
 class SteppedTables:
     """Finds the tracked tables among the parameters of an optimizer.
 
-    The result is kept while the groups hold the same parameters. Parameters are compared by id: a table's tracker keeps
-    its parameter alive, so no other one gets that id.
+    The result is kept until `forget`, while the groups hold the same parameters.
     """
 
     def __init__(self, trackers: Iterable[TableTracker]) -> None:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Stepped]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Optimizer) -> Stepped:
         """The tables that an optimizer steps, each with the position of its parameter group."""
+        return self._find(optimizer).stepped
+
+    def sharing(self, optimizer: Optimizer) -> list[TableTracker]:
+        """The tables over whose memory an optimizer steps other parameters."""
+        return self._find(optimizer).sharing
+
+    def forget(self) -> None:
+        """Search anew: parameters may have got other memory."""
+        self._found.clear()
+
+    def _find(self, optimizer: Optimizer) -> _Found:
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        ids_before, stepped = self._stepped.get(optimizer, (None, []))
-        if ids != ids_before:
+        found = self._found.get(optimizer)
+        if found is None or found.ids != ids:
             stepped = [
                 (position, self._trackers[parameter])
                 for position, group in enumerate(ids)
                 for parameter in group
                 if parameter in self._trackers
             ]
-            self._stepped[optimizer] = ids, stepped
-        return stepped
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found = self._found[optimizer] = _Found(ids, parameters, stepped, self._over(parameters))
+        return found
+
+    def _over(self, parameters: Iterable[torch.Tensor]) -> list[TableTracker]:
+        """The tables whose memory is that of `parameters`, too."""
+        tables = [tracker.table.parameter for tracker in self._trackers.values()]
+        others = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._trackers}
+        return [
+            self._trackers[id(tensor)]
+            for pair in overlapping([*tables, *others.values()])
+            for tensor, other in (pair, pair[::-1])
+            if id(tensor) in self._trackers and id(other) in others
+        ]
 
     def replace_parameter(self, tracker: TableTracker, parameter: object) -> None:
         """Look for `parameter` instead of the one that the tracker's table had."""
         self._trackers.pop(id(tracker.table.parameter), None)
         self._trackers[id(parameter)] = tracker
-        self._stepped.clear()
+        self.forget()

@@ -19,6 +19,10 @@ OUTSIDE = (
 )
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 _RESIZED = "its number of rows changed"
+_OTHER_PROCESSES = (
+    "it, or what an optimizer keeps for its rows, is in memory shared with other processes, whose lookups and steps "
+    "are not seen here"
+)
 
 
 class TableTracker:
@@ -51,6 +55,8 @@ class TableTracker:
         "_counter",
         "_optimizers",
         "_slot_counters",
+        "_stepped_by_given",
+        "_stepped_by_other",
         "bits",
         "carried_over",
         "has_optimizer",
@@ -83,6 +89,7 @@ class TableTracker:
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
         self.whole: str | None = None
+        self._stepped_by_given, self._stepped_by_other = False, ""
         self.acknowledge_all()
 
     @property
@@ -96,10 +103,32 @@ class TableTracker:
                 table.parameter.is_inference()
                 and "it was made in inference mode, where torch counts no changes"
             )
+            or (self._is_in_shared_memory and _OTHER_PROCESSES)
+            or self._replaced_optimizer
             or (self.resized and _RESIZED)
             or (self.changes > 0 and OUTSIDE)
             or (self._most_slot_changes > 0 and STATE_OUTSIDE)
             or None
+        )
+
+    @property
+    def _is_in_shared_memory(self) -> bool:
+        """Whether other processes may hold the memory. It can't be told for devices, where torch says so of all."""
+        parameter = self.table.parameter
+        slots = (slot for each in self._optimizers for slot in row_slots(each, parameter).values())
+        return any(
+            tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+            for tensor in (parameter, *slots)
+        )
+
+    @property
+    def _replaced_optimizer(self) -> str | None:
+        """Why the state that is saved beside the rows is not that of the optimizer in use."""
+        if not self.has_optimizer or self._stepped_by_given or not self._stepped_by_other:
+            return None
+        return (
+            f"a step of another {self._stepped_by_other} than the optimizer given updated it, so the optimizer state "
+            "that is saved is out of use; make a new checkpointer with the optimizer that trains"
         )
 
     @property
@@ -166,6 +195,13 @@ class TableTracker:
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
         self.bits.mark_gradient(gradient)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that a step of `optimizer` updated the table."""
+        if any(optimizer is each or optimizer.state is each.state for each in self._optimizers):
+            self._stepped_by_given = True
+        else:
+            self._stepped_by_other = type(optimizer).__name__
 
     def make_whole(self, reason: str) -> None:
         """Declare that the rows that changed in this interval are not known; the first reason stays."""

@@ -85,6 +85,10 @@ class Tracker:
         for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
             self._trackers[name].make_whole(reason)
         self._begun.add(optimizer)
+        for tracker in self._stepped.sharing(optimizer):
+            tracker.make_whole(
+                f"a step of {type(optimizer).__name__} changed another parameter over its memory"
+            )
         is_trusted = type(optimizer) in self._trusted
         for _position, tracker in self._stepped.by(optimizer):
             if tracker.changes:
@@ -111,6 +115,7 @@ class Tracker:
                 judged = position, parameter.dtype
                 reason = may_move_untouched_rows(optimizer, *judged, self._trusted)
                 max_changes = max_version_bumps(optimizer, position, self._trusted)
+            tracker.note_step(optimizer)
             if reason is not None:
                 tracker.make_whole(reason)
             elif (
@@ -234,6 +239,7 @@ class Tracker:
         try:
             for tracker in self._trackers.values():
                 tracker.begin_interval(carry_over=not tracker.has_optimizer)
+            self._stepped.forget()
             return flagged
         except BaseException:
             # An interrupt between two tables, say: those that have begun would forget their rows.
@@ -256,6 +262,7 @@ class Tracker:
         self.adopt_replaced()
         for tracker in self._trackers.values():
             tracker.begin_interval()
+        self._stepped.forget()
 
     def _named(self, name: str) -> TableTracker:
         if name not in self._trackers:
