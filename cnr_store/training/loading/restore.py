@@ -29,6 +29,7 @@ from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import set_rng_state
 from cnr_store.training.model.tensors import AnyArray, assign_dense
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
 
@@ -80,11 +81,15 @@ class Restore:
         self._match.warn()
 
     def _fit_optimizers(self) -> list[OptimizerFit]:
-        trees, match = self._state.optimizers, self._match
+        match, names = self._match, {*self._names.values()}
+        stored, given = self._state.optimizers, self._trained.optimizers
+        # Either may be longer than the other, which `fit_optimizers` tells.
+        trees = [unwrap_tree(tree, one, names) for tree, one in zip(stored, given, strict=False)]
+        trees += stored[len(given) :]
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
-        loaded = {*self._names.values()} if self._match.selection.whole else chosen
-        fits = fit_optimizers(match, self._trained.optimizers, trees, self._names, loaded)
+        loaded = names if match.selection.whole else chosen
+        fits = fit_optimizers(match, given, trees, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
         check_slots(trees, match.rows, self._record.arrays, self._match.where)

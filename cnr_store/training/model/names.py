@@ -1,7 +1,7 @@
 """What the entries of a model's state dict are called in the store.
 
 A name is the key in ``model.state_dict()`` without what wrappers add (``module.`` of DistributedDataParallel,
-``_orig_mod.`` of ``torch.compile``), so that wrapped and bare models share checkpoints.
+``_orig_mod.`` of ``torch.compile``, Fabric's two), so that wrapped and bare models share checkpoints.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.model.wrappers import wrapped_parts
 
 _WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
 
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
-    """Paths of the ``module`` attributes of wrappers.
+    """Paths of the attributes in which wrappers have what they wrap: ``module``, or Fabric's.
 
     Wrappers are known by their class. A class of the user's own that has nothing but a ``module`` may get a metric or a
     loss later, and its names must not change then.
     """
     return frozenset(
-        f"{path}.module" if path else "module"
+        f"{path}.{part}" if path else part
         for path, parent in model.named_modules(remove_duplicate=False)
-        if isinstance(parent, _WRAPPERS)
+        for part in (("module",) if isinstance(parent, _WRAPPERS) else wrapped_parts(parent))
     )
 
 

@@ -14,6 +14,7 @@ from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import SLOT_DTYPES
+from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
 Tree = dict[str, Any]
@@ -21,7 +22,7 @@ _SHOWN = 3
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """None, one optimizer, or several, as a list.
+    """None, one optimizer, or several, as a list, without known wrappers.
 
     Raises
     ------
@@ -30,7 +31,8 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     """
     if optimizer is None:
         return []
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    given: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [unwrap_optimizer(each) for each in given]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise StateError(

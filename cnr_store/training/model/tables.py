@@ -94,6 +94,7 @@ def find_tables(model: nn.Module) -> list[Table]:
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
+    wrappers = wrapper_paths(model)
     keys: dict[int, list[str]] = {}
     for key, value in state.items():
         keys.setdefault(id(value), []).append(key)
@@ -102,7 +103,7 @@ def find_tables(model: nn.Module) -> list[Table]:
         if not isinstance(module, Lookup) or (weight := module._parameters.get("weight")) is None:
             continue
         if id(weight) not in tables:
-            own = f"{path}.weight" if path else "weight"
+            own = clean_name(f"{path}.weight" if path else "weight", wrappers)
             tables[id(weight)] = _table(path, weight, own, keys.get(id(weight), []), names)
         tables[id(weight)].modules.append(module)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -123,7 +124,8 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
             f"table {path or 'weight'!r} is not in the model's state dict, so it has no name in the store"
         )
     check_weight(path, weight)
-    key = own if own in keys else keys[0]  # a parameter of the model itself, tied to it, may come first
+    # A parameter of the model itself, tied to it, may come first.
+    key = next((key for key in keys if names[key] == own), keys[0])
     tied_names = tuple(names[other] for other in keys if other != key)
     return Table(table_name(names[key]), names[keys[0]], key, weight, tied_names)
 

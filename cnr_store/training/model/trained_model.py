@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,7 @@ class TrainedModel:
         Raises
         ------
         UnsupportedModelError
-            `model` is not an `nn.Module`, or one of its tables can't be stored.
+            `model` is not an `nn.Module`, one of its tables can't be stored, or this process is one of several ranks.
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
@@ -38,6 +39,7 @@ class TrainedModel:
             raise UnsupportedModelError(
                 f"the model is of type {type(model).__name__}; give a torch.nn.Module"
             )
+        _check_one_rank()
         optimizers = as_list(optimizer)
         return cls(model, find_tables(model), optimizers)
 
@@ -55,3 +57,16 @@ class TrainedModel:
             table.name: {slot for each in self.optimizers for slot in row_slots(each, table.parameter)}
             for table in self.tables
         }
+
+
+def _check_one_rank() -> None:
+    """Check that this process trains alone, or has a process group of its own."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (ranks := distributed.get_world_size()) > 1:
+        raise UnsupportedModelError(
+            f"this process is rank {distributed.get_rank()} of {ranks} in a process group, as under "
+            "DistributedDataParallel, and checkpoints of several ranks are not built yet: train in one process for "
+            "each URL, or in a process group of one rank"
+        )

@@ -1,0 +1,74 @@
+"""What other packages wrap around models and optimizers, known by name: none of them need be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+_OPTIMIZERS = {
+    "accelerate.optimizer.AcceleratedOptimizer": "AcceleratedOptimizer",
+    "lightning.fabric.wrappers._FabricOptimizer": "Fabric{}",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "Lightning{}",
+    "lightning_fabric.wrappers._FabricOptimizer": "Fabric{}",
+    "pytorch_lightning.core.optimizer.LightningOptimizer": "Lightning{}",
+}
+"""Classes that leave steps and state to their ``optimizer``, with the name of the class that results."""
+
+_MODELS = {"lightning.fabric.wrappers._FabricModule", "lightning_fabric.wrappers._FabricModule"}
+_PARTS = ("_forward_module", "_original_module")
+"""Attributes of such a model, both the same module or wrapped around it; its state dict names neither."""
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer that steps and has the state: what was given, unless that is a known wrapper.
+
+    Only exact wrappers count. One of another class may change rows itself.
+    """
+    while _is_wrapper(type(optimizer)) and isinstance(inner := optimizer.optimizer, Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _is_wrapper(kind: type) -> bool:
+    # Lightning makes a class for each class wrapped: its own first, and then the other.
+    return _full_name(kind) in _OPTIMIZERS or _full_name(kind.__bases__[0]) in _OPTIMIZERS
+
+
+def wrapped_parts(module: nn.Module) -> tuple[str, ...]:
+    """The attributes in which a module of Fabric has the model that it wraps; none of any other module."""
+    return _PARTS if _full_name(type(module)) in _MODELS else ()
+
+
+def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
+    """An optimizer's stored tree as it is without wrappers, whose names were stored before wrappers were known.
+
+    Parameters
+    ----------
+    tree
+        From `optimizer_tree`.
+    optimizer
+        It may get the tree.
+    names
+        Those of the model's parameters, which stay.
+    """
+
+    def unwrapped(name: str) -> str:
+        return name if name in names else ".".join(part for part in name.split(".") if part not in _PARTS)
+
+    kind = type(optimizer).__name__
+    stored_as = {name.format(kind) for name in _OPTIMIZERS.values()}
+    return {
+        **tree,
+        "class": kind if tree["class"] in stored_as else tree["class"],
+        "param_groups": [
+            {**group, "params": [*map(unwrapped, group["params"])]} for group in tree["param_groups"]
+        ],
+        "state": {unwrapped(name): state for name, state in tree["state"].items()},
+    }
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,43 @@
+"""Models and optimizers that Accelerate has prepared are stored as they are without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import cnr_store
+from cnr_store.training.model import optimizer_state
+from tests.test_store.support.wrapped_training import ROWS, Run, as_is, check_wrapped
+
+
+def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    prepared: tuple[Any, Any] = Accelerator(cpu=True).prepare(model, optimizer)
+    return prepared
+
+
+def test_what_accelerate_prepares_is_stored_as_without_it(tmp_path: Path) -> None:
+    check_wrapped(tmp_path, setup)
+
+
+def test_a_store_of_before_accelerate_was_known_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unknown:
+        unknown.setattr(optimizer_state, "unwrap_optimizer", lambda optimizer: optimizer)
+        before = Run(setup)
+        assert before.save(tmp_path) == [ROWS, ROWS, ROWS]
+    for kind in (setup, as_is):
+        run = Run(kind)
+        with run.checkpointer(tmp_path) as checkpointer:
+            checkpointer.load(2)
+            assert run.same_as(before)
+            run.train(7)
+            assert checkpointer.save(3).result().rows == 1
+        again = Run(setup)
+        cnr_store.load(tmp_path, again.model, again.wrapped)
+        assert again.same_as(run)

@@ -1,0 +1,86 @@
+"""Models and optimizers that Lightning Fabric has set up are stored as they are without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+import cnr_store
+from cnr_store.training.model import names, optimizer_state
+from tests.test_store.support.lightning_fit import WARNINGS
+from tests.test_store.support.wrapped_training import ROWS, Run, check_wrapped, paths
+
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
+
+
+def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    wrapped: tuple[Any, Any] = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+    return wrapped
+
+
+def test_what_fabric_wraps_is_stored_as_without_it(tmp_path: Path) -> None:
+    check_wrapped(tmp_path, setup)
+
+
+def test_what_fabric_compiles_is_stored_as_without_it(tmp_path: Path) -> None:
+    def compile_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        return setup(torch.compile(model, backend="eager"), optimizer)  # type: ignore[arg-type]
+
+    def compile_after(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        wrapped, stepping = setup(model, optimizer)
+        return torch.compile(wrapped, backend="eager"), stepping
+
+    for way in (compile_before, compile_after):
+        run = Run(way)
+        assert run.save(tmp_path / way.__name__) == [ROWS, 2, 2]
+        assert {path for path in paths(tmp_path / way.__name__) if "_" in path} == set()
+
+
+def test_parts_that_fabric_wraps_have_their_own_names(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    tower: Any = nn.ModuleDict({"out": nn.Linear(2, ROWS), "t": nn.Embedding(ROWS, 2)})
+    tower["out"].weight = tower["t"].weight  # which the state dict has first
+    model = nn.ModuleDict({"tower": fabric.setup_module(tower)})
+    optimizer = torch.optim.Adagrad(model.parameters())
+    cnr_store.save(tmp_path, model, fabric.setup_optimizers(optimizer))
+    assert [path for path in paths(tmp_path) if path.startswith("tables/tower.t/")] == [
+        "tables/tower.t/sum",
+        "tables/tower.t/weight",
+    ]
+
+
+def test_a_store_of_before_fabric_was_known_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unknown:
+        unknown.setattr(names, "wrapped_parts", lambda _: ())
+        unknown.setattr(optimizer_state, "unwrap_optimizer", lambda optimizer: optimizer)
+        before = Run(setup)
+        assert before.save(tmp_path) == [ROWS, ROWS, ROWS]
+    run = Run(setup)
+    with run.checkpointer(tmp_path) as checkpointer:
+        checkpointer.load()
+        assert run.same_as(before)
+        run.train(7)
+        assert checkpointer.save(3).result().rows == 1
+    again = Run(setup)
+    cnr_store.load(tmp_path, again.model, again.wrapped)
+    assert again.same_as(run)
+
+
+def test_optimizers_of_lightnings_own_loop_are_known(tmp_path: Path) -> None:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = nn.Embedding(ROWS, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped: Any = LightningOptimizer(optimizer)
+    with cnr_store.Checkpointer(tmp_path, model, wrapped, policy="consecutive") as checkpointer:
+        checkpointer.save(1).result()
+        model(torch.tensor([5])).sum().backward()
+        optimizer.step()
+        assert checkpointer.save(2).result().rows == 1
