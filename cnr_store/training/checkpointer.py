@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
-from cnr_store.errors import CheckpointError, ClosedError
+from cnr_store.errors import CheckpointError, ClosedError, StateError
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
@@ -344,6 +344,12 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this checkpointer was closed; make a new one")
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise StateError(
+            "a Checkpointer can't be copied or pickled: it holds a model that trains, a claim and threads; make a new "
+            "one where it is needed"
+        )
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -94,7 +94,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     UnsupportedModelError
         The optimizer has a parameter that is not in the model.
     StateError
-        Its ``state_dict`` fails.
+        Its ``state_dict`` fails, as with state of a parameter that is in no group.
     """
     groups = _named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
@@ -102,6 +102,10 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         state = optimizer.state_dict()
     except RuntimeError as error:  # of one that is spread over ranks, say, and was not consolidated
         raise StateError(f"{type(optimizer).__name__} can't tell its state: {error}") from error
+    except KeyError as error:
+        raise StateError(
+            f"{type(optimizer).__name__} can't tell its state: {_stray_state(optimizer, error)}"
+        ) from error
     name_of = {
         number: name
         for group, params in zip(state["param_groups"], groups, strict=True)
@@ -126,6 +130,19 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         },
         "other": other,
     }
+
+
+def _stray_state(optimizer: Optimizer, error: KeyError) -> str:
+    """What may have made its ``state_dict`` fail: state of a parameter whose place in a group another one took."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in optimizer.state:
+        if isinstance(parameter, torch.Tensor) and id(parameter) not in held:
+            return (
+                f"it keeps state of a parameter of shape {tuple(parameter.shape)} that is in none of its groups; where "
+                "another parameter took its place, move the state to that one, with rows for those that are new, or "
+                "remove it: optimizer.state.pop(old)"
+            )
+    return f"it lacks {error}"
 
 
 def load_optimizer(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,12 @@ from cnr_store import (
     ClosedError,
     ModelMismatchError,
     OptionError,
+    StateError,
     SupersededError,
     VersionNotFoundError,
 )
 from tests.test_store.support.lasting_store import ROWS, assert_newest, change, make_model, weight
+from tests.test_store.support.tracked_table import Bench
 
 
 @pytest.mark.parametrize("url", [None, "", 3, b"x"])
@@ -186,3 +191,46 @@ def test_a_writer_beside_it_in_the_same_process_is_told_of_as_what_it_is(tmp_pat
         pending.result()
     first.close()
     second.close()
+
+
+def grown(bench: Bench) -> nn.Parameter:
+    """Give the table twice the rows, as a new parameter in the old one's place; the optimizer's state stays."""
+    old = bench.table.weight
+    new = bench.table.weight = nn.Parameter(torch.cat([old.detach(), old.detach()]))
+    bench.table.num_embeddings = len(new)
+    bench.optimizer.param_groups[0]["params"] = [new]
+    return old
+
+
+def test_a_parameter_that_grew_without_its_state(tmp_path: Path) -> None:
+    bench = Bench("adagrad")
+    with Checkpointer(tmp_path, bench.model, bench.optimizer, bits=32) as checkpointer:
+        bench.train(1)
+        checkpointer.save(1).result()
+        old = grown(bench)
+        with pytest.raises(
+            StateError, match=r"Adagrad .*state of a parameter of shape \(40, 3\).*pop\(old\)"
+        ):
+            checkpointer.save(2)
+        state = bench.optimizer.state
+        state[bench.table.weight] = {
+            key: torch.cat([value, value]) if key == "sum" else value for key, value in state.pop(old).items()
+        }
+        bench.train(79)
+        checkpointer.save(2).result()
+    other = Bench("adagrad")
+    other.optimizer.state.pop(grown(other))
+    cnr_store.load(tmp_path, other.model, other.optimizer)
+    assert torch.equal(other.table.weight, bench.table.weight)
+    assert torch.equal(other.slot(), bench.slot())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_checkpointer_is_not_duplicated(tmp_path: Path, duplicate: Callable[[object], object]) -> None:
+    with Checkpointer(tmp_path, make_model()) as checkpointer:
+        with pytest.raises(
+            TypeError, match=r"a Checkpointer can't be copied or pickled.*make a new one"
+        ) as caught:
+            duplicate(checkpointer)
+        assert isinstance(caught.value, CheckpointError)
+        checkpointer.save(1).result()
