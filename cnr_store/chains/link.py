@@ -7,7 +7,7 @@ did is a `WrittenLink`, which finds rows in its shards, proves that a payload is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from cnr_codecs import (
 )
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
+from cnr_store.chains.damaged_chunk import rows_at_most
 from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.chains.shard_reader import Chunk, ShardReader
 from cnr_store.errors import CorruptionError, FormatError
@@ -86,6 +87,26 @@ class Link:
         """
         return []
 
+    def fill_sound(self, first_row: int, out: Array, need: Array) -> Array:
+        """As `fill`, but passes over what is damaged or lost.
+
+        Returns
+        -------
+        (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those that are
+        written here where their payloads still prove which these are, else all rows of a chunk.
+        """
+        return np.zeros(len(need), bool)
+
+    def take_sound(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+        """As `take`, but passes over what is damaged or lost, and returns it as `fill_sound` does.
+
+        Raises
+        ------
+        FormatError
+            As `take` does.
+        """
+        return [], np.zeros(len(need), bool)
+
 
 class WrittenLink(Link):
     """A link with rows.
@@ -129,16 +150,85 @@ class WrittenLink(Link):
         need[:] = needs[0]
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
-        if self.grid.chunk_columns != self.grid.columns:
-            raise FormatError(
-                f"{self.shards.where(first_row, first_row + len(need) - 1)}: chunks of {self.grid.chunk_columns} "
-                f"columns for {self.grid.columns}; only rows in one piece can be moved as they are stored"
-            )
+        self._check_width(first_row, need)
         segments: list[Segment] = []
         for shard, chunks in self._wanted(first_row, need).items():
             for chunk, data in self.shards.read(shard, chunks):
                 segments += take_rows(self._prove(chunk, data), need, first_row - chunk.row)
         return segments
+
+    def _check_width(self, first_row: int, need: Array) -> None:
+        if self.grid.chunk_columns != self.grid.columns:
+            raise FormatError(
+                f"{self.shards.where(first_row, first_row + len(need) - 1)}: chunks of {self.grid.chunk_columns} "
+                f"columns for {self.grid.columns}; only rows in one piece can be moved as they are stored"
+            )
+
+    def fill_sound(self, first_row: int, out: Array, need: Array) -> Array:
+        return self._visit_sound(
+            first_row,
+            need,
+            lambda chunk, payload, still: self._decode(payload, chunk, first_row, out, still),
+        )
+
+    def take_sound(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+        self._check_width(first_row, need)
+        segments: list[Segment] = []
+
+        def take(chunk: Chunk, payload: Payload, still: Array) -> None:
+            segments.extend(take_rows(payload, still, first_row - chunk.row))
+
+        lost = self._visit_sound(first_row, need, take)
+        return segments, lost
+
+    def _visit_sound(
+        self, first_row: int, need: Array, visit: Callable[[Chunk, Payload, Array], None]
+    ) -> Array:
+        """Give each payload that is sound to `visit`, which clears a `need`. Returns the rows of the others."""
+        lost = np.zeros(len(need), bool)
+        by_row: dict[int, list[tuple[int, Chunk]]] = {}
+        for shard, chunks in self._wanted(first_row, need).items():
+            for chunk in chunks:
+                by_row.setdefault(chunk.row, []).append((shard, chunk))
+        for places in by_row.values():
+            sound: list[Array] = []
+            damaged: list[Array] = []
+            for shard, chunk in places:
+                written, is_sound = self._visit_chunk(shard, chunk, first_row, need, visit)
+                (sound if is_sound else damaged).append(written)
+            # Every column of a row that is written is written, so one sound chunk tells the rows of those beside it.
+            any_written = np.logical_or.reduce(sound) if sound else np.logical_and.reduce(damaged)
+            if damaged or not np.logical_and.reduce(sound)[any_written].all():
+                lost |= any_written
+            else:
+                need[any_written] = 0
+        return lost
+
+    def _visit_chunk(
+        self,
+        shard: int,
+        chunk: Chunk,
+        first_row: int,
+        need: Array,
+        visit: Callable[[Chunk, Payload, Array], None],
+    ) -> tuple[Array, bool]:
+        """Which of the rows needed a chunk may hold, and whether it is sound: then `visit` has had its payload."""
+        still = need.copy()
+        try:
+            for _, data in self.shards.read(shard, [chunk]):
+                visit(chunk, self._prove(chunk, data), still)
+            return still != need, True
+        except CorruptionError:
+            return self._may_hold(shard, chunk, first_row, len(need)) & (need != 0), False
+
+    def _may_hold(self, shard: int, chunk: Chunk, first_row: int, rows: int) -> Array:
+        """(rows,) bool: the rows from `first_row` on that a damaged chunk may hold."""
+        seal = self.record.seal(self.path, chunk.row, chunk.column)
+        held = rows_at_most(self.shards, shard, chunk, self._unpacker, self.entry.element, seal)
+        may_hold = np.zeros(rows, bool)
+        begin, end = max(chunk.row - first_row, 0), min(chunk.row + len(held) - first_row, rows)
+        may_hold[begin:end] = held[first_row + begin - chunk.row :][: end - begin]
+        return may_hold
 
     def _wanted(self, first_row: int, need: Array) -> dict[int, list[Chunk]]:
         """By shard, all chunks that may hold rows needed."""

@@ -228,6 +228,7 @@ class Checkpointer:
         tensors: str | Sequence[str] | None = None,
         rows: Any = None,
         strict: Strict = "raise",
+        salvage: bool = False,
     ) -> Restored:
         """Load a version, or a part of it, into the model and its optimizers, in place.
 
@@ -254,6 +255,11 @@ class Checkpointer:
             What to do where model and version differ in names, rows or element types: ``raise`` an error; ``ignore``
             the differences and load what fits; or ``report`` them in the log, too. New rows keep their values. The
             result lists the differences.
+        salvage
+            Whether rows that are damaged or lost take the newest older value that can be read. They are logged, and
+            ``salvaged`` of the result names them and the versions of their values. All other rows are exact, and the
+            next save is whole. Anything else that is damaged is an error as ever. With `fallback`, too, a version is
+            skipped only if it can't be salvaged.
 
         Raises
         ------
@@ -264,20 +270,22 @@ class Checkpointer:
             load another version.
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
-        restored = self._load_version(version, fallback, selection)
+        restored = self._load_version(version, fallback, selection, salvage)
         if selection.whole:
             warn_left_out(restored, self._catalog.backend.url)
         warn_live_writer(self._catalog)
         return restored
 
-    def _load_version(self, version: Version, fallback: bool, selection: Selection) -> Restored:
+    def _load_version(
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool
+    ) -> Restored:
         self._loader.check_options(fallback, selection)
         with self._guard.enter("load"):
             self._check_open()
             self._follow_model()
             self._saves.finish_latest()
             self._upkeep.wait()
-            return self._loader.load(version, fallback, selection)
+            return self._loader.load(version, fallback, selection, salvage)
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup, after the change, so that the next save writes them.

@@ -82,6 +82,8 @@ def load(
     optimizer: Any = None,
     version: Version = "latest",
     fallback: bool = False,
+    *,
+    salvage: bool = False,
     **options: Any,
 ) -> Restored:
     """Load a model once, in place.
@@ -91,7 +93,7 @@ def load(
 
     Parameters
     ----------
-    url, model, optimizer, version, fallback
+    url, model, optimizer, version, fallback, salvage
         As in `Checkpointer` and its `load`.
     options
         Further options of `Checkpointer` and of its `load`.
@@ -107,4 +109,4 @@ def load(
     """
     of_load = {name: options.pop(name) for name in _LOAD_OPTIONS if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer._load_version(version, fallback, Selection.from_options(**of_load))
+        return checkpointer._load_version(version, fallback, Selection.from_options(**of_load), salvage)

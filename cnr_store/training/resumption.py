@@ -12,7 +12,7 @@ from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
-from cnr_store.training.loading.load_result import Restored
+from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
@@ -43,7 +43,7 @@ class Loader:
                 "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
             )
 
-    def load(self, version: Version, fallback: bool, selection: Selection) -> Restored:
+    def load(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> Restored:
         """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
@@ -54,7 +54,9 @@ class Loader:
             seen = fencing.look(self.catalog)
 
         try:
-            return find(self.catalog, version, lambda record: self._load(record, selection, seen), look)
+            return find(
+                self.catalog, version, lambda record: self._load(record, selection, salvage, seen), look
+            )
         except CorruptionError as error:
             self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
             if not fallback:
@@ -64,10 +66,10 @@ class Loader:
                 )
             raise
 
-    def _load(self, record: Record, selection: Selection, seen: Seen) -> Restored:
+    def _load(self, record: Record, selection: Selection, salvage: bool, seen: Seen) -> Restored:
         trained, saves = self.trained, self.saves
-        restore = Restore(self.catalog, record, trained, self.options.objects, selection)
-        before = Lineage.from_record(self.catalog, record)
+        restore = Restore(self.catalog, record, trained, self.options.objects, selection, salvage)
+        before = self._lineage_before(record, salvage)
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()
         with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
@@ -77,8 +79,18 @@ class Loader:
         saves.audit.renew(trained.row_arrays())
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
-        saves.planner.continue_from(restore.trusted(self._lineage(record, before)), since_whole)
+        lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
+        saves.planner.continue_from(restore.trusted(lineage), {} if restore.is_damaged else since_whole)
+        warn_salvaged(restored, self.catalog.backend.url)
         return restored
+
+    def _lineage_before(self, record: Record, salvage: bool) -> Lineage:
+        try:
+            return Lineage.from_record(self.catalog, record)
+        except CorruptionError:
+            if not salvage:
+                raise
+            return Lineage(record.id, restores=record.restores + 1)
 
     def _lineage(self, record: Record, before: Lineage) -> Lineage:
         """What the next version may depend on, once `record` was read; `before` is its lineage as the reads began.

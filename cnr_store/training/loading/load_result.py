@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.chains.salvage import SalvagedRows
 
 log = logging.getLogger("cnr_store")
 
@@ -33,6 +34,10 @@ class Restored:
         By table with more rows than are stored: how many were loaded, and how many the model has.
     cast
         By table or tensor of another element type: that of the version, and that of the model.
+    salvaged
+        With ``salvage=True``, the rows that were damaged or lost, and the versions that their values are from: by
+        table, and by ``TABLE/SLOT`` for optimizer state. Where nothing proves which rows a damaged chunk held, all
+        that it may have held.
     """
 
     version: VersionInfo
@@ -44,6 +49,7 @@ class Restored:
     unexpected: tuple[str, ...] = ()
     grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    salvaged: Mapping[str, SalvagedRows] = field(default_factory=dict)
 
 
 def warn_left_out(restored: Restored, url: str) -> None:
@@ -53,4 +59,13 @@ def warn_left_out(restored: Restored, url: str) -> None:
             "version %s of %s also holds the %s, which the next save will not have: give Checkpointer the optimizer "
             "and the state={...} that it was saved with, or load with cnr_store.load if only weights are wanted",
             *(restored.version.id, url, ", ".join(restored.unexpected)),
+        )
+
+
+def warn_salvaged(restored: Restored, url: str) -> None:
+    """Log which rows have older values than the version's."""
+    for name, rows in restored.salvaged.items():
+        log.warning(
+            "version %s of %s: of %s, %s were damaged or lost and have older values now; the next save is whole",
+            *(restored.version.id, url, name, rows),
         )

@@ -12,13 +12,14 @@ from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
-from cnr_store.training.loading.row_fill import AllRows, ChosenRows, fill_all
+from cnr_store.training.loading.row_fill import AllRows, ChosenRows, Reader, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import check_slots, check_tree
@@ -43,6 +44,13 @@ class Restore:
     ----------
     objects
         The `state` objects of the checkpointer, by name.
+    salvage
+        Whether rows that are damaged or lost take older values.
+
+    Attributes
+    ----------
+    is_damaged
+        Whether `run` met rows that are damaged or lost.
 
     Raises
     ------
@@ -60,7 +68,10 @@ class Restore:
         trained: TrainedModel,
         objects: Mapping[str, Any],
         selection: Selection,
+        salvage: bool = False,
     ) -> None:
+        self.is_damaged = False
+        self._salvage = salvage
         self._catalog = catalog
         self._record = record
         self._trained = trained
@@ -133,7 +144,7 @@ class Restore:
         CorruptionError
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
-        changed = self._read_rows(transfer)
+        changed, salvaged = self._read_rows(transfer)
         self._read_dense(transfer)
         if self._has_extra:
             with accepted(self._match.where, "a module's set_extra_state"):
@@ -154,29 +165,40 @@ class Restore:
             unexpected=tuple(match.unexpected),
             grown=match.grown,
             cast=match.cast,
+            salvaged=salvaged,
         )
         return restored, changed
 
-    def _read_rows(self, transfer: Transfer) -> dict[str, Bitmap]:
+    def _read_rows(self, transfer: Transfer) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
+        """Fill the rows; what changed since its whole version by table, what was salvaged by table and slot."""
         targets: list[tuple[str, TableFit, torch.Tensor]] = [
             (weight_path(fit.table.name), fit, fit.table.parameter) for fit in self._match.tables
         ]
         targets += [target for fit in self._fits for target in fit.targets()]
         exact: dict[str, AllRows] = {}
         chosen: list[ChosenRows] = []
+        salvagers: list[SalvageReader] = []
         for path, fit, tensor in targets:
-            reader = ArrayReader(self._catalog, self._record, path)
+            reader: Reader
+            if self._salvage:
+                reader = SalvageReader(self._catalog, self._record, path)
+                salvagers.append(reader)
+            else:
+                reader = ArrayReader(self._catalog, self._record, path)
             if fit.exact:
                 exact[path] = AllRows(reader, tensor)
             else:
                 chosen.append(ChosenRows(reader, tensor, fit.ids))
         fill_all([*exact.values(), *chosen], transfer)
         self._exact = exact.keys()
-        return {
+        self.is_damaged = any(reader.damage is not None for reader in salvagers)
+        changed = {
             fit.table.name: exact[weight_path(fit.table.name)].changed()
             for fit in self._match.tables
             if fit.exact
         }
+        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
+        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors

@@ -10,6 +10,7 @@ import torch
 
 from cnr_backends import Transfer
 from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.salvage import SalvageReader
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tensors import (
     AnyArray,
@@ -21,11 +22,13 @@ from cnr_store.training.model.tensors import (
 )
 from cnr_store.training.tracking.bitmap import Bitmap
 
+Reader = ArrayReader | SalvageReader
+
 
 class Fill(ABC):
     """A tensor, (rows,) or (rows, k), to fill with rows that `reader` reads in pieces."""
 
-    def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
+    def __init__(self, reader: Reader, tensor: torch.Tensor) -> None:
         self.reader = reader
         self.tensor = tensor
 
@@ -37,7 +40,7 @@ class Fill(ABC):
 class AllRows(Fill):
     """Takes every row of an array; tensor and array have the same rows and element type."""
 
-    def __init__(self, reader: ArrayReader, tensor: torch.Tensor) -> None:
+    def __init__(self, reader: Reader, tensor: torch.Tensor) -> None:
         super().__init__(reader, tensor)
         self._changed = np.zeros(reader.shape[0], bool)
         direct = (
@@ -68,7 +71,7 @@ class ChosenRows(Fill):
     The tensor may have other rows than the array, and another element type.
     """
 
-    def __init__(self, reader: ArrayReader, tensor: torch.Tensor, ids: Ids | None) -> None:
+    def __init__(self, reader: Reader, tensor: torch.Tensor, ids: Ids | None) -> None:
         super().__init__(reader, tensor)
         self._wanted = np.full(reader.shape[0], ids is None, np.uint8)
         if ids is not None:

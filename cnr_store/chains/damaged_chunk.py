@@ -1,0 +1,54 @@
+"""Tells which rows a damaged chunk may hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cnr_codecs
+from cnr_codecs import CodecError, Unpacker, most_packed_bytes
+from cnr_store.chains.allocation import Array
+from cnr_store.chains.shard_reader import Chunk, ShardReader
+
+
+def rows_at_most(
+    shards: ShardReader, shard: int, chunk: Chunk, unpacker: Unpacker, element: str, seal: int
+) -> Array:
+    """(chunk_rows,) bool: the rows that a damaged chunk may hold.
+
+    Just those that were written, where its payload still proves which these are; else all.
+
+    Parameters
+    ----------
+    shards, shard, chunk
+        Where it lies.
+    unpacker, element, seal
+        What undoes the codecs that follow the row codec; the element type, and the seal that its payload must bear.
+    """
+    offsets = _proven_offsets(shards, shard, chunk, unpacker, element, seal)
+    held = np.full(shards.grid.chunk_rows, offsets is None)
+    if offsets is not None:
+        held[offsets] = True
+    return held
+
+
+def _proven_offsets(
+    shards: ShardReader, shard: int, chunk: Chunk, unpacker: Unpacker, element: str, seal: int
+) -> Array | None:
+    grid, data = shards.grid, shards.read_damaged(shard, chunk)
+    if data is None:
+        return None
+    try:
+        payload = unpacker.unpack(data, most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element))
+        offsets = _rows_written(payload, seal)
+    except CodecError:
+        return None
+    return offsets if len(offsets) and offsets[-1] < grid.chunk_rows else None
+
+
+def _rows_written(payload: Any, seal: int) -> Array:
+    """The offsets that the head of a payload proves, ascending; none where it proves nothing."""
+    rows_written = getattr(cnr_codecs, "rows_written", None)
+    offsets: Array = np.empty(0, np.int64) if rows_written is None else rows_written(payload, seal=seal)
+    return offsets

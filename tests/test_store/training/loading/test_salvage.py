@@ -1,0 +1,194 @@
+"""A load with ``salvage=True`` brings back a damaged version: rows that can't be read have their newest older value."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cnr_store
+from cnr_store import Checkpointer, CorruptionError
+from tests.test_store.support.damaged_store import (
+    DAMAGES,
+    SLOT,
+    WEIGHT,
+    SavedStore,
+    load,
+    new_job,
+    shard_of,
+    train,
+    values_of,
+)
+
+POLICIES = ("consecutive", "intermittent", "one-shot")
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedStore:
+    return SavedStore(tmp_path_factory.mktemp("saved") / "store", request.param)
+
+
+def check_salvaged(
+    saved: SavedStore, folder: Path, older: int, version: int = -1, names: tuple[str, ...] = ("emb",)
+) -> cnr_store.Restored:
+    """What a damaged version is salvaged to: rows of an `older` version where it says so, else as it was saved."""
+    with pytest.raises(CorruptionError):
+        load(folder, saved.ids[version])
+    found, restored = load(folder, saved.ids[version], salvage=True)
+    expected = saved.values[version]
+    assert set(restored.salvaged) == set(names)
+    for name, values in found.items():
+        rows = restored.salvaged[name].rows if name in names else np.empty(0, np.int64)
+        kept = np.setdiff1d(np.arange(len(values)), rows)
+        assert np.array_equal(values[kept], expected[name][kept]), name
+        assert np.array_equal(values[rows], saved.values[older][name][rows]), name
+        if name in names:
+            assert rows.size
+            for source, part in restored.salvaged[name].by_version.items():
+                assert np.array_equal(values[part], saved.values[saved.ids.index(source)][name][part])
+    return restored
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("path", [WEIGHT, SLOT])
+def test_rows_of_a_damaged_delta_have_the_value_before_it(
+    saved: SavedStore, tmp_path: Path, damage: str, path: str
+) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES[damage](shard_of(folder, saved.ids[-1], path))
+    check_salvaged(saved, folder, older=-2, names=("emb" if path == WEIGHT else "emb/sum",))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_rows_of_a_damaged_link_in_the_middle(tmp_path: Path, damage: str, consecutive: SavedStore) -> None:
+    folder = consecutive.copy(tmp_path / "store")
+    DAMAGES[damage](shard_of(folder, consecutive.ids[2]))
+    restored = check_salvaged(consecutive, folder, older=1)
+    # A row that a newer delta holds is not lost.
+    changed = (consecutive.values[4]["emb"] != consecutive.values[2]["emb"]).any(axis=1)
+    assert not changed[restored.salvaged["emb"].rows].any()
+
+
+@pytest.fixture(scope="module")
+def consecutive(tmp_path_factory: pytest.TempPathFactory) -> SavedStore:
+    return SavedStore(tmp_path_factory.mktemp("consecutive") / "store", "consecutive")
+
+
+def test_only_rows_of_the_damaged_chunk_are_salvaged(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["codes flipped"](shard_of(folder, saved.ids[-1]))
+    chunk = check_salvaged(saved, folder, older=-2).salvaged["emb"].rows
+    folder = saved.copy(tmp_path / "lost")
+    DAMAGES["lost"](shard_of(folder, saved.ids[-1]))
+    shard = check_salvaged(saved, folder, older=-2).salvaged["emb"].rows
+    assert set(chunk) <= set(shard)
+
+
+def test_the_next_save_is_whole_and_loads(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["codes flipped"](shard_of(folder, saved.ids[-1]))
+    model, optimizer = new_job()
+    with Checkpointer(folder, model, optimizer, policy="consecutive", bits=32) as checkpointer:
+        assert checkpointer.load(salvage=True).salvaged
+        train(model, optimizer, 9)
+        assert checkpointer.save(9).result().kind == "baseline"
+        train(model, optimizer, 10)
+        assert checkpointer.save(10).result().kind == "delta"
+    values, restored = load(folder)
+    assert restored.step == 10
+    for name, expected in values_of(model, optimizer).items():
+        assert np.array_equal(values[name], expected), name
+
+
+def test_a_load_without_damage_salvages_nothing(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    model, optimizer = new_job()
+    with Checkpointer(folder, model, optimizer, policy="consecutive", bits=32) as checkpointer:
+        assert checkpointer.load(salvage=True).salvaged == {}
+        train(model, optimizer, 9)
+        assert checkpointer.save(9).result().kind == "delta"
+
+
+def test_a_warning_counts_the_rows(
+    saved: SavedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["lost"](shard_of(folder, saved.ids[-1]))
+    with caplog.at_level(logging.WARNING, logger="cnr_store"):
+        _, restored = load(folder, salvage=True)
+    (message,) = [each.getMessage() for each in caplog.records if "of emb," in each.getMessage()]
+    assert f"{len(restored.salvaged['emb'].rows):,} rows" in message
+    assert saved.ids[-1] in message
+
+
+def test_lost_manifest_of_a_link(consecutive: SavedStore, tmp_path: Path) -> None:
+    folder = consecutive.copy(tmp_path / "store")
+    (folder / "versions" / consecutive.ids[2] / "manifest").unlink()
+    check_salvaged(consecutive, folder, older=1, names=("emb", "emb/sum"))
+
+
+@pytest.mark.parametrize("damage", ["lost", "altered"])
+def test_record_of_a_link_that_is_gone(consecutive: SavedStore, tmp_path: Path, damage: str) -> None:
+    """Nothing tells what a version continued whose record is lost, so rows that only it may lead to are lost."""
+    folder = consecutive.copy(tmp_path / "store")
+    record = folder / "versions" / consecutive.ids[2] / "zarr.json"
+    if damage == "lost":
+        record.unlink()
+    else:
+        record.write_bytes(record.read_bytes().replace(b'"step":2', b'"step":3'))
+    with pytest.raises(CorruptionError, match="no older value of them can be read"):
+        load(folder, salvage=True)
+
+
+def test_record_of_the_base_that_is_lost_beneath_a_fold(consecutive: SavedStore, tmp_path: Path) -> None:
+    folder = consecutive.copy(tmp_path / "store")
+    cnr_store.compact(folder, consecutive.ids[3])
+    (folder / "versions" / consecutive.ids[1] / "zarr.json").unlink()
+    DAMAGES["lost"](shard_of(folder, consecutive.ids[4]))
+    check_salvaged(consecutive, folder, older=3)
+
+
+def test_damaged_fold_of_a_sound_chain_loses_nothing(consecutive: SavedStore, tmp_path: Path) -> None:
+    folder = consecutive.copy(tmp_path / "store")
+    cnr_store.compact(folder)
+    fold = next(each for each in (folder / "folds").rglob("c/0/0") if WEIGHT in str(each))
+    DAMAGES["codes flipped"](fold)
+    check_salvaged(consecutive, folder, older=4, names=())
+
+
+def test_rows_without_any_value_are_an_error_that_names_them(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["lost"](shard_of(folder, saved.ids[0]))
+    with pytest.raises(CorruptionError, match=rf"{saved.ids[-1]}, {WEIGHT}: [0-9]+ rows, .*no older value"):
+        load(folder, salvage=True)
+
+
+def test_fallback_takes_the_version_before_if_one_cannot_be_salvaged(
+    saved: SavedStore, tmp_path: Path
+) -> None:
+    folder = saved.copy(tmp_path / "store")
+    next((folder / "versions" / saved.ids[-1] / "dense").rglob("c/0/0")).unlink()
+    DAMAGES["lost"](shard_of(folder, saved.ids[-2]))
+    with pytest.raises(CorruptionError):
+        load(folder, salvage=True)
+    _, restored = load(folder, fallback=True, salvage=True)
+    assert (restored.version.id, [name for name, _ in restored.skipped]) == (saved.ids[-2], [saved.ids[-1]])
+    assert restored.salvaged
+
+
+def test_chosen_rows_alone_are_salvaged(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["lost"](shard_of(folder, saved.ids[-1]))
+    model, optimizer = new_job()
+    restored = cnr_store.load(folder, model, optimizer, rows={"emb": range(50)}, salvage=True)
+    assert set(restored.salvaged["emb"].rows) <= set(range(50))
+    assert np.array_equal(model.emb.weight.detach().numpy()[:50], saved.values[-2]["emb"][:50])
+
+
+def test_quantized_rows_are_salvaged_bit_for_bit(tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path / "saved", "consecutive", bits=4)
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["codes flipped"](shard_of(folder, saved.ids[3]))
+    check_salvaged(saved, folder, older=2)
