@@ -53,7 +53,7 @@ for command in (demo, ls, info, verify, diff, compact, gc, pin, unpin, export, s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 success, 1 an error or a failed check, 2 wrong usage, 3 a damaged store."""
+    """Run the command line and exit: 0 success, 1 an error, 2 wrong usage, 3 damage, 4 what may be damage."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know fewer letters than names use
     try:

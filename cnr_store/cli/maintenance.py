@@ -17,10 +17,10 @@ from cnr_store.cli.output import print_json, print_line, progress, say, time_tex
 from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.verification import verify as verification
-from cnr_store.maintenance.verification.report import VerifyReport
+from cnr_store.maintenance.verification.report import Finding, VerifyReport
 
-DAMAGED = 3
-"""Exit status of `cnr verify` if anything is damaged."""
+DAMAGED, SUSPICIOUS = 3, 4
+"""Exit status of `cnr verify` if anything is damaged; if nothing is, but something may be lost."""
 
 Checked = Annotated[
     str | None,
@@ -56,7 +56,7 @@ def verify(
 ) -> None:
     """Check a store: what is damaged or lost, and which versions can be restored. It changes nothing.
 
-    The exit status is 3 if anything is damaged.
+    The exit status is 3 if anything is damaged, and 4 if nothing is but something may be lost.
     """
     wanted = None if version is None else parse_version(version)
     with progress("verifying", of_bytes=True) as on_progress:
@@ -67,13 +67,13 @@ def verify(
         print_json(asdict(report) | {"ok": report.ok})
     else:
         _print_report(report)
-    if not report.ok:
-        raise typer.Exit(DAMAGED)
+    if report.problems or report.suspicious:
+        raise typer.Exit(DAMAGED if report.problems else SUSPICIOUS)
 
 
 def _print_report(report: VerifyReport) -> None:
     for finding in report.problems:
-        print_line(f"damaged: {finding}")
+        print_line(f"damaged: {finding}{_extent(finding)}")
     for finding in report.suspicious:
         print_line(f"suspicious: {finding}")
     for left in report.leftovers:
@@ -87,6 +87,16 @@ def _print_report(report: VerifyReport) -> None:
     )
     if not report.ok and report.restorable:
         print_line(f"the newest that can be restored is {report.restorable[-1]}")
+
+
+def _extent(finding: Finding) -> str:
+    """How much a finding concerns."""
+    facts = [f"up to {finding.row_count:,} rows"] if finding.row_count else []
+    if finding.versions:
+        facts.append(
+            f"{len(finding.versions):,} versions can't be restored, the first is {finding.versions[0]}"
+        )
+    return f" ({'; '.join(facts)})" if facts else ""
 
 
 def compact(

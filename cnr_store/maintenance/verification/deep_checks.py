@@ -35,8 +35,8 @@ class _Outcome:
     ----------
     nbytes
         Bytes of the version that are checked now.
-    what, key, path, rows
-        The message if something is damaged, None otherwise; object, array and rows concerned.
+    what, key, path, rows, row_count
+        The message if something is damaged, None otherwise; object, array and rows concerned, and how many at most.
     present
         Of an array of rows, how many were found.
     own
@@ -48,6 +48,7 @@ class _Outcome:
     key: str = ""
     path: str | None = None
     rows: Rows | None = None
+    row_count: int | None = None
     present: int = 0
     own: int = 0
 
@@ -77,7 +78,7 @@ class DeepCheck:
         """Read, and yield bytes of the version as they are checked."""
         for outcome in transfer.map(lambda task: task(), self._tasks()):
             if outcome.what is not None:
-                self._check.add(outcome.what, outcome.key, outcome.path, outcome.rows)
+                self._check.add(outcome.what, outcome.key, outcome.path, outcome.rows, outcome.row_count)
                 if outcome.key == self._record.key(STATE):
                     self._check.soundness.state = False
             present, own = self._counts.get(outcome.path, (0, 0))
@@ -125,14 +126,17 @@ class DeepCheck:
             what = self._check.at(path, rows, key)
             out = allocate((count, link.grid.columns), array_dtype(link.entry.element), what)
             link.fill(rows[0], out, need)
-        except (CorruptionError, FormatError) as error:
+        except CorruptionError as error:
+            row_count = min(_count_lost(link, rows), link.entry.rows)
+            return _Outcome(nbytes, str(error), key, path, rows, row_count)
+        except FormatError as error:
             return _Outcome(nbytes, str(error), key, path, rows)
         shared = min(max(self._first_own_row(path) - rows[0], 0), count)
         lost = np.flatnonzero(need[shared:])
         if len(lost):
             place = (rows[0] + shared + int(lost[0]), rows[1])
             what = self._check.at(path, place, f"{len(lost)} rows are not in {key}")
-            return _Outcome(nbytes, what, key, path, place)
+            return _Outcome(nbytes, what, key, path, place, len(lost))
         return _Outcome(nbytes, path=path, present=count - int(need.sum()), own=count - shared)
 
     def _first_own_row(self, path: str) -> int:
@@ -182,3 +186,13 @@ class DeepCheck:
                     f"hold {present} and {own}"
                 )
                 self._check.add(self._check.at(path, None, what), self._record.key(path), path)
+
+
+def _count_lost(link: WrittenLink, rows: Rows) -> int:
+    """How many of these rows a link may hold and can't give."""
+    count = rows[1] + 1 - rows[0]
+    try:
+        out = allocate((count, link.grid.columns), array_dtype(link.entry.element), link.record.home)
+        return int(link.fill_sound(rows[0], out, np.ones(count, np.uint8)).sum())
+    except (CorruptionError, FormatError):
+        return count

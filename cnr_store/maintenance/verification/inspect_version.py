@@ -176,11 +176,29 @@ class VersionCheck:
             self.add(self.at(path, rows, f"{key} is lost from {self.backend.url}"), key, path, rows)
         return nbytes
 
-    def add(self, what: str, key: str, path: str | None = None, rows: Rows | None = None) -> None:
-        """Add a finding. An array with one can't be read whole."""
-        self.soundness.findings.append(Finding(what, self.record.id, key, path, rows))
+    def add(
+        self,
+        what: str,
+        key: str,
+        path: str | None = None,
+        rows: Rows | None = None,
+        row_count: int | None = None,
+    ) -> None:
+        """Add a finding. An array with one can't be read whole. By default it concerns all `rows` that are written."""
+        if row_count is None:
+            row_count = self._most_rows(key, path, rows)
+        self.soundness.findings.append(Finding(what, self.record.id, key, path, rows, row_count))
         if path is not None:
             self.soundness.unreadable.add(path)
+
+    def _most_rows(self, key: str, path: str | None, rows: Rows | None) -> int:
+        """How many rows a damaged object may hold."""
+        if path is not None:
+            written = self.record.arrays[path].rows
+            return written if rows is None else min(written, rows[1] + 1 - rows[0])
+        if key == self.record.key("manifest"):
+            return sum(entry.rows for entry in self.record.arrays.values())
+        return 0
 
     def at(self, path: str | None, rows: Rows | None, what: str) -> str:
         """A message with its place."""

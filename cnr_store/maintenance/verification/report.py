@@ -20,6 +20,11 @@ class Finding:
         The object concerned, where it is known.
     path, rows
         The array concerned, and its first and last row concerned, where known.
+    row_count
+        How many rows it concerns, at most: those that what is damaged may hold. 0 where it concerns none, or where
+        nothing tells which.
+    versions
+        Ids of the versions that can't be restored because of it, oldest first. All whose chains it lies in.
     """
 
     what: str
@@ -27,6 +32,8 @@ class Finding:
     key: str | None = None
     path: str | None = None
     rows: tuple[int, int] | None = None
+    row_count: int = 0
+    versions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.what

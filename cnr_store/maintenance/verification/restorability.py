@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.inspect_version import Soundness
+from cnr_store.maintenance.verification.inspect_version import STATE, Soundness
 from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
 """Prefix and id of a version or a fold."""
+
+Place = tuple[Home, str]
+"""An array, by its path, under a home."""
 
 _REPORTED = ""
 """In place of a message: another finding says it."""
@@ -32,11 +36,14 @@ class _Chain:
         How many rows its objects have room for.
     top
         Its first link; None where that is not known.
+    broken
+        Where it can't be read.
     """
 
     reason: str | None
     max_rows: int
     top: Record | None
+    broken: frozenset[Place] = frozenset()
 
 
 class Restorability:
@@ -62,7 +69,9 @@ class Restorability:
         self._catalog = catalog
         self._results = results
         self._reported = reported
-        self._chains: dict[tuple[Home, str], _Chain] = {}
+        self._chains: dict[Place, _Chain] = {}
+        self._failed: set[str] = set()
+        self._fallen: dict[Place, set[str]] = {}
         self.outdated = False
 
     def check(self, record: Record) -> tuple[bool, Finding | None]:
@@ -85,14 +94,42 @@ class Restorability:
                 f"job's retention running, remove {key}, and the version can be restored"
             )
             finding = Finding(what, record.id, key)
-        return documents_sound and not reasons, finding
+        is_restorable = documents_sound and not reasons
+        if not is_restorable:
+            self._failed.add(record.id)
+        return is_restorable, finding
+
+    def fallen(self, finding: Finding) -> tuple[str, ...]:
+        """Ids of the versions checked so far that can't be restored because of a finding, oldest first."""
+        version, key, path = finding.version, finding.key, finding.path
+        if version is None:
+            return ()
+        prefix = layout.FOLDS if (key or "").startswith(f"{layout.FOLDS}/") else layout.VERSIONS
+        is_record = key == layout.record_key(version, prefix)
+        needed = path is not None or is_record or (key or "").endswith("/manifest")
+        places = [
+            place
+            for place in self._fallen
+            if needed and place[0] == (prefix, version) and path in (place[1], None)
+        ]
+        ids = {each for place in places for each in self._fallen[place]}
+        # Of its own version, an object's loss is told where no array is concerned, or none in particular.
+        if key is None or is_record or key in map(partial(layout.version_key, version), ("manifest", STATE)):
+            ids |= {version} & self._failed
+        return tuple(sorted(ids))
 
     def _why_broken(self, record: Record, path: str) -> str | None:
         """Why an array can't be read: a message, or `_REPORTED`. None if it can."""
         entry = record.arrays[path]
         if entry.kind == "dense":
-            return _REPORTED if path in self._results[record.prefix, record.id].unreadable else None
+            home = record.prefix, record.id
+            if path not in self._results[home].unreadable:
+                return None
+            self._fallen.setdefault((home, path), set()).add(record.id)
+            return _REPORTED
         links = self._chain(record, path)
+        for place in links.broken:
+            self._fallen.setdefault(place, set()).add(record.id)
         if links.reason is None and links.max_rows < entry.shape[0]:
             return (
                 f"version {record.id}, {path}: {entry.shape[0]} rows are recorded, more than the objects of its chain "
@@ -111,13 +148,27 @@ class Restorability:
                     break
                 new.append(link)
         except (CorruptionError, FormatError) as error:
-            beneath = _Chain(_REPORTED if str(error) in self._reported else str(error), 0, None)
+            reason = _REPORTED if str(error) in self._reported else str(error)
+            beneath = _Chain(reason, 0, None, self._lost_beneath(new[-1] if new else record, path))
         for link in reversed(new):
             result = self._results.get((link.prefix, link.id))
             rows = 0 if result is None else result.max_rows.get(path, 0) + beneath.max_rows
-            beneath = _Chain(self._why_link_broken(link, path, result, beneath), rows, link)
-            self._chains[(link.prefix, link.id), path] = beneath
+            place, broken = ((link.prefix, link.id), path), beneath.broken
+            if result is not None and not result.can_read(path):
+                broken |= {place}
+            beneath = _Chain(self._why_link_broken(link, path, result, beneath), rows, link, broken)
+            self._chains[place] = beneath
         return beneath
+
+    def _lost_beneath(self, link: Record, path: str) -> frozenset[Place]:
+        """Where a chain may end beneath a link, since a record can't be read."""
+        ids = [link.id]
+        for _ in range(2):  # the base of a link is looked up before the link is yielded
+            older = find_readable(self._catalog, ids[-1])
+            base = None if older is None or path not in older.arrays else older.arrays[path].base
+            ids += [] if base is None else [base]
+        homes = [(prefix, each) for each in ids for prefix in (layout.VERSIONS, layout.FOLDS)]
+        return frozenset((home, path) for home in homes if home not in self._results)
 
     def _why_link_broken(
         self, link: Record, path: str, result: Soundness | None, beneath: _Chain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
@@ -117,12 +118,16 @@ class _Run:
         results = self._results.values()
         for result in results:
             self._problems |= {finding.what: finding for finding in result.findings}
-        restorable = list(self._restorable(listing.records))
+        restorability = Restorability(self._catalog, self._results, self._problems)
+        restorable = list(self._restorable(restorability, listing.records))
         return VerifyReport(
             deep=self._deep,
             versions=tuple(record.id for record in listing.records),
             restorable=tuple(restorable if opens else ()),
-            problems=tuple(self._problems.values()),
+            problems=tuple(
+                replace(finding, versions=restorability.fallen(finding))
+                for finding in self._problems.values()
+            ),
             suspicious=tuple(listing.suspicious),
             leftovers=(*listing.leftovers, *(result.leftovers for result in results if result.leftovers)),
             voids=tuple(attempt.id for attempt in listing.attempts if attempt.void),
@@ -130,8 +135,7 @@ class _Run:
             nbytes=sum(result.nbytes for result in results),
         )
 
-    def _restorable(self, records: Iterable[Record]) -> Iterator[str]:
-        restorability = Restorability(self._catalog, self._results, self._problems)
+    def _restorable(self, restorability: Restorability, records: Iterable[Record]) -> Iterator[str]:
         for record in records:
             is_restorable, finding = restorability.check(record)
             if finding is not None:

@@ -175,10 +175,22 @@ def test_verify_tells_a_sound_store_from_a_damaged_one(
     assert status == 3
     assert out.startswith("damaged: ")
     assert str(shard.relative_to(own_store)) in out
+    assert "rows; " in out
+    assert "versions can't be restored, the first is 000001-" in out
     status, out, _ = cnr(capsys, "verify", own_store, "--json")
     doc = json.loads(out)
     assert (status, doc["ok"]) == (3, False)
     assert doc["problems"]
+
+
+def test_verify_has_a_status_of_its_own_for_what_may_be_lost(
+    capsys: pytest.CaptureFixture[str], own_store: str
+) -> None:
+    newest = cnr_store.versions(own_store)[-1].id
+    Path(own_store, "versions", newest, "zarr.json").unlink()
+    status, out, _ = cnr(capsys, "verify", own_store)
+    assert status == 4
+    assert out.startswith("suspicious: ")
 
 
 def test_folding_changes_no_value(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
