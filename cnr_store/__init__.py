@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.errors import (
     BaseLostError,
     BusyError,
@@ -31,6 +32,7 @@ from cnr_store.following.follow import Update, follow
 from cnr_store.maintenance.collection.pins import pin, pins, unpin
 from cnr_store.maintenance.collection.retention import GcReport, gc
 from cnr_store.maintenance.folding.compact import CompactReport, compact
+from cnr_store.maintenance.repairing.repair import RepairReport, repair
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
 from cnr_store.maintenance.verification.verify import verify
 from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
@@ -83,6 +85,7 @@ __all__ = [
     "save",
     "load",
     "Restored",
+    "SalvagedRows",
     "PendingSave",
     "Preemption",
     "TrackedReader",
@@ -114,6 +117,8 @@ __all__ = [
     "VerifyReport",
     "Finding",
     "Leftovers",
+    "repair",
+    "RepairReport",
     "CheckpointError",
     "EmptyStoreError",
     "VersionNotFoundError",

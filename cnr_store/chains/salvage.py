@@ -68,12 +68,13 @@ class SalvageReader:
 
     Attributes
     ----------
-    path, shape, dtype, element, columns
+    version, path, shape, dtype, element, columns
         As of an `ArrayReader`.
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self._catalog, self._record, self.path = catalog, record, path
+        self._catalog, self._record = catalog, record
+        self.version, self.path = record.id, path
         self._ancestry = Ancestry(catalog, record, path)
         self._exact: ArrayReader | None = None
         self._salvaged: dict[str, list[Rows]] = {}
@@ -93,6 +94,7 @@ class SalvageReader:
         """The first damage met so far."""
         return self._ancestry.damage
 
+    @property
     def links(self) -> list[Link]:
         """The links of the chain; if they can't all be opened, those looked into so far."""
         return self._ancestry.opened() if self._exact is None else self._exact.links
@@ -108,7 +110,7 @@ class SalvageReader:
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces that cover the array."""
-        rows, rows_each = self.shape[0], region_rows(self.links(), self.columns * self.dtype.itemsize)
+        rows, rows_each = self.shape[0], region_rows(self.links, self.columns * self.dtype.itemsize)
         for first_row in range(0, rows, rows_each):
             yield first_row, min(rows_each, rows - first_row)
 

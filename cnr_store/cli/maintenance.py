@@ -1,8 +1,9 @@
-"""`cnr verify`, `compact`, `gc`, `pin` and `unpin`: the maintenance of a store."""
+"""`cnr verify`, `repair`, `compact`, `gc`, `pin` and `unpin`: the maintenance of a store."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,10 +13,12 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import newest_claim
+from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import print_json, print_line, progress, say, time_text
 from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
+from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
 from cnr_store.maintenance.verification.report import Finding, VerifyReport
 
@@ -37,12 +40,12 @@ KeepEvery = Annotated[
         min=1, help="For each multiple of this many steps, keep the newest version at or before it."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 EndRun = Annotated[
     bool,
     typer.Option("--end-run", help="First end the turn of a run that died: see who it was, then be asked."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Answer yes to what --end-run asks.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
@@ -97,6 +100,68 @@ def _extent(finding: Finding) -> str:
             f"{len(finding.versions):,} versions can't be restored, the first is {finding.versions[0]}"
         )
     return f" ({'; '.join(facts)})" if facts else ""
+
+
+def repair(
+    url: Url,
+    version: VersionName = "latest",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    workers: Workers = 4,
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Commit a sound version in place of a damaged one, with older values for the rows that are lost.
+
+    It shows what would be lost, and asks. It deletes nothing. With --dry-run the exit status is 3 if anything is
+    damaged.
+    """
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise typer.BadParameter("there is no terminal to ask on: give --yes, or --dry-run to look")
+    with progress("reading") as on_progress:
+        found = repairing.Repair(
+            url,
+            parse_version(version),
+            workers,
+            on_progress,
+            is_for_writing=not dry_run,
+            **parse_options(options),
+        )
+    done = found.report
+    if not as_json:
+        _print_losses(done)
+    if done.outcome == "repairable" and not dry_run:
+        if not yes:
+            typer.confirm("commit a version with these values?", abort=True, err=True)
+        done = found.commit()
+    if as_json:
+        print_json(asdict(done) | {"salvaged": _row_counts(done.salvaged)})
+    elif done.repaired is not None:
+        print_line(
+            f"{done.repaired}: repaired from {done.version}, {done.bytes:,} bytes; it is the latest version now"
+        )
+    if done.outcome == "repairable":
+        raise typer.Exit(DAMAGED)
+
+
+def _print_losses(found: repairing.RepairReport) -> None:
+    for name in found.damaged:
+        lost = found.salvaged.get(name)
+        what = (
+            "nothing is lost, its values lie in another place too"
+            if lost is None
+            else f"older values for {lost}"
+        )
+        print_line(f"damaged: {name}: {what}")
+    if found.outcome == "sound":
+        print_line(f"{found.version}: nothing is damaged")
+
+
+def _row_counts(salvaged: Mapping[str, SalvagedRows]) -> dict[str, dict[str, int]]:
+    return {
+        name: {version: len(rows) for version, rows in lost.by_version.items()}
+        for name, lost in salvaged.items()
+    }
 
 
 def compact(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from cnr_codecs import RowCodec, array_dtype
+from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid, choose_grid
+from cnr_store.format.record import ArrayEntry
 
 Array = np.ndarray[Any, Any]
 
@@ -62,6 +64,29 @@ class RowsWrite:
         )
 
 
+class MovedRows(Protocol):
+    """A whole array that is stored elsewhere already. Its rows are moved as they are, and not encoded again."""
+
+    @property
+    def path(self) -> str:
+        """Place in the version."""
+
+    @property
+    def entry(self) -> ArrayEntry:
+        """Its entry in the record, without the number of bytes."""
+
+    @property
+    def grid(self) -> Grid:
+        """How it is cut."""
+
+    @property
+    def document(self) -> Doc:
+        """Its Zarr metadata."""
+
+    def chunks(self, shard: int, seal: Callable[[int], int]) -> list[bytes | None]:
+        """The chunks of a shard, by slot; `seal` gives a chunk's by its first row."""
+
+
 @dataclass(frozen=True)
 class DenseWrite:
     """A dense array to write whole.
@@ -92,7 +117,7 @@ class Plan:
         The caller's.
     previous
         Version that training continued from, None for the first.
-    rows, dense
+    rows, moved, dense
         Arrays to write.
     state
         As tagged JSON.
@@ -113,3 +138,4 @@ class Plan:
     needs: tuple[str, ...] = ()
     restores: int = 0
     metadata: Any = None
+    moved: Sequence[MovedRows] = ()

@@ -29,7 +29,7 @@ from cnr_store.format.arrays import (
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
-from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
+from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
@@ -130,8 +130,26 @@ class _Chunks:
 
     def assemble(self, version: str, chunks: list[bytes | None]) -> _Object:
         """The shard's object, from the chunks of all its slots."""
-        place = f"c/{self.shard}/0" if len(self.rows.shape) == 2 else f"c/{self.shard}"
+        place = _shard_place(self.shard, self.rows.shape)
         return _Object(layout.version_key(version, self.rows.path, place), chunks, self.rows.path, self.shard)
+
+
+@dataclass(frozen=True)
+class _MovedShard:
+    """A shard of rows that are moved as they are stored."""
+
+    rows: MovedRows
+    shard: int
+
+    def encode(self, version: str) -> _Object:
+        path = self.rows.path
+        chunks = self.rows.chunks(self.shard, lambda first_row: layout.seal(version, path, first_row, 0))
+        place = _shard_place(self.shard, self.rows.entry.shape)
+        return _Object(layout.version_key(version, path, place), chunks, path, self.shard)
+
+
+def _shard_place(shard: int, shape: tuple[int, ...]) -> str:
+    return f"c/{shard}/0" if len(shape) == 2 else f"c/{shard}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +183,7 @@ class _DenseDocument:
         return _Object(layout.version_key(version, self.path, layout.NODE), document_bytes(self.doc))
 
 
-_Task = _Chunks | _DenseChunk | _DenseDocument
+_Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
 
 
 def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
@@ -207,6 +225,10 @@ def _tasks(plan: Plan, staged: Staged) -> Iterator[_Task]:
                 rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)[1:]),
             )
             yield from _shards(rows, grid)
+    for moved in plan.moved:
+        staged.arrays[moved.path] = moved.entry
+        add_node(staged.nodes, moved.path, moved.document)
+        yield from (_MovedShard(moved, shard) for shard in range(moved.grid.shard_grid[0]))
     for dense in plan.dense:
         grid_of = dense_grid(dense.values.shape, dense.values.dtype)
         name = layout.decode_name(dense.path.rsplit("/", 1)[-1])

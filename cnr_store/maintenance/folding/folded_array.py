@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
 from cnr_store.chains.link import Link, WrittenLink
+from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
@@ -52,7 +53,7 @@ class FoldedArray:
         The codecs that follow the row codec.
     """
 
-    reader: ArrayReader
+    reader: ArrayReader | SalvageReader
     entry: ArrayEntry
     grid: Grid
     document: Doc
@@ -69,8 +70,21 @@ class FoldedArray:
         FormatError
             A codec that followed the whole link's row codec is unknown.
         """
-        reader = ArrayReader(catalog, record, path)
-        written, whole = record.arrays[path], reader.links[-1]
+        return cls.from_reader(ArrayReader(catalog, record, path), record.arrays[path])
+
+    @classmethod
+    def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> FoldedArray:
+        """The same of what a `reader` reads, from the array's entry in its version's record.
+
+        Raises
+        ------
+        FormatError
+            As `from_record` does.
+        """
+        # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
+        whole = next(
+            (link for link in reversed(reader.links) if isinstance(link, WrittenLink)), reader.links[-1]
+        )
         config = dict(whole.entry.codec or {})
         entry = ArrayEntry(
             "whole",
@@ -83,9 +97,11 @@ class FoldedArray:
         try:
             packer = Packer.of(config)
         except CodecConfigError as error:
-            raise FormatError(f"{whole.record.home}, {path}: its codec can't be followed: {error}") from error
+            raise FormatError(
+                f"{whole.record.home}, {whole.path}: its codec can't be followed: {error}"
+            ) from error
         if not isinstance(whole, WrittenLink):
-            raise CorruptionError(f"{whole.record.home}, {path}: it is whole and has no metadata")
+            raise CorruptionError(f"{whole.record.home}, {whole.path}: it is whole and has no metadata")
         written_links = [link for link in reader.links if isinstance(link, WrittenLink)]
         bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in written_links)
         grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
@@ -93,11 +109,33 @@ class FoldedArray:
         return cls(reader, entry, grid, document, packer)
 
     @property
+    def path(self) -> str:
+        return self.reader.path
+
+    @property
     def shards(self) -> int:
         return self.grid.shard_grid[0]
 
     def put_shard(self, backend: Backend, fold: Record, shard: int) -> Part:
-        """Compose one shard and store it under the fold. Memory is that of a shard and of a region of each link.
+        """Compose one shard and store it under the fold.
+
+        Raises
+        ------
+        CorruptionError, FormatError, SaveError
+            As `chunks` does.
+        """
+        pieces = build_shard(self.chunks(shard, lambda first_row: fold.seal(self.path, first_row, 0)))
+        place = f"c/{shard}/0" if len(self.reader.shape) == 2 else f"c/{shard}"
+        backend.put(fold.key(self.path, place), pieces)
+        return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+
+    def chunks(self, shard: int, seal: Callable[[int], int]) -> list[bytes | None]:
+        """The chunks of a shard, by slot. Memory is that of a shard and of a region of each link.
+
+        Parameters
+        ----------
+        seal
+            Gives the seal of a chunk by its first row.
 
         Raises
         ------
@@ -108,15 +146,11 @@ class FoldedArray:
         SaveError
             A chunk takes more bytes than readers accept.
         """
-        path, grid = self.reader.path, self.grid
-        first, chunks = shard * grid.shard_rows, grid.chunks_per_shard
-        payloads = self._payloads(fold, range(first, first + grid.shard_rows))
-        pieces = build_shard([*payloads, *[None] * chunks][:chunks])
-        place = f"c/{shard}/0" if len(self.reader.shape) == 2 else f"c/{shard}"
-        backend.put(fold.key(path, place), pieces)
-        return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+        first, chunks = shard * self.grid.shard_rows, self.grid.chunks_per_shard
+        payloads = self._payloads(range(first, first + self.grid.shard_rows), seal)
+        return [*payloads, *[None] * chunks][:chunks]
 
-    def _payloads(self, fold: Record, shard: range) -> Iterator[bytes]:
+    def _payloads(self, shard: range, seal: Callable[[int], int]) -> Iterator[bytes]:
         """The packed payloads of the chunks of these rows, as far as the array reaches."""
         reader, grid = self.reader, self.grid
         end = min(shard.stop, reader.shape[0])
@@ -128,17 +162,17 @@ class FoldedArray:
             first_rows = range(region, min(region + region_rows, end), grid.chunk_rows)
             chunks = split_segments(segments, grid.chunk_rows)
             for first_row, chunk in zip(first_rows, chunks, strict=False):
-                yield self._packed(fold, first_row, chunk)
+                yield self._packed(first_row, chunk, seal(first_row))
 
-    def _packed(self, fold: Record, first_row: int, segments: Sequence[Segment]) -> bytes:
-        path, element, grid = self.reader.path, self.reader.element, self.grid
-        data = build_payload(
-            grid.chunk_rows, grid.columns, element_named(element), segments, fold.seal(path, first_row, 0)
-        )
+    def _packed(self, first_row: int, segments: Sequence[Segment], seal: int) -> bytes:
+        element, grid = self.reader.element, self.grid
+        data = build_payload(grid.chunk_rows, grid.columns, element_named(element), segments, seal)
         try:
             return self.packer.pack(data, grid.chunk_rows, grid.columns, element)
         except CodecError as error:
-            raise SaveError(f"{fold.home}, {path}, rows from {first_row} on: {error}") from error
+            raise SaveError(
+                f"version {self.reader.version}, {self.path}, rows from {first_row} on: {error}"
+            ) from error
 
     def _region_rows(self) -> int:
         """Rows composed at once: several chunks of the fold, so that few payloads of the links are read twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ import cnr_store
 from cnr_store.cli.app import main
 from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policies.policy import POLICIES
+from tests.test_store.support.damaged_store import DAMAGES, SavedStore, shard_of
 
 WITHOUT_TORCH = """
 import sys
@@ -191,6 +193,42 @@ def test_verify_has_a_status_of_its_own_for_what_may_be_lost(
     status, out, _ = cnr(capsys, "verify", own_store)
     assert status == 4
     assert out.startswith("suspicious: ")
+
+
+def test_repair_shows_what_is_lost_and_asks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=2)
+    url = str(saved.folder)
+    assert cnr(capsys, "repair", url, "--dry-run")[:2] == (0, f"{saved.ids[-1]}: nothing is damaged\n")
+    DAMAGES["lost"](shard_of(saved.folder, saved.ids[-1]))
+    status, out, _ = cnr(capsys, "repair", url, "--dry-run")
+    assert status == 3
+    assert out.startswith("damaged: emb: older values for ")
+    assert f"from {saved.ids[0]}" in out
+    status, _, err = cnr(capsys, "repair", url)
+    assert status == 2
+    assert "--yes" in err
+    assert [info.id for info in cnr_store.versions(url)] == saved.ids
+    status, out, _ = cnr(capsys, "repair", url, "--yes", "--json")
+    doc = json.loads(out)
+    assert (status, doc["outcome"], doc["damaged"]) == (0, "repaired", ["emb"])
+    assert list(doc["salvaged"]["emb"]) == saved.ids[:1]
+    assert doc["repaired"] == cnr_store.versions(url)[-1].id
+    assert cnr(capsys, "repair", url, "--yes")[0] == 0
+    assert len(cnr_store.versions(url)) == 3
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_repair_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=2)
+    DAMAGES["lost"](shard_of(saved.folder, saved.ids[-1]))
+    keyboard = io.StringIO(f"{answer}\n")
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", keyboard)
+    status, _, err = cnr(capsys, "repair", str(saved.folder))
+    assert "commit a version" in err
+    assert (status, len(cnr_store.versions(saved.folder))) == ((0, 3) if answer == "y" else (1, 2))
 
 
 def test_folding_changes_no_value(capsys: pytest.CaptureFixture[str], own_store: str) -> None:

@@ -1,0 +1,1 @@
+"""Sound versions made out of damaged ones."""
