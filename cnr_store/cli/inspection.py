@@ -13,29 +13,45 @@ from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, list_ids, open_record
+from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.maintenance.verification.glance import find_lost, find_lost_bases
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
+_MARKS = {
+    "pinned": "pinned",
+    "folded": "folded",
+    "removed": "being removed",
+    "lost_base": "can't be restored",
+}
 
 Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, or latest.")]
 Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or latest.")]
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """List the committed versions of a store, oldest first."""
+    """List the committed versions of a store, oldest first. Those whose base is lost are marked."""
     backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)
     records = catalog.oldest_first()
     if not records and not catalog.check_format():
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
+    tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
     listed = [
-        _facts(record) | {"pinned": record.id in pinned, "folded": record.id in folded} for record in records
+        _facts(record)
+        | {
+            "pinned": record.id in pinned,
+            "folded": record.id in folded,
+            "removed": record.id in tombstoned,
+            "lost_base": lost.get(record.id),
+        }
+        for record in records
     ]
     if as_json:
         print_json(listed)
@@ -46,7 +62,7 @@ def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
     columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
     table = new_table(*columns, "marks")
     for facts in listed:
-        marks = ", ".join(mark for mark in ("pinned", "folded") if facts[mark])
+        marks = ", ".join(text for name, text in _MARKS.items() if facts[name])
         table.add_row(*(_text(column, facts[column]) for column in columns), marks or "-")
     print_table(table)
 
@@ -54,9 +70,11 @@ def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
 def info(
     url: Url, version: VersionName = "latest", options: StorageOptions = "{}", as_json: AsJson = False
 ) -> None:
-    """Show one version, array by array."""
-    _, record = open_record(url, parse_version(version), **parse_options(options))
+    """Show one version, array by array, and whether it lacks an object that restoring it needs."""
+    catalog, record = open_record(url, parse_version(version), **parse_options(options))
     facts = _facts(record) | {
+        "lost": find_lost(catalog, record),
+        "removed": record.id in list_tombstoned(catalog.backend),
         "needs": list(record.needs),
         "restores": record.restores,
         "policy": dict(record.policy),
@@ -95,6 +113,8 @@ def _text(name: str, value: Any) -> str:
         return ", ".join(value[:_SHOWN_IDS]) + more if value else "-"
     if name == "policy" and {"policy", "reason"} <= value.keys():
         return f"{value['policy']}: {value['reason']}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}" if name in ("rows", "bytes") else str(value)
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

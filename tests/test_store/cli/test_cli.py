@@ -75,7 +75,9 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     names = ("id", "step", "kind", "rows", "bytes", "previous", "time", "metadata")
     assert status == 0
     expected = [{name: getattr(info, name) for name in names} for info in versions(store)]
-    assert json.loads(out) == [each | {"pinned": False, "folded": False} for each in expected]
+    assert json.loads(out) == [
+        each | {"pinned": False, "folded": False, "removed": False, "lost_base": None} for each in expected
+    ]
 
 
 def test_ls_marks_what_is_pinned_and_folded(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
@@ -229,6 +231,44 @@ def test_repair_on_a_terminal(
     status, _, err = cnr(capsys, "repair", str(saved.folder))
     assert "commit a version" in err
     assert (status, len(cnr_store.versions(saved.folder))) == ((0, 3) if answer == "y" else (1, 2))
+
+
+def test_ls_and_info_mark_what_cannot_be_restored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=4)
+    url, lost = str(saved.folder), saved.folder / "versions" / saved.ids[1] / "zarr.json"
+    assert "can't be restored" not in cnr(capsys, "ls", url)[1]
+    assert json.loads(cnr(capsys, "info", url, "--json")[1])["lost"] is None
+    lost.unlink()
+    listed = json.loads(cnr(capsys, "ls", url, "--json")[1])
+    bases = [None, saved.ids[1], saved.ids[1]]
+    assert [each["lost_base"] for each in listed] == bases
+    assert cnr(capsys, "ls", url)[1].count("can't be restored") == 2
+    assert f"its base {saved.ids[1]} is lost" in cnr(capsys, "info", url)[1]
+    assert json.loads(cnr(capsys, "info", url, saved.ids[0], "--json")[1])["lost"] is None
+
+
+def test_a_fold_stands_for_a_lost_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=4)
+    url = str(saved.folder)
+    cnr_store.compact(url, saved.ids[2])
+    (saved.folder / "versions" / saved.ids[1] / "zarr.json").unlink()
+    assert [each["lost_base"] for each in json.loads(cnr(capsys, "ls", url, "--json")[1])] == [None] * 3
+    assert json.loads(cnr(capsys, "info", url, "--json")[1])["lost"] is None
+    (saved.folder / "versions" / saved.ids[3] / "manifest").unlink()
+    assert "manifest is lost" in cnr(capsys, "info", url)[1]
+
+
+def test_ls_marks_what_is_being_removed(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
+    first = cnr_store.versions(own_store)[0].id
+    tombstones = Path(own_store, "tombstones")
+    tombstones.mkdir()
+    (tombstones / first).write_text("{}")
+    assert [each["removed"] for each in json.loads(cnr(capsys, "ls", own_store, "--json")[1])] == [
+        True,
+        False,
+    ]
+    assert cnr(capsys, "ls", own_store)[1].count("being removed") == 1
+    assert json.loads(cnr(capsys, "info", own_store, first, "--json")[1])["removed"] is True
 
 
 def test_folding_changes_no_value(capsys: pytest.CaptureFixture[str], own_store: str) -> None:

@@ -1,0 +1,57 @@
+"""What names and records alone tell of versions that can't be restored. No array, manifest or state is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from cnr_backends import ObjectNotFoundError
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.array_reader import chain
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format.record import Record
+
+
+def find_lost_bases(records: Iterable[Record], folded: Collection[str]) -> dict[str, str]:
+    """By id of a version that depends on one that is lost, the id of that one.
+
+    Parameters
+    ----------
+    records
+        Those of all committed versions, oldest first.
+    folded
+        Ids of the versions that have folds, which depend on no other.
+    """
+    lost: dict[str, dict[str, str]] = {}  # by version and array; versions without a loss have no entry
+    paths: dict[str, Collection[str]] = {}
+    for record in records:
+        paths[record.id] = record.arrays.keys()
+        if record.id in folded:
+            continue
+        for path, entry in record.arrays.items():
+            base = entry.base
+            if base is None:
+                continue
+            is_there = path in paths.get(base, ())
+            missing = lost.get(base, {}).get(path) if is_there else base
+            if missing is not None:
+                lost.setdefault(record.id, {})[path] = missing
+    return {version: next(iter(by_path.values())) for version, by_path in lost.items()}
+
+
+def find_lost(catalog: Catalog, record: Record) -> str | None:
+    """What is missing of a version and of those that it depends on: a message, or None."""
+    try:
+        links = {
+            link.key("manifest")
+            for path, entry in record.arrays.items()
+            if entry.kind != "dense"
+            for link in chain(catalog, record, path)
+        }
+    except (CorruptionError, FormatError) as error:
+        return str(error)
+    for key in sorted({record.key("manifest"), record.key("state/main.json"), *links}):
+        try:
+            catalog.backend.size(key)
+        except ObjectNotFoundError:
+            return f"{key} is lost"
+    return None
