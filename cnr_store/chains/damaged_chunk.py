@@ -13,11 +13,17 @@ from cnr_store.chains.shard_reader import Chunk, ShardReader
 
 
 def rows_at_most(
-    shards: ShardReader, shard: int, chunk: Chunk, unpacker: Unpacker, element: str, seal: int
+    shards: ShardReader,
+    shard: int,
+    chunk: Chunk,
+    rows: range,
+    unpacker: Unpacker,
+    element: str,
+    seal: int,
 ) -> Array:
-    """(chunk_rows,) bool: the rows that a damaged chunk may hold.
+    """(len(rows),) bool: which of these rows a damaged chunk may hold.
 
-    Just those that were written, where its payload still proves which these are; else all.
+    Just those that were written, where its payload still proves which these are; else all of the chunk.
 
     Parameters
     ----------
@@ -30,7 +36,10 @@ def rows_at_most(
     held = np.full(shards.grid.chunk_rows, offsets is None)
     if offsets is not None:
         held[offsets] = True
-    return held
+    may_hold = np.zeros(len(rows), bool)
+    begin, end = max(chunk.row, rows.start), min(chunk.row + len(held), rows.stop)
+    may_hold[begin - rows.start : end - rows.start] = held[begin - chunk.row : end - chunk.row]
+    return may_hold
 
 
 def _proven_offsets(

@@ -219,16 +219,10 @@ class WrittenLink(Link):
                 visit(chunk, self._prove(chunk, data), still)
             return still != need, True
         except CorruptionError:
-            return self._may_hold(shard, chunk, first_row, len(need)) & (need != 0), False
-
-    def _may_hold(self, shard: int, chunk: Chunk, first_row: int, rows: int) -> Array:
-        """(rows,) bool: the rows from `first_row` on that a damaged chunk may hold."""
-        seal = self.record.seal(self.path, chunk.row, chunk.column)
-        held = rows_at_most(self.shards, shard, chunk, self._unpacker, self.entry.element, seal)
-        may_hold = np.zeros(rows, bool)
-        begin, end = max(chunk.row - first_row, 0), min(chunk.row + len(held) - first_row, rows)
-        may_hold[begin:end] = held[first_row + begin - chunk.row :][: end - begin]
-        return may_hold
+            seal = self.record.seal(self.path, chunk.row, chunk.column)
+            rows = range(first_row, first_row + len(need))
+            may_hold = rows_at_most(self.shards, shard, chunk, rows, self._unpacker, self.entry.element, seal)
+            return may_hold & (need != 0), False
 
     def _wanted(self, first_row: int, need: Array) -> dict[int, list[Chunk]]:
         """By shard, all chunks that may hold rows needed."""
