@@ -50,12 +50,16 @@ if TYPE_CHECKING:
     from cnr_store.training.loading.load_result import Restored
     from cnr_store.training.once import load, save
     from cnr_store.training.preemption import Preemption
+    from cnr_store.training.saving.explanation import ExplainedTable
     from cnr_store.training.saving.pending_save import PendingSave
+    from cnr_store.training.saving.stats import SaveStats
 
 __version__ = "0.1.0"
 _TRAINING = {
     "Checkpointer": "checkpointer",
     "PendingSave": "saving.pending_save",
+    "SaveStats": "saving.stats",
+    "ExplainedTable": "saving.explanation",
     "Preemption": "preemption",
     "save": "once",
     "load": "once",
@@ -87,6 +91,8 @@ __all__ = [
     "Restored",
     "SalvagedRows",
     "PendingSave",
+    "SaveStats",
+    "ExplainedTable",
     "Preemption",
     "TrackedReader",
     "versions",

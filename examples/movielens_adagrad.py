@@ -34,11 +34,7 @@ def main(url: str, steps: int = 1_000) -> tuple[float, float]:
     model, optimizer = new_training(features.rows, seed=1)
     reader = TimeOrderedReader(features.train, BATCH)
     with cnr_store.Checkpointer(url, model, optimizer, policy="intermittent", bits=4) as checkpointer:
-        resumed = 0
-        if cnr_store.versions(url):
-            restored = checkpointer.load()
-            reader.load_state_dict(restored.reader)
-            resumed = restored.step
+        resumed = checkpointer.resume(reader=reader)
         for step in range(resumed + 1, steps + 1):
             columns, labels = select(features, next(reader))
             loss: Any = binary_cross_entropy_with_logits(model(columns), labels)

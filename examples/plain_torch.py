@@ -49,12 +49,8 @@ def main(url: str, steps: int = 200) -> int:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.5)
     reader = cnr_store.TrackedReader(DataLoader(samples(), batch_size=128, shuffle=True))
-    resumed = 0
     with cnr_store.Checkpointer(url, model, optimizer, state={"schedule": scheduler}) as checkpointer:
-        if cnr_store.versions(url):
-            restored = checkpointer.load()  # model, optimizer and scheduler, in place
-            reader.load_state_dict(restored.reader)
-            resumed = restored.step
+        resumed = checkpointer.resume(reader=reader)  # model, optimizer and scheduler, too, in place
         for step, (ids, labels) in enumerate(reader.interval(max(0, steps - resumed)), resumed + 1):
             loss: Any = nn.functional.mse_loss(model(ids), labels)
             optimizer.zero_grad()

@@ -20,6 +20,7 @@ from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.maintenance.verification.glance import find_lost, find_lost_bases
+from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
@@ -85,6 +86,8 @@ def info(
     table = new_table("name", "value")
     for name, value in facts.items():
         table.add_row(name, Text(_text(name, value)))
+    if whole := record.policy.get("whole"):
+        table.add_row("whole", Text(describe(whole)))
     print_table(table)
     print_table(_arrays_table(record.arrays))
 

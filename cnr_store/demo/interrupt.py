@@ -231,6 +231,12 @@ class FailingBackend(Backend):
         self._inner = inner
         self._after = after
 
+    def hold_reserve(self) -> None:
+        self._inner.hold_reserve()
+
+    def shrink_reserve(self) -> bool:
+        return self._inner.shrink_reserve()
+
     def sweep(self, prefix: str) -> None:
         self._inner.sweep(prefix)
 

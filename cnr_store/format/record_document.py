@@ -242,6 +242,9 @@ def _policy(policy: Doc) -> Doc:
     if offer is not None:
         for name in ("baseline_bytes", "previous_bytes"):
             validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
+    for tables in validate.members(policy.get("whole", {}), "policy.whole").values():
+        named = validate.texts(validate.members(tables, "policy.whole")["tables"], "policy.whole")
+        validate.natural(tables["count"] - len(named), "policy.whole")
     return policy
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
-from cnr_store.errors import CheckpointError, ClosedError, StateError
+from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
 from cnr_store.maintenance.collection.retention import Rules
+from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
-from cnr_store.training.loading.load_result import Restored, warn_left_out
+from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
@@ -27,6 +28,7 @@ from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
+from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.reentrant_guard import ReentrantGuard
@@ -35,6 +37,8 @@ from cnr_store.training.saving.snapshot import take_snapshot
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
+from cnr_store.writing.patience import Patience
+from cnr_store.writing.patient_backend import PatientBackend
 
 
 class Checkpointer:
@@ -97,6 +101,20 @@ class Checkpointer:
     trusted_optimizers
         Optimizer classes of your own whose steps change no row without a gradient. Tables under other classes that are
         unknown here are saved whole.
+    on_failure
+        What the next `save` does about one that failed in the background, and whose result nobody asked for: ``raise``
+        its error, or go on with the rows of both (``log``). Each failure is logged. `close` raises that of the last
+        save in either case, since no other save has its rows. ``log`` never hides a `SupersededError`, `StateError` or
+        `TrackingError`.
+    max_failures
+        With ``on_failure="log"``, `save` raises the error after so many failed saves in a row.
+    retry_seconds
+        How long, in the background, an operation of a save is repeated that the network or a busy server failed. Pauses
+        grow. A save that waits, `close`, `load`, a preemption and the end of the process end them: what is pausing
+        then is tried once more, at once. 0 repeats nothing.
+    max_write_bytes_per_second
+        How fast saves write in the background. `close`, a preemption and the end of the process lift it, and it does
+        not hold for rows that are encoded before `save` returns. None sets no limit.
 
     Raises
     ------
@@ -127,6 +145,10 @@ class Checkpointer:
         keep_every: int | None = None,
         max_chain: int | None = MAX_CHAIN,
         trusted_optimizers: Collection[type[Optimizer]] = (),
+        on_failure: arguments.OnFailure = "raise",
+        max_failures: int = 3,
+        retry_seconds: float = 300.0,
+        max_write_bytes_per_second: float | None = None,
     ) -> None:
         if max_chain is not None:
             max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
@@ -143,6 +165,12 @@ class Checkpointer:
             codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits),
             objects=arguments.check_stateful(state or {}),
             rng=rng,
+            on_failure=arguments.check_on_failure(on_failure),
+            max_failures=arguments.check_count("max_failures", max_failures, minimum=1),
+            retry_seconds=number("retry_seconds", retry_seconds),
+            max_write_bytes_per_second=arguments.check_rate(
+                "max_write_bytes_per_second", max_write_bytes_per_second
+            ),
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
@@ -150,14 +178,15 @@ class Checkpointer:
         options.codecs.check_tables([table.name for table in trained.tables])
         options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)
-        self._catalog = Catalog(backend)
+        reading = PatientBackend(backend, Patience())
+        self._catalog = Catalog(reading)
         self._catalog.check_format()
         self._upkeep = BackgroundMaintenance(backend, options)
         self._closed = False
         self._guard = ReentrantGuard()
         callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
         self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks)
-        self._loader = Loader(self._catalog, trained, options, self._saves)
+        self._loader = Loader(reading, self._catalog, trained, options, self._saves)
 
     def save(
         self,
@@ -211,6 +240,7 @@ class Checkpointer:
                 self._saves.planner.apply_fold(folded.version, folded.bytes)
             self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
             pending = PendingSave(step)
+            pending.began = began
             snapshot = take_snapshot(
                 self._trained, self._options.objects, reader, metadata, self._options.rng
             )
@@ -276,6 +306,49 @@ class Checkpointer:
         warn_live_writer(self._catalog)
         return restored
 
+    def resume(self, reader: Any = None) -> int:
+        """Load the newest sound version, if there is one, and tell from which step training goes on.
+
+        Damaged versions are skipped and logged, as by ``load(fallback=True)``.
+
+        Parameters
+        ----------
+        reader
+            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`.
+
+        Returns
+        -------
+        The step of the version loaded; 0 if the store holds none.
+
+        Raises
+        ------
+        OptionError
+            `reader` has no `load_state_dict` (nothing was loaded), or the version was saved without a reader.
+        ModelMismatchError, UnsupportedModelError, CorruptionError
+            As for `load`.
+        """
+        arguments.check_reader(reader)
+        try:
+            restored = self.load(fallback=True)
+        except EmptyStoreError:
+            return 0
+        restore_reader(restored, reader)
+        return restored.step
+
+    def explain(self) -> Explanation:
+        """Tell what a save does with each table, and why. Print the result: it is a table.
+
+        The estimates are of a delta that is saved now, so ask between two saves.
+
+        Returns
+        -------
+        An `ExplainedTable` for each table.
+        """
+        with self._guard.enter("explain"):
+            self._check_open()
+            self._follow_model()
+            return self._saves.explain(self._trained.row_arrays())
+
     def _load_version(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
     ) -> Restored:
@@ -320,6 +393,7 @@ class Checkpointer:
             if self._closed:
                 return
             self._closed = True
+            self._saves.hurry()
             latest = self._saves.latest
             try:
                 self._saves.finish_latest()
@@ -342,7 +416,16 @@ class Checkpointer:
             One of `signals` can't be handled, or this is not the main thread.
         """
         self._check_open()
-        return watch_signals(signals)
+        return self._watch(signals)
+
+    @contextmanager
+    def _watch(self, signals: Iterable[int]) -> Iterator[Preemption]:
+        with watch_signals(signals) as preempted:
+            self._saves.is_preempted = preempted.__bool__
+            try:
+                yield preempted
+            finally:
+                self._saves.is_preempted = bool
 
     def _follow_model(self) -> None:
         self._structure.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 
 from cnr_backends import Transfer
@@ -18,13 +20,24 @@ from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
+from cnr_store.training.saving.stats import bytes_text
 from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.patient_backend import PatientBackend
+
+log = logging.getLogger("cnr_store")
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads versions in place, and lets the saves of `saves` continue them. No save may be under way."""
+    """Loads versions in place, and lets the saves of `saves` continue them. No save may be under way.
 
+    Attributes
+    ----------
+    backend
+        That `catalog` reads through.
+    """
+
+    backend: PatientBackend
     catalog: Catalog
     trained: TrainedModel
     options: Options
@@ -68,6 +81,7 @@ class Loader:
 
     def _load(self, record: Record, selection: Selection, salvage: bool, seen: Seen) -> Restored:
         trained, saves = self.trained, self.saves
+        began, read_before = time.perf_counter(), self.backend.bytes_read
         restore = Restore(self.catalog, record, trained, self.options.objects, selection, salvage)
         before = self._lineage_before(record, salvage)
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
@@ -82,6 +96,11 @@ class Loader:
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
         saves.planner.continue_from(restore.trusted(lineage), {} if restore.is_damaged else since_whole)
         warn_salvaged(restored, self.catalog.backend.url)
+        log.info(
+            "loaded version %s, step %d: %s rows, %s read in %.1f s",
+            *(record.id, record.step, f"{restore.rows:,}", bytes_text(self.backend.bytes_read - read_before)),
+            time.perf_counter() - began,
+        )
         return restored
 
     def _lineage_before(self, record: Record, salvage: bool) -> Lineage:

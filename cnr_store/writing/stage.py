@@ -7,6 +7,7 @@ put.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -39,12 +40,13 @@ _ENCODED_TOGETHER_BYTES = 4 << 20
 
 @dataclass
 class Staged:
-    """What has been put so far."""
+    """What has been put so far, and the seconds that all threads have spent on encoding it."""
 
     arrays: dict[str, ArrayEntry] = field(default_factory=dict)
     nodes: dict[str, Doc] = field(default_factory=dict)
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
     nbytes: int = 0
+    encoding_seconds: float = 0.0
 
 
 def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Staged:
@@ -189,12 +191,14 @@ _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
 def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
     """Every object in turn. Notes each array in `staged` when its first object is made."""
 
-    def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None]]:
-        return task, task.encode(version)
+    def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None], float]:
+        began = time.perf_counter()
+        return task, task.encode(version), time.perf_counter() - began
 
     chunks: list[bytes | None] = []
     with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
-        for task, made in encoded:
+        for task, made, seconds in encoded:
+            staged.encoding_seconds += seconds
             if isinstance(made, _Object):
                 yield made
             elif isinstance(task, _Chunks):

@@ -25,6 +25,8 @@ from cnr_store.format.manifest import Manifest, encode_manifest
 from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
+from cnr_store.writing.patience import Patience
+from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import Staged, stage
 
@@ -38,10 +40,27 @@ class Writer:
     claimed the store, or committed, since this writer was made or restarted. `restart` gives the claim up: the next
     write claims the store anew, from the version that was loaded. So does an attempt of unknown outcome: if it was
     committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
+
+    Parameters
+    ----------
+    backend
+        Where the store is.
+    workers
+        Threads that encode.
+    patience
+        With what the network failed; by default nothing is tried again.
+
+    Attributes
+    ----------
+    encoding_seconds, putting_seconds
+        Of all writes so far, those of all threads added up.
     """
 
-    def __init__(self, backend: Backend, workers: int) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, workers: int, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience()
+        self._direct = backend
+        self._backend = PatientBackend(backend, self._patience)
+        self.encoding_seconds = 0.0
         self._workers = workers
         self._claim: claims.Claim | None = None
         self._base: str | None = None
@@ -49,6 +68,10 @@ class Writer:
         self._made: ClaimId | None = None
         self._token = _new_token()
         self._seen = fencing.look(Catalog(backend))
+
+    @property
+    def putting_seconds(self) -> float:
+        return self._backend.seconds_putting
 
     @property
     def claim(self) -> ClaimId | None:
@@ -132,11 +155,18 @@ class Writer:
                     staged = stage(self._backend, version, plan, transfer)
             finally:
                 rows_done()
+            self.encoding_seconds += staged.encoding_seconds
             record = _record(self._backend, version, plan, staged, nonce)
-            fencing.check_may_commit(self._backend, claim, plan.needs)
-            sent = True
-            record = commit(self._backend, record)
-            self._backend.hold_reserve()  # a failed save may have used it up
+
+            def attempt() -> Record:
+                nonlocal sent
+                # Each attempt looks again: another may claim during a pause.
+                fencing.check_may_commit(self._backend, claim, record.needs)
+                sent = True
+                return commit(self._direct, record)
+
+            # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
+            return self._committed(self._patience.run(attempt))
         except Exception as error:  # whatever went wrong, the attempt must be given up
             if version and claim and sent:
                 landed = self._give_up(claim, version, nonce, plan.previous)
@@ -151,9 +181,9 @@ class Writer:
                 f"step {plan.step} was not saved{attempt} to {self._backend.url}: {error}. "
                 "The versions before it are untouched and its rows stay marked for the next save"
             ) from error
-        return self._committed(record)
 
     def _committed(self, record: Record) -> Record:
+        self._backend.hold_reserve()  # a failed save may have used it up
         self._seen = self._seen.including(record.id)
         self.remember()
         return record

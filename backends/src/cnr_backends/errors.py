@@ -17,6 +17,22 @@ from __future__ import annotations
 import errno
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NETWORK = frozenset(
+    {
+        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETRESET, errno.ENETDOWN),
+    }
+)
+_NETWORK_TYPES = frozenset(
+    {
+        *("TimeoutError", "ConnectionError"),  # of Python, botocore and requests
+        *("HTTPClientError", "ClientConnectionError", "ClientPayloadError"),  # botocore, aiohttp
+        *("ServiceRequestError", "ServiceResponseError"),  # azure
+    }
+)
+"""Names of classes: drivers raise exceptions of their own, and this package imports no driver."""
+_BUSY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_BUSY_CODES = frozenset({"SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "InternalError"})
 
 
 class BackendError(Exception):
@@ -64,7 +80,15 @@ class ShardError(BackendError, ValueError):
 
 
 class StorageError(BackendError, OSError):
-    """An operation failed. An object that was being written may be stored or not."""
+    """An operation failed. An object that was being written may be stored or not.
+
+    Attributes
+    ----------
+    transient
+        Whether the network or a busy server failed, so that the same operation may succeed in a while.
+    """
+
+    transient = False
 
 
 class StorageFullError(StorageError):
@@ -88,4 +112,30 @@ def storage_error(error: Exception, advice: str, *, operation: str, key: str, ur
         url=url,
     )
     failure.errno = code
+    failure.transient = kind is StorageError and _is_transient(error)
     return failure
+
+
+def _is_transient(error: BaseException | None) -> bool:
+    """Whether the network or a busy server caused `error`. Drivers keep a server's answer in one of its causes."""
+    is_network = False
+    while error is not None:
+        status, code = _answer(error)
+        if status is not None:
+            return status in _BUSY_STATUS or code in _BUSY_CODES
+        names = {each.__name__ for each in type(error).__mro__}
+        is_network |= bool(names & _NETWORK_TYPES) or getattr(error, "errno", None) in _NETWORK
+        error = error.__cause__
+    return is_network
+
+
+def _answer(error: BaseException) -> tuple[int | None, str]:
+    """The HTTP status and the code that a server answered with; (None, "") if it did not answer."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        code = str(response.get("Error", {}).get("Code", ""))
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), code
+    for name in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
+        if isinstance(status := getattr(error, name, None), int):
+            return status, ""
+    return None, ""

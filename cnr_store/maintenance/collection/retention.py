@@ -252,9 +252,7 @@ class Retention:
         snapshot = self._reader.take(transfer, void=True)
         # An attempt that is not aborted may yet be committed, and nobody knows what it needs.
         stopped = self._stopped(snapshot) or snapshot.full
-        kept = choose(
-            snapshot, self._rules, self._not_seen(snapshot), snapshot.versions.keys() - marked
-        )
+        kept = choose(snapshot, self._rules, self._not_seen(snapshot), snapshot.versions.keys() - marked)
         deletion.untombstone(version for version in marked if stopped or version in kept)
         if stopped:
             return snapshot, kept, []

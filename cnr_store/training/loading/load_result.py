@@ -9,6 +9,7 @@ from typing import Any
 
 from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.chains.salvage import SalvagedRows
+from cnr_store.errors import OptionError
 
 log = logging.getLogger("cnr_store")
 
@@ -68,4 +69,27 @@ def warn_salvaged(restored: Restored, url: str) -> None:
         log.warning(
             "version %s of %s: of %s, %s were damaged or lost and have older values now; the next save is whole",
             *(restored.version.id, url, name, rows),
+        )
+
+
+def restore_reader(restored: Restored, reader: Any) -> None:
+    """Give a reader its state back.
+
+    Raises
+    ------
+    OptionError
+        The version holds none.
+    """
+    where = f"version {restored.version.id}, step {restored.step},"
+    if reader is not None and restored.reader is None:
+        raise OptionError(
+            f"{where} was saved without a reader, so nobody knows where its data stood: call resume() without one, "
+            "and place the reader yourself"
+        )
+    if reader is not None:
+        reader.load_state_dict(restored.reader)
+    elif restored.reader is not None:
+        log.warning(
+            "%s holds the state of a reader, which resume() was not given: the data begins where yours stands",
+            where,
         )

@@ -91,6 +91,14 @@ class Restore:
         self._match.prove()
         self._match.warn()
 
+    @property
+    def rows(self) -> int:
+        """Table rows that are read."""
+        return sum(
+            min(fit.stored_rows, fit.table.rows) if fit.ids is None else len(fit.ids)
+            for fit in self._match.tables
+        )
+
     def _fit_optimizers(self) -> list[OptimizerFit]:
         match, names = self._match, {*self._names.values()}
         stored, given = self._state.optimizers, self._trained.optimizers

@@ -10,8 +10,10 @@ import torch
 
 from cnr_store.errors import ModelMismatchError, OptionError
 from cnr_store.format.validate import MOST
+from cnr_store.policies.checks import number
 
 Overlap = Literal["wait", "skip"]
+OnFailure = Literal["raise", "log"]
 IGNORE = 'load(strict="ignore"), which loads'
 """The advice in messages, which go on with what it loads."""
 
@@ -21,6 +23,13 @@ def check_overlap(overlap: object) -> Overlap:
     if overlap not in get_args(Overlap):
         raise OptionError(f"overlap={overlap!r}: give {' or '.join(map(repr, get_args(Overlap)))}")
     return overlap  # type: ignore[return-value]  # just checked
+
+
+def check_on_failure(on_failure: object) -> OnFailure:
+    """What becomes of a save that failed in the background."""
+    if on_failure not in get_args(OnFailure):
+        raise OptionError(f"on_failure={on_failure!r}: give {' or '.join(map(repr, get_args(OnFailure)))}")
+    return on_failure  # type: ignore[return-value]  # just checked
 
 
 def check_callback(name: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
@@ -36,6 +45,24 @@ def check_count(name: str, value: object, minimum: int) -> int:
         hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
         raise OptionError(f"{name}={value!r}: give an integer of at least {minimum} and at most 2**62{hint}")
     return int(value)
+
+
+def check_rate(name: str, value: object) -> float | None:
+    """A number above 0, or None for no limit."""
+    if value is None:
+        return None
+    if (rate := number(name, value)) > 0:
+        return rate
+    raise OptionError(f"{name}={value!r}: give a number above 0, or None for no limit")
+
+
+def check_reader(reader: object) -> None:
+    """A reader to restore, or None."""
+    if reader is not None and not callable(getattr(reader, "load_state_dict", None)):
+        raise OptionError(
+            f"the reader is of type {type(reader).__name__} and has no load_state_dict: give one that has, or call "
+            "load() and take the state from its result's `reader`"
+        )
 
 
 def check_stateful(objects: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from cnr_store.maintenance.collection.retention import Rules
 from cnr_store.policies.policy import Costs, PolicyName
-from cnr_store.training.model.arguments import Overlap
+from cnr_store.training.model.arguments import OnFailure, Overlap
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
 
@@ -43,3 +43,7 @@ class Options:
     codecs: CodecChoice
     objects: Mapping[str, Any]
     rng: bool
+    on_failure: OnFailure
+    max_failures: int
+    retry_seconds: float
+    max_write_bytes_per_second: float | None

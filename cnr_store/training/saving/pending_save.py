@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.errors import ClosedError, SkippedError
 from cnr_store.format.record import Record
+from cnr_store.training.saving.stats import SaveStats
 
 
 class PendingSave:
@@ -23,6 +26,9 @@ class PendingSave:
     skipped
         Whether nothing is written, because another save was still being written. `result` then raises
         `SkippedError`.
+    stats
+        What was written and how long that took, as `SaveStats`. None before the commit, and of a save that failed or
+        was skipped.
     """
 
     def __init__(self, step: int) -> None:
@@ -35,6 +41,8 @@ class PendingSave:
         self.interrupted = threading.Event()  # training goes on although rows are still in the model
         self.rows_taken = threading.Event()  # nothing is read from the model any more
         self.callbacks_done = threading.Event()
+        self.began = time.perf_counter()
+        self.written: SaveStats | None = None
         self._process = os.getpid()
 
     @classmethod
@@ -49,6 +57,26 @@ class PendingSave:
             )
         )
         return pending
+
+    @property
+    def stats(self) -> SaveStats | None:
+        if self.written is None:
+            return None
+        # A quick save is written before `Checkpointer.save` has returned.
+        stalled = self.stall_seconds or time.perf_counter() - self.began
+        return replace(self.written, seconds_stalled=stalled)
+
+    def __repr__(self) -> str:
+        return f"<PendingSave of step {self.step}: {self._state()}>"
+
+    def _state(self) -> str:
+        if self.skipped:
+            return "skipped"
+        if not self.future.done():
+            return "writing"
+        if self.future.cancelled() or self.future.exception() is not None:
+            return "failed"
+        return f"committed {self.future.result().id}"
 
     def done(self) -> bool:
         """Whether the save was committed, has failed or was skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -12,14 +12,16 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
-from cnr_store.policies.policy import Decision, Offer, decide
+from cnr_store.policies.policy import Decision, Offer, Since, decide
+from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan, RowsWrite
 
@@ -47,6 +49,10 @@ class Planner:
     @property
     def _since_whole(self) -> Bitmaps:
         return self._past[1]
+
+    def close(self) -> None:
+        """Give the memory of snapshots back."""
+        self._staging.clear()
 
     def compile_codecs(self) -> None:
         """Compile the kernels that saving and loading the tables will run. Compiled kernels are cached on disk."""
@@ -110,10 +116,50 @@ class Planner:
             rows = (table.rows, table.rows)
             if table.name not in whole and before is not None and before.shape == changed.shape:
                 rows = count(changed | before), count(changed)
-            row_bytes = self._codec(array).bytes_per_row((*array.shape, 1)[1], array.element)
+            row_bytes = self._row_bytes(array)
             since_baseline += row_bytes * rows[0]
             since_previous += row_bytes * rows[1]
         return Offer(round(since_baseline), round(since_previous))
+
+    def explain(
+        self,
+        arrays: Sequence[RowArray],
+        dirty: Bitmaps,
+        tracked: Mapping[str, str],
+        unsafe: Mapping[str, str],
+    ) -> Explanation:
+        """What a delta of these rows would hold.
+
+        Parameters
+        ----------
+        dirty, unsafe
+            As in a `Snapshot`.
+        tracked
+            How the rows of the other tables are tracked.
+        """
+        self._codecs.resolve_auto(self._lineage.restores)
+        since: Since = "previous" if self._policy == "consecutive" else "baseline"
+        tables = []
+        for table in self._tables:
+            own = [array for array in arrays if array.table is table]
+            row_bytes = sum(self._row_bytes(array) for array in own)
+            is_stored = table.name in self._since_whole
+            rows = self._changed(table, since, dirty[table.name]) if is_stored else dirty[table.name]
+            changed = table.rows if table.name in unsafe else count(rows)
+            config = self._codec(own[0]).get_config()
+            tables.append(
+                ExplainedTable(
+                    name=table.name,
+                    rows=table.rows,
+                    whole=table.name in unsafe,
+                    why=unsafe.get(table.name, tracked[table.name]),
+                    bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
+                    changed=changed,
+                    bytes=round(changed * row_bytes),
+                    whole_bytes=round(table.rows * row_bytes),
+                )
+            )
+        return Explanation(tables)
 
     def plan(self, decision: Decision, snapshot: Snapshot, pending: PendingSave) -> Plan:
         """Plan the version that was decided on, and copy its rows as far as there is room.
@@ -124,38 +170,56 @@ class Planner:
             A row is too wide to be a chunk.
         """
         lineage = self._lineage
-        rows = self.rows(decision, snapshot, pending)
+        reasons = self._whole_reasons(decision, snapshot)
+        whole = {table.name for table in self._tables} if decision.full else reasons.keys()
+        rows = self.rows(decision, snapshot, whole, pending)
+        policy = asdict(decision)
+        if reasons:
+            policy["whole"] = summary(reasons)
         return Plan(
             step=pending.step,
             previous=lineage.version,
             rows=rows,
             dense=snapshot.dense,
             state=snapshot.state,
-            policy=asdict(decision),
+            policy=policy,
             needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
             restores=lineage.restores,
             metadata=snapshot.metadata,
         )
 
-    def rows(self, decision: Decision, snapshot: Snapshot, pending: PendingSave) -> list[RowsWrite]:
-        """The rows to write of each array."""
+    def rows(
+        self, decision: Decision, snapshot: Snapshot, whole: Collection[str], pending: PendingSave
+    ) -> list[RowsWrite]:
+        """The rows to write of each array, given the tables to write whole."""
         self._staging.reset()
+        # A table that is whole takes no row numbers, of 8 bytes each.
         ids = {
-            table.name: self._changed_ids(table, decision, snapshot.dirty[table.name])
+            table.name: None
+            if table.name in whole
+            else rows_of(self._changed(table, decision.since, snapshot.dirty[table.name]), table.rows)
             for table in self._tables
         }
-        # State beside a table that is whole must be whole, too: one bitmap per table tells the rows of both.
-        whole = {table.name for table in self._tables} if decision.full else self._worth_whole(decision, ids)
-        whole |= {array.table.name for array in snapshot.arrays if not self._continues(array)}
-        whole |= set(snapshot.unsafe)
-        writes = [
-            self._write(array, decision, whole, ids[array.table.name], pending) for array in snapshot.arrays
-        ]
+        writes = [self._write(array, decision, ids[array.table.name], pending) for array in snapshot.arrays]
         # Rows still in the model come first, because training waits for them.
         return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
 
+    def _whole_reasons(self, decision: Decision, snapshot: Snapshot) -> dict[str, str]:
+        """Why tables are written whole although the policy may want a delta, by name."""
+        reasons: dict[str, str] = {}
+        if not decision.full:
+            reasons |= dict.fromkeys(self._worth_whole(decision, snapshot.dirty), "all of its rows changed")
+            # State beside a table that is whole must be whole, too: one bitmap per table tells the rows of both.
+            reasons |= {
+                array.table.name: "no version before it can be continued"
+                for array in snapshot.arrays
+                if not self._continues(array)
+            }
+        reasons |= snapshot.unsafe
+        return {table.name: reasons[table.name] for table in self._tables if table.name in reasons}
+
     def _write(
-        self, array: RowArray, decision: Decision, whole: set[str], ids: Rows, pending: PendingSave
+        self, array: RowArray, decision: Decision, ids: Rows | None, pending: PendingSave
     ) -> RowsWrite:
         table, line = array.table, self._lineage.lines.get(array.path)
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
@@ -163,14 +227,13 @@ class Planner:
                 f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
                 "stored by rows; split the table's columns"
             )
-        is_delta = line is not None and table.name not in whole
-        written = ids if is_delta else None
+        written = None if line is None else ids
         is_weight = array.tensor is table.parameter
         return RowsWrite(
             path=array.path,
             shape=array.shape,
             element=array.element,
-            base=line.base(decision.since) if line is not None and is_delta else None,
+            base=None if line is None or ids is None else line.base(decision.since),
             ids=written,
             source=self._staging.stage(array, written, pending),
             codec=self._codec(array),
@@ -183,6 +246,9 @@ class Planner:
             return self._codecs.codec_for(table.name, nbytes)
         return self._codecs.state_codec_for(table.name, array.slot, nbytes, array.element)
 
+    def _row_bytes(self, array: RowArray) -> float:
+        return self._codec(array).bytes_per_row((*array.shape, 1)[1], array.element)
+
     def _continues(self, array: RowArray) -> bool:
         """Whether a delta of this array's table may depend on what is stored.
 
@@ -193,13 +259,17 @@ class Planner:
             return array.tensor is not array.table.parameter
         return (line.shape, line.element) == (array.shape, array.element)
 
-    def _worth_whole(self, decision: Decision, ids: Mapping[str, Rows]) -> set[str]:
+    def _worth_whole(self, decision: Decision, dirty: Bitmaps) -> set[str]:
         """Tables whose rows all changed, so that writing them whole costs no more than a delta.
 
         Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
         worth that where their delta would depend on the baseline, which is kept anyway.
         """
-        changed = [table for table in self._tables if len(ids[table.name]) == table.rows]
+        changed = [
+            table
+            for table in self._tables
+            if count(self._changed(table, decision.since, dirty[table.name])) == table.rows
+        ]
         their_bytes, all_bytes = (
             sum(each.parameter.nbytes for each in tables) for tables in (changed, self._tables)
         )
@@ -207,10 +277,10 @@ class Planner:
             changed = [table for table in changed if table.name not in self._since_whole]
         return {table.name for table in changed}
 
-    def _changed_ids(self, table: Table, decision: Decision, dirty: Bitmap) -> Rows:
-        if decision.since == "baseline":
-            before = self._since_whole.get(table.name)
-            if before is None or before.shape != dirty.shape:  # no whole version, or a table that grew
-                return np.arange(table.rows)
-            dirty = dirty | before
-        return rows_of(dirty, table.rows)
+    def _changed(self, table: Table, since: Since, dirty: Bitmap) -> Bitmap:
+        if since == "previous":
+            return dirty
+        before = self._since_whole.get(table.name)
+        if before is None or before.shape != dirty.shape:  # no whole version, or a table that grew
+            return full_bitmap(table.rows)
+        return dirty | before

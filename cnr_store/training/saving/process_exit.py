@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import signal
+import sys
 import threading
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+log = logging.getLogger("cnr_store")
+
 _under_way: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+_exiting = threading.Event()
 
 
 def finish_before_exit(future: Future[Any]) -> None:
@@ -18,10 +24,39 @@ def finish_before_exit(future: Future[Any]) -> None:
     _under_way.add(future)
 
 
+def is_exiting() -> bool:
+    """Whether the interpreter waits for what is under way."""
+    return _exiting.is_set()
+
+
 def _finish_all() -> None:
-    while _under_way:
-        with suppress(Exception):  # its failure was logged when it happened
-            _under_way.pop().exception()
+    _exiting.set()
+    try:
+        _wait_for_all()
+    except KeyboardInterrupt:
+        log.warning(
+            "a save is still being written, and the process ends after it; interrupt again to drop it"
+        )
+        try:
+            _wait_for_all()
+        except KeyboardInterrupt:
+            log.error(
+                "interrupted: the save that was being written is dropped; the versions before it are untouched"
+            )
+            # The interpreter would drop an exception of a hook, and end with status 0.
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+
+def _wait_for_all() -> None:
+    while under_way := tuple(_under_way):  # a commit adds the maintenance after it
+        for future in under_way:
+            with suppress(Exception):  # its failure was logged when it happened
+                future.exception()
+            _under_way.discard(future)  # not before: an interrupt must not forget it
 
 
 # A thread pool's own exit hook refuses new work, which a save that is still being written needs. Hooks run last in,

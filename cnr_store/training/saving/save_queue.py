@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_backends import Backend
-from cnr_store.errors import BaseLostError, CheckpointError, ClosedError
+from cnr_store.errors import (
+    BaseLostError,
+    CheckpointError,
+    ClosedError,
+    StateError,
+    SupersededError,
+    TrackingError,
+)
 from cnr_store.format.record import Record
+from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.planner import Planner
-from cnr_store.training.saving.process_exit import finish_before_exit
+from cnr_store.training.saving.process_exit import finish_before_exit, is_exiting
 from cnr_store.training.saving.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
+from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.tracker import Tracker
+from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.writer import Writer
 
@@ -73,6 +85,8 @@ class SaveQueue:
         Decide what a version holds, and write it to the store.
     tracker, audit
         Know the rows that may have changed, and check by samples that no others did.
+    is_preempted
+        Whether a signal asks the process to end soon.
     """
 
     def __init__(
@@ -84,8 +98,17 @@ class SaveQueue:
         callbacks: SaveCallbacks,
     ) -> None:
         self.planner = Planner(trained, options)
-        self.writer = Writer(backend, options.workers)
+        self.is_preempted: Callable[[], bool] = bool
+        self._patience = Patience(
+            options.retry_seconds,
+            options.max_write_bytes_per_second,
+            is_ending=lambda: self._closing or self.is_preempted() or is_exiting(),
+        )
+        self.writer = Writer(backend, options.workers, self._patience)
         self.audit = audit
+        self._options = options
+        self._closing = False
+        self._failures = 0  # in a row
         self._callbacks = callbacks
         self._pending: tuple[PendingSave, Bitmaps] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
@@ -109,10 +132,12 @@ class SaveQueue:
             self._pending = (pending, snapshot.dirty)
             self.tracker.swap(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
+            reads_model = any(isinstance(write.source, LiveRows) for write in plan.rows)
+            self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan)
-            if any(isinstance(write.source, LiveRows) for write in plan.rows):
+            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes)
+            if reads_model:
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
@@ -126,6 +151,12 @@ class SaveQueue:
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
             raise
 
+    def explain(self, arrays: Sequence[RowArray]) -> Explanation:
+        """What a delta now would hold of each table, and why."""
+        tracker = self.tracker
+        unsafe = tracker.whole_reasons()
+        return self.planner.explain(arrays, tracker.flagged(), tracker.ways(), unsafe)
+
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
         decision = self.planner.decide(snapshot, full)
         if not decision.full:  # a full version holds every row, flagged or not
@@ -133,11 +164,11 @@ class SaveQueue:
         self.audit.renew(snapshot.arrays, snapshot.dirty)
         return self.planner.plan(decision, snapshot, pending)
 
-    def _write(self, pending: PendingSave, plan: Plan) -> None:
+    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self.writer.write(plan, pending.rows_taken.set)
+            record = self._timed_write(pending, plan, table_rows, full_bytes)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
@@ -147,6 +178,8 @@ class SaveQueue:
             try:
                 # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
                 self._callbacks.on_commit(record, self.writer.removable)
+                assert pending.stats is not None
+                log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
                 pending.future.set_result(record)
         finally:
@@ -156,6 +189,27 @@ class SaveQueue:
                 self._callbacks.run_on_done(pending)
             finally:
                 pending.callbacks_done.set()
+
+    def _timed_write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int) -> Record:
+        def rows_taken() -> None:
+            self._patience.training_waits = False
+            pending.rows_taken.set()
+
+        writer, began = self.writer, time.perf_counter()
+        encoding, putting = writer.encoding_seconds, writer.putting_seconds
+        record = writer.write(plan, rows_taken)
+        pending.written = SaveStats(
+            rows=record.rows,
+            table_rows=table_rows,
+            bytes=record.nbytes,
+            ratio=record.nbytes / max(1, full_bytes),
+            seconds_stalled=0.0,  # `PendingSave.stats` has it: `save` may not have returned yet
+            seconds_writing=time.perf_counter() - began,
+            seconds_encoding=writer.encoding_seconds - encoding,
+            seconds_putting=writer.putting_seconds - putting,
+            seconds_waiting=self._patience.seconds_waited,
+        )
+        return record
 
     def finish_latest(self, next_step: int | None = None) -> None:
         """Wait for the save under way and apply its outcome, on the training thread.
@@ -170,6 +224,7 @@ class SaveQueue:
             self.tracker.restore(dirty)
             self._pending = None
             return
+        self._patience.save_waits = True
         error = pending.future.exception()
         pending.callbacks_done.wait()  # on_done may take the result
         if error is None:
@@ -180,16 +235,33 @@ class SaveQueue:
         if isinstance(error, BaseLostError):
             self.planner.drop_bases()
             self.writer.renew(None)
+        self._failures = 0 if error is None else self._failures + 1
         self._pending = None
-        if error is not None and next_step is not None and not pending.result_taken:
-            pending.result_taken = True
-            error.add_note(
-                f"This is about the save of step {pending.step}, whose result nobody asked for. That of step "
-                f"{next_step} was not begun: call save again."
-            )
-            raise error
+        if error is None or next_step is None or pending.result_taken or self._may_go_on(error):
+            return
+        pending.result_taken = True
+        in_a_row = f"It is failure {self._failures} in a row. " if self._failures > 1 else ""
+        error.add_note(
+            f"This is about the save of step {pending.step}, whose result nobody asked for. {in_a_row}That of step "
+            f"{next_step} was not begun: call save again."
+        )
+        raise error
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        """Whether training goes on after a failed save, whose rows the next one has."""
+        return (
+            self._options.on_failure == "log"
+            and self._failures < self._options.max_failures
+            and isinstance(error, Exception)
+            and not isinstance(error, SupersededError | StateError | TrackingError)
+        )
+
+    def hurry(self) -> None:
+        """Let no save pause any more: the checkpointer is being closed."""
+        self._closing = True
 
     def close(self) -> None:
-        """Stop tracking, wait for the thread that writes, and accept no more saves."""
+        """Stop tracking, wait for the thread that writes, accept no more saves, and free the memory."""
         self.tracker.close()
         self._executor.shutdown()
+        self.planner.close()

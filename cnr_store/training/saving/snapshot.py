@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from cnr_store.writing.plan import DenseWrite
 
 Bitmaps = dict[str, Bitmap]
 MAX_METADATA_BYTES = 64 << 10
+_SAVES_BEFORE_SHRINKING = 4
 
 
 class StagedRows:
@@ -61,25 +63,35 @@ class LiveRows:
 class Staging:
     """Host memory for the rows of a snapshot. Each save uses it again: fresh memory costs several times a copy.
 
-    At most `limit_bytes` are held. Rows beyond them stay in the model, as `LiveRows`.
+    At most `limit_bytes` are held. Rows beyond them stay in the model, as `LiveRows`. Memory of which several saves in
+    a row used less than half is given back.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._buffers: dict[str, AnyArray] = {}
-        self._used_bytes = 0
+        self._used: deque[dict[str, int]] = deque([{}], maxlen=_SAVES_BEFORE_SHRINKING)
 
     def reset(self) -> None:
         """Start a snapshot, which may overwrite the rows of the last one."""
-        self._used_bytes = 0
+        if len(self._used) == self._used.maxlen:
+            for path, buffer in list(self._buffers.items()):
+                if 2 * max(used.get(path, 0) for used in self._used) < len(buffer):
+                    del self._buffers[path]  # the next use makes it as large as it has to be
+        self._used.append({})
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._buffers.clear()
 
     def stage(self, array: RowArray, ids: AnyArray | None, pending: PendingSave) -> StagedRows | LiveRows:
         """Copy the rows `ids` (None for all), or leave them in the model if there is no room."""
         rows = array.shape[0] if ids is None else len(ids)
         nbytes = rows * array.row_bytes
-        if self._used_bytes + nbytes > self._limit_bytes:
+        used = self._used[-1]
+        if sum(used.values()) + nbytes > self._limit_bytes:
             return LiveRows(array.tensor.detach(), ids, pending)
-        self._used_bytes += nbytes
+        used[array.path] = nbytes
         out = (
             self._buffer(array.path, nbytes)
             .view(array_dtype(array.tensor.dtype))
@@ -115,7 +127,7 @@ class Snapshot:
     dirty
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
-        Tables whose changed rows are not known.
+        Tables whose changed rows are not known, and why.
     """
 
     arrays: Sequence[RowArray]
@@ -123,7 +135,18 @@ class Snapshot:
     state: Any
     metadata: Any
     dirty: Bitmaps = field(default_factory=dict)
-    unsafe: Collection[str] = ()
+    unsafe: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of all tables."""
+        return sum({array.table.name: array.table.rows for array in self.arrays}.values())
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of everything as it is in memory, which is what a full copy takes."""
+        rows = sum(array.tensor.nbytes for array in self.arrays)
+        return rows + sum(write.values.nbytes for write in self.dense)
 
 
 def take_snapshot(

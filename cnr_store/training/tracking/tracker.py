@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
+from cnr_store.policies.whole_tables import describe, summary
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -194,7 +195,7 @@ class Tracker:
     def whole_reasons(self) -> dict[str, str]:
         """Why tables are saved whole if the interval ends now, by name; call it before `swap`.
 
-        Each reason is logged once for a table.
+        Each reason is logged once for a table, in one warning for all tables.
         """
         self.adopt_replaced()
         self._find_owners()
@@ -204,10 +205,30 @@ class Tracker:
             reason = tracker.whole_reason or by_optimizers.get(name)
             if reason is not None:
                 reasons[name] = reason
-                if (name, reason) not in self._logged:
-                    self._logged.add((name, reason))
-                    log.warning("table %r is saved whole: %s", name, reason)
+        self._warn({name: reason for name, reason in reasons.items() if (name, reason) not in self._logged})
         return reasons
+
+    def _warn(self, reasons: Mapping[str, str]) -> None:
+        self._logged.update(reasons.items())
+        if len(reasons) == 1:
+            log.warning("table %r is saved whole: %s", *next(iter(reasons.items())))
+        elif reasons:
+            log.warning("%d tables are saved whole: %s", len(reasons), describe(summary(reasons)))
+
+    def ways(self) -> dict[str, str]:
+        """Which rows of each table are flagged, for people."""
+        self._find_owners()
+        return {
+            name: "rows with a gradient"
+            if tracker.has_optimizer
+            else "rows looked up in this interval or in the one before"
+            for name, tracker in self._trackers.items()
+        }
+
+    def flagged(self) -> dict[str, Bitmap]:
+        """What `swap` would return now; the interval goes on."""
+        whole = self.whole_reasons()
+        return {name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()}
 
     def _moved_by_settings(self) -> dict[str, str]:
         """Why tables are whole whose given optimizer, with its present settings, may move any row."""

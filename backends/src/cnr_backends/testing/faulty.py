@@ -14,7 +14,8 @@ from cnr_backends.pieces import Pieces
 
 Result = TypeVar("Result")
 
-Fault: TypeAlias = Literal["before", "after", "full", "hang"] | None
+Fault: TypeAlias = Literal["before", "after", "full", "hang", "unreachable", "unanswered"] | None
+_ERRNO = {"full": errno.ENOSPC, "unreachable": errno.ECONNRESET, "unanswered": errno.ECONNRESET}
 Decide: TypeAlias = Callable[[str, str, int], Fault]
 
 
@@ -29,7 +30,8 @@ class FaultyBackend(Backend):
         Called as ``fault(operation, key, index)`` for each counted operation; `index` counts them from 0. It returns
         None, or how the operation fails. "before" raises StorageError and does nothing. "after" does the operation and
         then raises StorageError, as if the answer got lost. "full" raises StorageFullError and does nothing. "hang"
-        calls `hang` and, if that returns, fails as "before" does.
+        calls `hang` and, if that returns, fails as "before" does. "unreachable" and "unanswered" are "before" and
+        "after" by a fault of the network: their StorageError is transient.
     reads
         Whether reads and listings are counted too. Puts, creates and deletes always are.
     hang
@@ -103,7 +105,7 @@ class FaultyBackend(Backend):
         fault = self._fault(operation, key, index)
         if fault is None:
             return call()
-        if fault == "after":
+        if fault in ("after", "unanswered"):
             # The lost answer may be an error.
             with suppress(BackendError):
                 call()
@@ -116,5 +118,6 @@ class FaultyBackend(Backend):
             key=key,
             url=self.url,
         )
-        error.errno = errno.ENOSPC if fault == "full" else errno.EIO
+        error.errno = _ERRNO.get(fault, errno.EIO)
+        error.transient = error.errno == errno.ECONNRESET
         raise error

@@ -1,0 +1,55 @@
+"""What a save wrote, and how long that took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SaveStats:
+    """What a committed save wrote, and how long that took.
+
+    Attributes
+    ----------
+    rows, table_rows
+        Rows written, and rows of all tables.
+    bytes
+        Bytes of all objects of the version.
+    ratio
+        `bytes` as a share of what a full copy takes: every table, its optimizer state, and all dense tensors, as
+        `torch.save` writes them.
+    seconds_stalled
+        How long `save` held the training thread.
+    seconds_writing
+        From the beginning of the write in the background to the commit.
+    seconds_encoding, seconds_putting, seconds_waiting
+        Of these, the seconds spent on encoding rows, on writing objects, and in pauses: before retries, and for
+        `max_write_bytes_per_second`. Threads work beside each other, and their seconds add up.
+    """
+
+    rows: int
+    table_rows: int
+    bytes: int
+    ratio: float
+    seconds_stalled: float
+    seconds_writing: float
+    seconds_encoding: float
+    seconds_putting: float
+    seconds_waiting: float
+
+
+def save_line(stats: SaveStats, step: int, kind: str) -> str:
+    """The line that the log has of a save."""
+    return (
+        f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
+        f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms, "
+        f"written in {stats.seconds_writing:.1f} s"
+    )
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes for people, in powers of a thousand: 12.9 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"

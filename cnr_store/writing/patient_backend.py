@@ -1,0 +1,100 @@
+"""A backend that repeats what the network failed, and knows how much passed through it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from cnr_backends import Backend, ObjectExistsError
+from cnr_store.writing.patience import Patience
+
+Result = TypeVar("Result")
+
+
+class PatientBackend(Backend):
+    """Passes every operation on to another backend, with `patience`.
+
+    Attributes
+    ----------
+    seconds_putting
+        In operations that write; those of all threads add up.
+    bytes_read
+        That reads have returned.
+    """
+
+    def __init__(self, inner: Backend, patience: Patience) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.atomic_create = inner.atomic_create
+        self.seconds_putting = 0.0
+        self.bytes_read = 0
+        self._patience = patience
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def hold_reserve(self) -> None:
+        self.inner.hold_reserve()
+
+    def shrink_reserve(self) -> bool:
+        return self.inner.shrink_reserve()
+
+    def sweep(self, prefix: str) -> None:
+        self.inner.sweep(prefix)
+
+    def _put(self, key: str, pieces: list[memoryview]) -> None:
+        self._patience.pace(sum(map(len, pieces)))
+        self._patience.run(lambda: self._timed(lambda: self.inner.put(key, pieces)))
+
+    def _create(self, key: str, data: bytes) -> bool:
+        attempts = 0
+
+        def create() -> bool:
+            nonlocal attempts
+            attempts += 1
+            try:
+                self._timed(lambda: self.inner.create(key, data))
+            except ObjectExistsError:
+                # An earlier attempt may have arrived although its answer was lost.
+                return attempts > 1 and self.inner.get(key) == data
+            return True
+
+        return self._patience.run(create)
+
+    def _delete(self, key: str) -> None:
+        self._patience.run(lambda: self.inner.delete(key))
+
+    def _get(self, key: str) -> bytes:
+        return self._read(lambda: self.inner.get(key))
+
+    def _get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._read(lambda: self.inner.get_range(key, start, length))
+
+    def _get_suffix(self, key: str, length: int) -> bytes:
+        return self._read(lambda: self.inner.get_suffix(key, length))
+
+    def _size(self, key: str) -> int:
+        return self._patience.run(lambda: self.inner.size(key))
+
+    def _list_names(self, prefix: str) -> list[str]:
+        return self._patience.run(lambda: self.inner.list_names(prefix))
+
+    def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
+        return self.inner.list_keys(prefix)
+
+    def _read(self, read: Callable[[], bytes]) -> bytes:
+        data = self._patience.run(read)
+        with self._lock:
+            self.bytes_read += len(data)
+        return data
+
+    def _timed(self, write: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        try:
+            write()
+        finally:
+            with self._lock:
+                self.seconds_putting += time.perf_counter() - began
