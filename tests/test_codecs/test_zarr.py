@@ -1,6 +1,7 @@
 """The codecs as Zarr sees them."""
 
 import json
+import pickle
 from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import zarr
 from zarr.abc.store import ByteRequest
 from zarr.codecs import Crc32cCodec
 from zarr.core.array_spec import ArrayConfig, ArraySpec
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 from zarr.registry import get_codec_class
@@ -261,6 +262,26 @@ def test_dtypes_that_are_not_stored_are_refused_at_creation(
 ) -> None:
     with pytest.raises(RowsError, match=dtype):
         create(dtype=dtype, shape=(256, 16), shards=shards)
+
+
+@pytest.mark.parametrize("shape", [(1000, 16), (1000,)])
+def test_the_lossless_codec_in_short_reads_the_shards_of_every_codec(shape: tuple[int, ...]) -> None:
+    chunks, shards = (64, 16)[: len(shape)], (256, 16)[: len(shape)]
+    array = create(shape=shape, chunks=chunks, shards=shards, compressors=[Crc32cCodec()])
+    array[:] = VALUES.reshape(-1)[: np.prod(shape)].reshape(shape)
+    expected = read(array)
+    document = json.loads(stored(array)["zarr.json"].to_bytes())
+    written = document["codecs"][0]["configuration"]["codecs"][0]
+    assert written["name"] == "cnr.uniform"
+    written |= {"name": "cnr.rows", "configuration": {}}
+    codecs = document["codecs"]
+    document["codecs"] = [{"name": "cnr.rows", "configuration": {"chunk_shape": list(chunks)}}]
+    stored(array)["zarr.json"] = default_buffer_prototype().buffer.from_bytes(json.dumps(document).encode())
+    short = zarr.open_array(array.store, mode="r")
+    assert read(short).tobytes() == expected.tobytes()
+    assert (short.chunks, short.shards) == (chunks, shards)
+    assert json.loads(json.dumps(short.metadata.to_dict()["codecs"])) == codecs
+    assert read(pickle.loads(pickle.dumps(short))).tobytes() == expected.tobytes()
 
 
 def test_arrays_of_three_dimensions_are_refused() -> None:

@@ -47,7 +47,7 @@ def stored() -> tuple[Objects, Arrays]:
     url, model = f"memory://{uuid.uuid4().hex}", Two()
     options: dict[str, Any] = {"policy": "consecutive", "bits": {"item": 4}, "rng": False}
     with Checkpointer(url, model, None, **options) as checkpointer:
-        for step in range(3):
+        for step in range(4):
             with torch.no_grad():
                 model.user.weight[step] += 1
                 model.item.weight[step : step + 4] *= -2
