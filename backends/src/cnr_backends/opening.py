@@ -10,6 +10,8 @@ from zarr.abc.store import Store
 from zarr.storage import LocalStore
 
 from cnr_backends.backend import Backend
+from cnr_backends.clouds.abfs import AbfsBackend
+from cnr_backends.clouds.gcs import GcsBackend
 from cnr_backends.clouds.s3 import S3Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.local import LocalBackend
@@ -17,7 +19,16 @@ from cnr_backends.remote import FsspecBackend, MemoryBackend
 from cnr_backends.urls import protocol_of
 from cnr_backends.zarr_backend import ZarrBackend
 
-_KINDS: dict[str, type[FsspecBackend]] = {"memory": MemoryBackend, "s3": S3Backend, "s3a": S3Backend}
+_KINDS: dict[str, type[FsspecBackend]] = {
+    "memory": MemoryBackend,
+    "s3": S3Backend,
+    "s3a": S3Backend,
+    "gs": GcsBackend,
+    "gcs": GcsBackend,
+    "abfs": AbfsBackend,
+    "abfss": AbfsBackend,
+    "az": AbfsBackend,
+}
 
 
 def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_options: Any) -> Backend:

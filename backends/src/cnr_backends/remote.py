@@ -182,6 +182,8 @@ class FsspecBackend(Backend):
             if self._is_missing(error):
                 return
             raise
+        if not isinstance(found, dict):  # adlfs, where the prefix is an object
+            return
         root = f"{self._bare(self._root)}/"
         below = f"{prefix}/" if prefix else ""
         for name, info in found.items():
