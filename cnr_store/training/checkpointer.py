@@ -55,9 +55,10 @@ class Checkpointer:
     model
         Its `nn.Embedding` and `nn.EmbeddingBag` weights are stored by rows, everything else whole.
     optimizer
-        An optimizer, a list of optimizers, or None. Optimizers decide which rows may change without a lookup, and
-        their state is saved. With None, a row is assumed to change only when it is looked up, and a row looked up in
-        one interval is saved in the next one too, since its update may come late.
+        An optimizer, a list of optimizers, or None, as they are or as Accelerate or Fabric has wrapped them.
+        Optimizers decide which rows may change without a lookup, and their state is saved. With None, steps of any
+        `torch.optim.Optimizer` are seen all the same, rows looked up in an interval are saved after it and after the
+        next one, and other changes that torch counts make their table whole.
     policy
         When a version is whole: ``full``, ``one-shot``, ``consecutive``, ``intermittent``, or ``auto``, which decides
         at each save by cost.

@@ -135,7 +135,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
 def _stray_state(optimizer: Optimizer, error: KeyError) -> str:
     """What may have made its ``state_dict`` fail: state of a parameter whose place in a group another one took."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in optimizer.state:
+    state: Mapping[Any, Any] = optimizer.state  # keys of a class of one's own may be anything
+    for parameter in state:
         if isinstance(parameter, torch.Tensor) and id(parameter) not in held:
             return (
                 f"it keeps state of a parameter of shape {tuple(parameter.shape)} that is in none of its groups; where "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -70,7 +70,7 @@ def sharded(rows: int) -> Any:
 def in_the_state_dict() -> nn.Module:
     """As TorchRec's modules have their tables."""
     model, values = nn.Linear(2, 2), sharded(10)
-    model.register_state_dict_post_hook(
+    model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
         lambda _module, state, prefix, _: state.update({f"{prefix}t": values})
     )
     return model

@@ -106,7 +106,7 @@ def test_a_table_is_whole_from_when_its_memory_is_shared(tmp_path: Path) -> None
 def test_a_table_is_whole_if_the_state_of_its_optimizer_is_shared(tmp_path: Path) -> None:
     model = nn.Embedding(ROWS, 3)
     optimizer = Adagrad(model.parameters())
-    optimizer.share_memory()  # type: ignore[no-untyped-call]
+    optimizer.share_memory()
     with cnr_store.Checkpointer(
         tmp_path, model, optimizer, policy="consecutive", bits=32, audit=False
     ) as checkpointer:
@@ -194,15 +194,16 @@ def test_rows_that_touch_tells_of_are_a_delta_without_an_optimizer_too(tmp_path:
         assert run.save() == 2
 
 
-def by_its_data(weight: nn.Parameter) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(weight.data, freeze=False, sparse=True)
+def by_its_data(weight: torch.Tensor) -> nn.Embedding:
+    made: nn.Embedding = nn.Embedding.from_pretrained(weight.data, freeze=False, sparse=True)  # type: ignore[no-untyped-call]
+    return made
 
 
-def by_itself(weight: nn.Parameter) -> nn.Embedding:
+def by_itself(weight: torch.Tensor) -> nn.Embedding:
     return nn.Embedding(ROWS, 3, _weight=weight, sparse=True)
 
 
-def by_numpy(weight: nn.Parameter) -> nn.Embedding:
+def by_numpy(weight: torch.Tensor) -> nn.Embedding:
     rows = torch.from_numpy(weight.detach().numpy()[5:])
     return nn.Embedding(ROWS - 5, 3, _weight=rows, sparse=True)
 
@@ -213,7 +214,7 @@ def by_numpy(weight: nn.Parameter) -> nn.Embedding:
 def test_rows_that_the_optimizer_of_another_module_moves_are_saved(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    make: Callable[[nn.Parameter], nn.Embedding],
+    make: Callable[[torch.Tensor], nn.Embedding],
     optimizer: str,
     fused: bool,
 ) -> None:
