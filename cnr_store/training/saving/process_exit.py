@@ -41,7 +41,7 @@ def _finish_all() -> None:
             _wait_for_all()
         except KeyboardInterrupt:
             log.error(
-                "interrupted: the save that was being written is dropped; the versions before it are untouched"
+                "interrupted: the process ends without waiting for its save; the versions before it are untouched"
             )
             # The interpreter would drop an exception of a hook, and end with status 0.
             for stream in (sys.stdout, sys.stderr):

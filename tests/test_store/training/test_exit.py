@@ -37,7 +37,35 @@ def stands_still(operation, key, index):
 standing = threading.Event()
 backend = FaultyBackend(open_backend(sys.argv[1]), stands_still)
 checkpointer = cnr_store.Checkpointer(backend, torch.nn.EmbeddingBag(2000, 8), bits=4)
-threading._register_atexit(ends.set)  # after the checkpointer's own, so it runs before
+holds = threading.Event()  # then storage stands still for longer
+threading._register_atexit(lambda: holds.is_set() or ends.set())  # after the checkpointer's own, so it runs before
+"""
+
+# Ctrl-C, so many times, while the interpreter waits for the save; each once the one before was noticed.
+_INTERRUPTS = """
+import logging
+from cnr_store.training.saving import process_exit
+
+class Noticed(logging.StreamHandler):
+    def emit(self, record):
+        super().emit(record)
+        noticed.set()
+
+def interrupt():
+    while not process_exit.is_exiting():
+        noticed.wait(0.001)
+    for _ in range({times}):
+        noticed.wait(0.1)
+        noticed.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        noticed.wait(60)
+    if {times} == 1:
+        ends.set()
+
+noticed = threading.Event()
+logging.getLogger("cnr_store").addHandler(Noticed())
+holds.set()
+threading.Thread(target=interrupt, daemon=True).start()
 """
 
 _ENDINGS = {
@@ -49,6 +77,7 @@ _ENDINGS = {
         "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); pending.result()",
         -signal.SIGINT,
     ),
+    "Ctrl-C at the end": (_INTERRUPTS.format(times=1), 0),
     "daemon threads": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", 0),
     "an error in the block": (
         "threading.Timer(0.2, ends.set).start()\nwith checkpointer: raise KeyError('mine')",
@@ -77,6 +106,15 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None
     assert "failed" not in done.stderr
     assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
     assert cnr_store.verify(tmp_path).ok
+
+
+def test_a_second_interrupt_at_the_end_drops_the_save_and_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path, f"print('trained')\n{_INTERRUPTS.format(times=2)}")
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stdout == "trained\n"
+    assert "a save is still being written, and the process ends after it" in done.stderr
+    assert "interrupted: the process ends without waiting for its save" in done.stderr
+    assert cnr_store.versions(tmp_path) == []
 
 
 def test_a_process_that_leaves_at_once_shows_nothing(tmp_path: Path) -> None:

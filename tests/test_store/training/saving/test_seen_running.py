@@ -183,13 +183,13 @@ def test_explain_tells_of_each_table(tmp_path: Path) -> None:
     model = Tables(3, rows=4000)
     small = nn.Embedding(20, 8)
     model.add_module("small", small)
-    sgd = SGD([*model.a0.parameters(), *model.a1.parameters()], lr=0.1)
+    sgd = SGD([model.get_parameter("a0.weight"), model.get_parameter("a1.weight")], lr=0.1)
     adam = Adam([*small.parameters()])
     with Checkpointer(tmp_path, model, [sgd, adam], bits={"a0": 4, "*": 8, "small": 32}) as saving:
         saving.save(0).result()
-        model.a0(torch.tensor([1, 2, 3])).sum().backward()
+        model.get_submodule("a0")(torch.tensor([1, 2, 3])).sum().backward()
         sgd.step()
-        model.a2(torch.tensor([5]))
+        model.get_submodule("a2")(torch.tensor([5]))
         explained = saving.explain()
         assert saving.explain() == explained
         assert all(isinstance(table, ExplainedTable) for table in explained)
