@@ -176,9 +176,9 @@ class Writer:
                 self._remove(version)
             if isinstance(error, CheckpointError):
                 raise
-            attempt = f" as version {version}" if version else ""
+            named = f" as version {version}" if version else ""
             raise SaveError(
-                f"step {plan.step} was not saved{attempt} to {self._backend.url}: {error}. "
+                f"step {plan.step} was not saved{named} to {self._backend.url}: {error}. "
                 "The versions before it are untouched and its rows stay marked for the next save"
             ) from error
 

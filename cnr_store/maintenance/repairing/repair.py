@@ -204,7 +204,7 @@ class Repair:
             full=True,
             since="baseline",
             policy=str(record.policy.get("policy", "full")),
-            sizes_bytes=(),
+            past=None,
             reason=f"repaired from {record.id}",
         )
         return Plan(

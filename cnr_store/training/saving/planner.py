@@ -12,7 +12,8 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
-from cnr_store.policies.policy import Decision, Offer, Since, decide
+from cnr_store.policies.past import Since
+from cnr_store.policies.policy import Decision, Offer, decide
 from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table

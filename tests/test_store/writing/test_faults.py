@@ -52,8 +52,9 @@ def operations(root: str, save: str, reads: bool = False) -> list[str]:
     job = prepared(root, save, reads)
     before = len(job.operations)
     assert job.save()
+    of_save = job.operations[before:]
     job.close()
-    return job.operations[before:]
+    return of_save
 
 
 def finish(job: Job) -> None:
