@@ -85,3 +85,5 @@ def test_payloads_of_a_newer_release_are_no_damage(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, Table(), codec={"users": LaterRelease()})
     with pytest.raises(FormatError, match=r"users.*lattice.*newer release"):
         cnr_store.state_dict(tmp_path)
+    (problem,) = cnr_store.verify(tmp_path, deep=True).problems
+    assert "newer release" in problem.what
