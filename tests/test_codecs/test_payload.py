@@ -202,10 +202,10 @@ def test_a_payload_has_at_most_1024_segments() -> None:
 
 def test_the_body_of_a_segment_has_a_size_that_fits() -> None:
     (held,) = parse((header() + RAW_ROW).encode()).segments
-    arguments: Any = (10, 2, element_named("float32"), [held])
-    assert len(encode_head(*arguments, [(1 << 32) - 1], 0)) == 24 + 4 + 16 + 2 + 4
+    kind = element_named("float32")
+    assert len(encode_head(10, 2, kind, [held], [(1 << 32) - 1], 0)) == 24 + 4 + 16 + 2 + 4
     with pytest.raises(RowsError, match="got 50 and 4294967296; use fewer rows"):
-        encode_head(*arguments, [1 << 32], 0)
+        encode_head(10, 2, kind, [held], [1 << 32], 0)
 
 
 def test_reseal_changes_the_seal_alone() -> None:

@@ -167,7 +167,8 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     RowsError
         There are more than 1,024 segments, one is too large, or the seal is not an unsigned 64-bit integer.
     """
-    held, sizes = list(segments), []
+    held = list(segments)
+    sizes: list[int] = []
     bodies: list[bytes | memoryview] = []
     for segment in held:
         parameters, codes = segment.stored_parameters(), segment.codes.reshape(-1).data
