@@ -52,9 +52,9 @@ def operations(root: str, save: str, reads: bool = False) -> list[str]:
     job = prepared(root, save, reads)
     before = len(job.operations)
     assert job.save()
-    of_save = job.operations[before:]
+    names = job.operations[before:]
     job.close()
-    return of_save
+    return names
 
 
 def finish(job: Job) -> None:

@@ -297,7 +297,7 @@ def _remove(store: Store, version: str) -> None:
     backend = open_backend(store.url)
     delete_version(backend, version)
     for name in backend.list_names(layout.WRITERS):
-        if version.startswith(name):
+        if version.startswith(name.partition(".")[0]):  # the claim, and the mark that closes it
             backend.delete(f"{layout.WRITERS}/{name}")
 
 
