@@ -101,7 +101,7 @@ def test_failures_say_what_to_check(monkeypatch: pytest.MonkeyPatch, protocol: s
 
 
 def test_a_driver_without_exclusive_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OpenError, match=r"install gcsfs 2025\.2 or newer"):
+    with pytest.raises(OpenError, match=r"install gcsfs 2024\.12 or newer"):
         opened(monkeypatch, "gs", OldDriver)
 
 

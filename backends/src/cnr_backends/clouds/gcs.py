@@ -13,7 +13,7 @@ class GcsBackend(ConditionalBackend):
 
     def _probe(self) -> None:
         if not has_create_mode(self._fs):
-            raise ImportError("this gcsfs has no exclusive writes; install gcsfs 2025.2 or newer")
+            raise ImportError("this gcsfs has no exclusive writes; install gcsfs 2024.12 or newer")
         super()._probe()
 
     def _advice(self, error: Exception) -> str:
