@@ -74,8 +74,9 @@ def check_repaired(folder: Path) -> cnr_store.RepairReport:
     return done
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("path", [WEIGHT, SLOT])
+@pytest.mark.parametrize(
+    ("damage", "path"), [*((damage, WEIGHT) for damage in DAMAGES), ("codes flipped", SLOT)]
+)
 def test_damaged_delta(saved: SavedStore, tmp_path: Path, damage: str, path: str) -> None:
     folder = saved.copy(tmp_path / "store")
     DAMAGES[damage](shard_of(folder, saved.ids[-1], path))
@@ -148,6 +149,12 @@ def test_rows_without_any_value_are_an_error(saved: SavedStore, tmp_path: Path) 
     assert objects(folder) == before
 
 
+def end_second_run(folder: Path) -> None:
+    """Remove its claim, which it could not close if it never learned that it had one."""
+    for claim in (folder / "writers").glob("000002*"):
+        claim.unlink()
+
+
 @pytest.mark.parametrize("kind", ["before", "after", "full"])
 def test_storage_that_fails_at_any_operation(consecutive: SavedStore, tmp_path: Path, kind: Fault) -> None:
     """Then the version is repaired, or it is as it was, and a second attempt repairs it."""
@@ -165,6 +172,7 @@ def test_storage_that_fails_at_any_operation(consecutive: SavedStore, tmp_path: 
             cnr_store.repair(backend)
         except (CheckpointError, BackendError):
             assert [info.id for info in cnr_store.versions(folder)] == consecutive.ids
+            end_second_run(folder)
             assert cnr_store.repair(folder).outcome == "repaired"
         after = objects(folder)
         assert {key: after.get(key) for key in before} == before
