@@ -243,8 +243,9 @@ def _policy(policy: Doc) -> Doc:
         for name in ("baseline_bytes", "previous_bytes"):
             validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
     for tables in validate.members(policy.get("whole", {}), "policy.whole").values():
-        named = validate.texts(validate.members(tables, "policy.whole")["tables"], "policy.whole")
-        validate.natural(tables["count"] - len(named), "policy.whole")
+        named = validate.texts(validate.members(tables, "policy.whole")["tables"], "policy.whole.tables")
+        if validate.natural(tables["count"], "policy.whole.count") < len(named):
+            raise ValueError(f"policy.whole counts {tables['count']} tables and names {len(named)}")
     return policy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,7 +48,7 @@ def attribute(name: str, status: int) -> Exception:
     return error
 
 
-TRANSIENT = {
+TRANSIENT: dict[str, Callable[[], Exception]] = {
     "timeout": lambda: TimeoutError("too long"),
     "reset": lambda: ConnectionResetError(errno.ECONNRESET, "reset by peer"),
     "unreachable": lambda: OSError(errno.ENETUNREACH, "no route"),
@@ -64,7 +65,7 @@ TRANSIENT = {
     "aiohttp's connection": lambda: of("aiohttp", "ServerDisconnectedError"),
     "aiohttp's body": lambda: of("aiohttp", "ClientPayloadError"),
 }
-LASTING = {
+LASTING: dict[str, Callable[[], Exception]] = {
     "permission": lambda: PermissionError(errno.EACCES, "no"),
     "full": lambda: OSError(errno.ENOSPC, "full"),
     "broken disk": lambda: OSError(errno.EIO, "broken"),

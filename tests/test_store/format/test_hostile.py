@@ -89,6 +89,11 @@ NO_PASTS: list[Any] = [
     *(PAST | {"excess_bytes": wrong} for wrong in (None, 5, ["x"], [1.5], [True], [HUGE], [0] * 65)),
     *(PAST | {"older_excess_bytes": wrong} for wrong in ("x", 1.5, True, -HUGE)),
 ]
+NO_REASONS: list[Any] = [
+    *(1, [], {"why": 1}, {"why": {}}, {"why": {"count": 1}}, {"why": {"tables": ["t"]}}),
+    *({"why": {"count": wrong, "tables": ["t"]}} for wrong in (-1, 0, "x", HUGE)),
+    *({"why": {"count": 1, "tables": wrong}} for wrong in (1, "t", [1], {"t": 1})),
+]
 NO_OBJECT = [ABSENT, None, [], "x", 5]
 NO_SHAPE = [ABSENT, None, 5, [], [5], "x", {}, [1 << 40, 16], [1, HUGE]]
 NO_MEMBER = [ABSENT, None, 5, [], [5], "x", {}]
@@ -109,6 +114,7 @@ NO_MEMBER = [ABSENT, None, 5, [], [5], "x", {}]
         ("policy", [{"sizes_bytes": [1, 2], "deltas": wrong} for wrong in NO_DELTAS]),
         ("policy", [{"offer": wrong} for wrong in NO_OFFERS]),
         ("policy", [{"past": wrong} for wrong in NO_PASTS]),
+        ("policy", [{"whole": wrong} for wrong in NO_REASONS]),
         ("restores", NO_NUMBER),
         ("bytes", NO_NUMBER),
         ("metadata", [ABSENT, {"$x": 1}, {"$float": [1]}, {"$array": {"kind": "numpy", "path": DENSE}}]),

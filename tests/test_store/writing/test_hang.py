@@ -164,7 +164,7 @@ def test_a_put_that_s3_never_answers_fails_the_save_in_time(
     with spoiled(lambda number, method: "hang" if method == "PUT" and hanging.is_set() else None) as options:
         backend = open_backend(s3_server.url(uuid.uuid4().hex), **options, operation_seconds=5)
         model, optimizers = make_model("sgd", seed=1)
-        with Checkpointer(backend, model, optimizers, rng=False) as checkpointer:
+        with Checkpointer(backend, model, optimizers, rng=False, retry_seconds=0) as checkpointer:
             first = checkpointer.save(1).result(WAIT_SECONDS)
             hanging.set()
             with pytest.raises(SaveError, match="took more than"):
