@@ -275,7 +275,7 @@ class Catalog:
         )
 
     def manifest(self, record: Record) -> Manifest:
-        """The manifest that a record's digest names.
+        """The manifest that a record's digest names, of arrays by their plain paths.
 
         Raises
         ------
@@ -285,7 +285,9 @@ class Catalog:
         with suppress(KeyError):
             return self._manifests[record.prefix, record.id]
         data = self._proven(record, "manifest", record.manifest_sha256)
-        manifest = self._manifests[record.prefix, record.id] = decode_manifest(data, record.id)
+        plain = {stored: path for path, stored in record.moved.items()}
+        manifest = decode_manifest(data, record.id).renamed(plain)
+        self._manifests[record.prefix, record.id] = manifest
         return manifest
 
     def state(self, record: Record) -> Any:

@@ -20,9 +20,13 @@ def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) ->
     Parameters
     ----------
     nodes
-        The record's Zarr documents by path.
+        The record's Zarr documents by the paths that they lie under.
     """
-    arrays = {path: entry.to_json() for path, entry in entries.items() if not _fits(entry, nodes.get(path))}
+    arrays = {
+        entry.stored or path: entry.to_json() | ({"name": path} if entry.stored else {})
+        for path, entry in entries.items()
+        if not _fits(entry, nodes.get(path))
+    }
     forms, bases = _Distinct(), _Distinct()
     lists: Doc = {
         "forms": forms.values,
@@ -76,6 +80,7 @@ def _fits(entry: ArrayEntry, doc: Doc | None) -> bool:
         and doc.get("shape") == list(entry.shape)
         and entry.kind == ("whole" if entry.base is None else "delta")
         and not entry.aliases
+        and entry.stored is None
     )
 
 

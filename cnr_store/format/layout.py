@@ -18,9 +18,11 @@ PAYLOAD_2 = "payload-2"
 """Feature of versions and folds that hold arrays of rows: payloads of version 2."""
 NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
 """Features of every version and fold that this release writes."""
+ESCAPED_NAMES = "escaped-names"
+"""The feature of a version in which an array lies under another path than the plain one of its name."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 
-FEATURES = frozenset({COMPACT_RECORD, NO_DOCUMENTS, PAYLOAD_2})
+FEATURES = frozenset({COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

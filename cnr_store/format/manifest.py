@@ -43,6 +43,10 @@ class Manifest:
     version: str
     arrays: Mapping[str, Mapping[int, Part]] = field(default_factory=dict)
 
+    def renamed(self, paths: Mapping[str, str]) -> Manifest:
+        """The same objects, of arrays by other paths where `paths` has one."""
+        return Manifest(self.version, {paths.get(path, path): parts for path, parts in self.arrays.items()})
+
     def parts(self, path: str) -> Mapping[int, Part]:
         """The objects of one array, by linear index; none for an array that is not listed."""
         return self.arrays.get(path, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from cnr_store.format.arrays import Doc
@@ -21,6 +22,7 @@ from cnr_store.format.layout import (
     seal,
     version_key,
 )
+from cnr_store.format.stored_paths import moved_nodes
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ArrayEntry:
         Configuration of the row codec, None for dense arrays.
     aliases
         Other names of the same tensor in the model.
+    stored
+        Path that its objects lie under, if that is not the plain path of its name (`stored_paths`).
     """
 
     kind: str
@@ -53,6 +57,7 @@ class ArrayEntry:
     nbytes: int = 0
     codec: Mapping[str, Any] | None = None
     aliases: tuple[str, ...] = ()
+    stored: str | None = None
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""
@@ -138,11 +143,25 @@ class Record:
             return record_key(self.id, self.prefix)
         # Several attempts at a fold may run at once, and only one record tells which of them is the fold.
         folder = (self.nonce,) if self.prefix == FOLDS else ()
-        return version_key(self.id, *folder, *parts, prefix=self.prefix)
+        return version_key(self.id, *folder, self.stored(parts[0]), *parts[1:], prefix=self.prefix)
 
     def seal(self, path: str, first_row: int, first_column: int) -> int:
         """What ties a payload of this record to its place."""
-        return seal(self.id, path, first_row, first_column, self.prefix)
+        return seal(self.id, self.stored(path), first_row, first_column, self.prefix)
+
+    def stored(self, path: str) -> str:
+        """What lies under the plain `path` of an array or a group lies under this one."""
+        return self.moved.get(path, path)
+
+    @cached_property
+    def moved(self) -> Mapping[str, str]:
+        """Stored paths of arrays and groups by their plain ones, where the two differ."""
+        return moved_nodes(self.stored_paths) if any(entry.stored for entry in self.arrays.values()) else {}
+
+    @property
+    def stored_paths(self) -> dict[str, str]:
+        """Stored paths of all arrays, by their plain ones."""
+        return {path: entry.stored or path for path, entry in self.arrays.items()}
 
     @property
     def kind(self) -> str:

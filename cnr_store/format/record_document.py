@@ -12,15 +12,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cnr_codecs import array_dtype
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
 from cnr_store.format.entry_lists import pack_entries, unpack_entries
-from cnr_store.format.layout import FEATURES, FOLDS, FORMAT, VERSIONS
+from cnr_store.format.layout import ESCAPED_NAMES, FEATURES, FOLDS, FORMAT, VERSIONS
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
+from cnr_store.format.stored_paths import check_stored
 
 # The digest is that of the record with this in its place, since no text can hold its own.
 _NO_DIGEST = "0" * 64
@@ -53,11 +55,12 @@ def encode_record(record: Record) -> bytes:
         It is larger than `decode_record` reads.
     """
     listed = layout.COMPACT_RECORD in record.requires
-    arrays, tables = pack_entries(record.arrays, record.nodes if listed else {})
+    nodes = {record.stored(path): node for path, node in record.nodes.items()}
+    arrays, tables = pack_entries(record.arrays, nodes if listed else {})
     cnr = {
         "digest": _NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
-        "requires": list(record.requires),
+        "requires": sorted({*record.requires, *([ESCAPED_NAMES] if record.moved else [])}),
         "id": record.id,
         "nonce": record.nonce,
         "step": record.step,
@@ -77,7 +80,7 @@ def encode_record(record: Record) -> bytes:
     doc["consolidated_metadata"] = {
         "kind": "inline",
         "must_understand": False,
-        "metadata": _below(record.nonce, record.nodes) if record.prefix == FOLDS else dict(record.nodes),
+        "metadata": _below(record.nonce, nodes) if record.prefix == FOLDS else nodes,
     }
     data = dumps(doc)
     if len(data) > MAX_RECORD_BYTES:
@@ -149,15 +152,16 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
     if cnr["id"] != version:
         raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
-    previous = cnr["previous"]
-    return Record(
+    previous, requires = cnr["previous"], validate.texts(cnr["requires"], "requires")
+    arrays = _entries(_all_entries(cnr, nodes), escaped=ESCAPED_NAMES in requires)
+    record = Record(
         id=version,
         nonce=validate.text(cnr["nonce"], "nonce"),
         step=validate.natural(cnr["step"], "step"),
         time=validate.seconds(cnr["time"], "time"),
         previous=None if previous is None else validate.version(previous, "previous"),
         needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
-        arrays=_entries(_all_entries(cnr, nodes)),
+        arrays=arrays,
         nodes=nodes,
         policy=_policy(validate.members(cnr["policy"], "policy")),
         restores=validate.natural(cnr["restores"], "restores"),
@@ -165,9 +169,15 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
         manifest_sha256=validate.text(cnr["manifest"], "manifest"),
         state_sha256=validate.text(cnr["state"], "state"),
         metadata=cnr["metadata"],
-        requires=validate.texts(cnr["requires"], "requires"),
+        requires=requires,
         record_bytes=record_bytes,
         prefix=prefix,
+    )
+    plain = {stored: path for path, stored in record.moved.items()}
+    return (
+        replace(record, nodes={plain.get(path, path): node for path, node in nodes.items()})
+        if plain
+        else record
     )
 
 
@@ -181,17 +191,24 @@ def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
     return arrays
 
 
-def _entries(arrays: Doc) -> dict[str, ArrayEntry]:
-    entries = {}
-    for path, doc in arrays.items():
+def _entries(arrays: Doc, *, escaped: bool) -> dict[str, ArrayEntry]:
+    entries: dict[str, ArrayEntry] = {}
+    for stored, doc in arrays.items():
+        path = stored
         try:
             entry = _entry(validate.members(doc, "its entry"))
+            if escaped and "name" in doc:
+                path = validate.text(doc["name"], "name")
+                check_stored(stored, path)
+                entry = replace(entry, stored=stored)
+            if path in entries:
+                raise ValueError("it stands twice")
             if (entry.kind == "dense") != validate.array_path(path).startswith("dense/"):
                 raise ValueError(f"its kind is {entry.kind}")
         except KeyError as error:
-            raise ValueError(f"array {validate.shown(path)}: it lacks {error}") from error
+            raise ValueError(f"array {validate.shown(stored)}: it lacks {error}") from error
         except ValueError as error:
-            raise ValueError(f"array {validate.shown(path)}: {error}") from error
+            raise ValueError(f"array {validate.shown(stored)}: {error}") from error
         entries[path] = entry
     return entries
 

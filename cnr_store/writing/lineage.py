@@ -49,12 +49,15 @@ class Lineage:
         The last full version and the deltas since, as policies see them; None where there is none to build on.
     restores
         Loads that training has been through.
+    paths
+        Paths that the arrays of `version` lie under, by their plain ones.
     """
 
     version: str | None = None
     lines: Mapping[str, ArrayLine] = field(default_factory=dict)
     past: Past | None = None
     restores: int = 0
+    paths: Mapping[str, str] = field(default_factory=dict)
 
     def after(self, record: Record) -> Lineage:
         """The lineage once `record`, which continues this one, is committed."""
@@ -66,7 +69,7 @@ class Lineage:
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element)
-        return Lineage(record.id, lines, _past(record), self.restores)
+        return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
@@ -79,7 +82,7 @@ class Lineage:
         past, fold = _past(record), catalog.find_fold(record.id)
         if fold is not None:
             past = past.with_fold(fold.nbytes, newest=True)
-        return cls(record.id, lines, past, record.restores + 1)
+        return cls(record.id, lines, past, record.restores + 1, record.stored_paths)
 
     def folded(self, version: str, nbytes: int) -> Lineage:
         """This lineage, once one of its versions has been folded in so many bytes: chains end there."""
@@ -98,7 +101,7 @@ class Lineage:
 
     def alone(self) -> Lineage:
         """This lineage without chains: the next version is whole and depends on no other."""
-        return Lineage(self.version, restores=self.restores)
+        return Lineage(self.version, restores=self.restores, paths=self.paths)
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Every version that deltas of these (path, base) pairs need, newest first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from cnr_codecs import RowCodec, array_dtype
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid, choose_grid
 from cnr_store.format.record import ArrayEntry
+from cnr_store.format.stored_paths import place
 
 Array = np.ndarray[Any, Any]
 
@@ -127,6 +128,8 @@ class Plan:
         Every other version that reading this one may touch, newest first.
     restores
         Loads that training has been through.
+    parent_paths
+        Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there.
     """
 
     step: int
@@ -139,3 +142,8 @@ class Plan:
     restores: int = 0
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
+    parent_paths: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self) -> dict[str, str]:
+        """The paths that its arrays will lie under, by their plain ones."""
+        return place([write.path for write in (*self.rows, *self.moved, *self.dense)], self.parent_paths)

@@ -8,7 +8,7 @@ put.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,12 +30,33 @@ from cnr_store.format.arrays import (
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
+from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
 _ENCODED_TOGETHER_BYTES = 4 << 20
 """Of the rows that one task encodes: enough to make the task worth its thread, little enough to share a shard out."""
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a version's arrays and groups lie.
+
+    Attributes
+    ----------
+    moved
+        Paths of arrays and groups by their plain ones, where the two differ.
+    """
+
+    version: str
+    moved: Mapping[str, str]
+
+    def key(self, path: str, *parts: str) -> str:
+        return layout.version_key(self.version, self.moved.get(path, path), *parts)
+
+    def seal(self, path: str, first_row: int) -> int:
+        return layout.seal(self.version, self.moved.get(path, path), first_row, 0)
 
 
 @dataclass
@@ -57,14 +78,14 @@ def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Sta
     transfer
         Its threads encode. Puts have threads of their own.
     """
-    staged = Staged()
+    staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
 
     def put(made: _Object) -> tuple[_Object, Part]:
         return made, made.put(backend)
 
     with (
         Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
-        closing(_objects(version, plan, transfer, staged)) as objects,
+        closing(_objects(home, plan, transfer, staged)) as objects,
         closing(putting.map(put, objects, _Object.nbytes)) as done,
     ):
         for made, part in done:
@@ -73,7 +94,9 @@ def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Sta
                 staged.parts.setdefault(made.path, {})[made.index] = part
     for path, entry in staged.arrays.items():
         parts = staged.parts.get(path, {}).values()
-        staged.arrays[path] = replace(entry, nbytes=sum(part.nbytes for part in parts))
+        staged.arrays[path] = replace(
+            entry, nbytes=sum(part.nbytes for part in parts), stored=home.moved.get(path)
+        )
     return staged
 
 
@@ -113,7 +136,7 @@ class _Chunks:
     first_slot: int
     edges: np.ndarray[Any, Any]
 
-    def encode(self, version: str) -> list[bytes | None]:
+    def encode(self, home: _Home) -> list[bytes | None]:
         rows, grid = self.rows, self.grid
         chunks: list[bytes | None] = []
         for slot, (begin, end) in enumerate(
@@ -124,16 +147,16 @@ class _Chunks:
                 chunks.append(None)
                 continue
             offsets = None if rows.ids is None else rows.ids[begin:end] - first_row
-            values, seal = rows.source.values(begin, end), layout.seal(version, rows.path, first_row, 0)
+            values, seal = rows.source.values(begin, end), home.seal(rows.path, first_row)
             chunks.append(
                 rows.codec.encode_rows(values, offsets, grid.chunk_rows, element=rows.element, seal=seal)
             )
         return chunks
 
-    def assemble(self, version: str, chunks: list[bytes | None]) -> _Object:
+    def assemble(self, home: _Home, chunks: list[bytes | None]) -> _Object:
         """The shard's object, from the chunks of all its slots."""
         place = _shard_place(self.shard, self.rows.shape)
-        return _Object(layout.version_key(version, self.rows.path, place), chunks, self.rows.path, self.shard)
+        return _Object(home.key(self.rows.path, place), chunks, self.rows.path, self.shard)
 
 
 @dataclass(frozen=True)
@@ -143,11 +166,11 @@ class _MovedShard:
     rows: MovedRows
     shard: int
 
-    def encode(self, version: str) -> _Object:
+    def encode(self, home: _Home) -> _Object:
         path = self.rows.path
-        chunks = self.rows.chunks(self.shard, lambda first_row: layout.seal(version, path, first_row, 0))
+        chunks = self.rows.chunks(self.shard, lambda first_row: home.seal(path, first_row))
         place = _shard_place(self.shard, self.rows.entry.shape)
-        return _Object(layout.version_key(version, path, place), chunks, path, self.shard)
+        return _Object(home.key(path, place), chunks, path, self.shard)
 
 
 def _shard_place(shard: int, shape: tuple[int, ...]) -> str:
@@ -159,7 +182,7 @@ class _DenseChunk:
     dense: DenseWrite
     index: int
 
-    def encode(self, version: str) -> _Object:
+    def encode(self, home: _Home) -> _Object:
         values = self.dense.values
         grid = dense_grid(values.shape, values.dtype)
         if grid.shape:
@@ -170,8 +193,7 @@ class _DenseChunk:
                 values = np.concatenate([values, padding])
         data = np.ascontiguousarray(values).tobytes()
         data += google_crc32c.value(data).to_bytes(4, "little")
-        key = layout.version_key(version, self.dense.path, grid.key(self.index))
-        return _Object(key, data, self.dense.path, self.index)
+        return _Object(home.key(self.dense.path, grid.key(self.index)), data, self.dense.path, self.index)
 
 
 @dataclass(frozen=True)
@@ -181,19 +203,19 @@ class _DenseDocument:
     path: str
     doc: Doc
 
-    def encode(self, version: str) -> _Object:
-        return _Object(layout.version_key(version, self.path, layout.NODE), document_bytes(self.doc))
+    def encode(self, home: _Home) -> _Object:
+        return _Object(home.key(self.path, layout.NODE), document_bytes(self.doc))
 
 
 _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
 
 
-def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
+def _objects(home: _Home, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
     """Every object in turn. Notes each array in `staged` when its first object is made."""
 
     def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None], float]:
         began = time.perf_counter()
-        return task, task.encode(version), time.perf_counter() - began
+        return task, task.encode(home), time.perf_counter() - began
 
     chunks: list[bytes | None] = []
     with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
@@ -204,7 +226,7 @@ def _objects(version: str, plan: Plan, transfer: Transfer, staged: Staged) -> Ge
             elif isinstance(task, _Chunks):
                 chunks += made
                 if len(chunks) == task.grid.chunks_per_shard:
-                    yield task.assemble(version, chunks)
+                    yield task.assemble(home, chunks)
                     chunks = []
 
 

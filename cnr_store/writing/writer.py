@@ -238,7 +238,8 @@ def _new_token() -> str:
 
 def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:
     """Put manifest and state, and make the record that names them."""
-    manifest = encode_manifest(Manifest(version, staged.parts))
+    moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
+    manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
     state = dumps(plan.state)
     for name, data in (("manifest", manifest), ("state/main.json", state)):
         backend.put(layout.version_key(version, name), data)

@@ -14,7 +14,7 @@ from zarr.storage import FsspecStore, MemoryStore, ObjectStore
 
 from cnr_backends import Backend, open_backend
 from cnr_backends.remote import FsspecBackend
-from cnr_backends.testing import BackendConformance, DelayedBackend, FaultyBackend
+from cnr_backends.testing import BackendConformance, DelayedBackend, FaultyBackend, FoldingBackend
 
 if TYPE_CHECKING:
     from tests.s3_server import S3Server
@@ -72,6 +72,12 @@ class TestFaultyWithoutFaults(BackendConformance):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
         return FaultyBackend(open_backend(tmp_path), lambda operation, key, index: None, reads=True)
+
+
+class TestFolding(BackendConformance):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return FoldingBackend(open_backend(tmp_path))
 
 
 class TestDelayed(BackendConformance):

@@ -169,6 +169,7 @@ class _FoldAttempt:
 
     def write(self, arrays: Mapping[str, FoldedArray], workers: int, progress: Progress) -> Record | None:
         """Put all objects, then create the record. Returns None if another attempt's record was created first."""
+        self._draft = replace(self._draft, arrays={path: array.entry for path, array in arrays.items()})
         total = sum(array.shards for array in arrays.values())
         shards = ((path, shard) for path, array in arrays.items() for shard in range(array.shards))
         parts: dict[str, dict[int, Part]] = {path: {} for path in arrays}
@@ -182,7 +183,7 @@ class _FoldAttempt:
             for done, (path, shard, part) in enumerate(put_shards, 1):
                 parts[path][shard] = part
                 progress(done, total)
-        manifest = encode_manifest(Manifest(self._version.id, parts))
+        manifest = encode_manifest(Manifest(self._version.id, parts).renamed(self._draft.moved))
         self._backend.put(self._draft.key("manifest"), manifest)
         sizes = {path: sum(part.nbytes for part in array.values()) for path, array in parts.items()}
         entries = {path: replace(array.entry, nbytes=sizes[path]) for path, array in arrays.items()}

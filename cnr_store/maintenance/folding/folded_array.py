@@ -93,6 +93,7 @@ class FoldedArray:
             rows=written.shape[0],
             codec=config,
             aliases=written.aliases,
+            stored=written.stored,
         )
         try:
             packer = Packer.of(config)

@@ -216,6 +216,7 @@ class Repair:
             policy=asdict(decision),
             restores=record.restores,
             metadata=record.metadata,
+            parent_paths=record.stored_paths,
             moved=[_ShownRows.of(reader, record) for reader in self._readers],
         )
 

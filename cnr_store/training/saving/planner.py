@@ -187,6 +187,7 @@ class Planner:
             needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
             restores=lineage.restores,
             metadata=snapshot.metadata,
+            parent_paths=lineage.paths,
         )
 
     def rows(

@@ -244,6 +244,27 @@ def test_features_of_later_releases(forge_lists: Forge, exact: dict[str, Json], 
     forgery.cnr["requires"].append(feature)
     for name, error in refused(forgery, exact).items():
         assert feature in str(error), name
+def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
+    folder = WEIGHT.split("/")[1]
+    escaped = WEIGHT.replace(folder, f"{folder}~01234567")
+    names = (None, 5, [], "", "../x", WEIGHT, "tables/other/weight", f"{WEIGHT}/x", DENSE, escaped)
+    places = (
+        "tables/..~01234567/weight",
+        "tables/../weight",
+        f"tables/{'x' * 200}~01234567/weight",
+        DENSE,
+        escaped,
+    )
+    for place, name in [*((WEIGHT, name) for name in names), *((place, WEIGHT) for place in places)]:
+        forgery = forge()
+        forgery.cnr["requires"] = ["escaped-names"]
+        entry = forgery.cnr["arrays"].pop(WEIGHT)
+        forgery.cnr["arrays"][place] = {**entry, "name": name}
+        refused(forgery, exact, (place, name))
+    forgery = forge()
+    forgery.cnr["requires"] = ["escaped-names"]
+    forgery.cnr["arrays"][escaped] = {**forgery.entry(WEIGHT), "name": WEIGHT}
+    refused(forgery, exact, "two arrays of one name")
 
 
 def test_an_array_that_leans_on_itself(forge: Forge, exact: dict[str, Json]) -> None:

@@ -1,0 +1,126 @@
+"""Where arrays lie in a version, if names meet on disks that fold case or are ones that Windows can't hold.
+
+Everywhere else an array goes by its plain path, its names percent-encoded. Its objects lie under its *stored* path,
+which is the plain one, unless a segment of it is *escaped*: followed by ``~`` and a hash of the name. ASCII is all
+that an encoded name has, so two of them meet if they are equal in lower case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.format.layout import MAX_SEGMENT_BYTES, NODE, decode_name
+
+_HASH_BYTES = 4
+_ESCAPED = re.compile(r"[A-Za-z0-9%._~-]+~[0-9a-f]{8}")
+_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+"""Names that Windows keeps for devices, also with an extension."""
+
+
+def place(paths: Iterable[str], parent: Mapping[str, str]) -> dict[str, str]:
+    """The stored paths of a version's arrays, by their plain ones.
+
+    Of names that meet, the later one is escaped. What the parent has stays where it is, because a chain is read under
+    one path.
+
+    Parameters
+    ----------
+    paths
+        Plain paths of the version's arrays.
+    parent
+        Stored paths by plain ones, of the version that this one continues.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Two names meet even when they are escaped.
+    """
+    nodes = _nodes(parent)
+    taken = {_folded(node) for node in nodes.values()}
+    found = {}
+    for path in paths:
+        segments = path.split("/")
+        stored = segments[0]
+        for depth, segment in enumerate(segments[1:], 2):
+            node = "/".join(segments[:depth])
+            stored = nodes[node] if node in nodes else _new(stored, segment, taken)
+            nodes[node] = stored
+            taken.add(_folded(stored))
+        found[path] = stored
+    return found
+
+
+def _new(folder: str, segment: str, taken: set[str]) -> str:
+    stored = f"{folder}/{segment}"
+    if _is_portable(segment) and _folded(stored) not in taken:
+        return stored
+    stored = f"{folder}/{escape(segment)}"
+    if _folded(stored) in taken:
+        raise UnsupportedModelError(
+            f"the name {decode_name(segment)[:40]!r} meets another one on disks that fold case, even with its hash; "
+            "rename it"
+        )
+    return stored
+
+
+def escape(segment: str) -> str:
+    """An encoded name with a hash behind it, which no other name has, nor any disk keeps for itself."""
+    digest = hashlib.blake2b(decode_name(segment).encode(), digest_size=_HASH_BYTES).hexdigest()
+    if _DEVICE.fullmatch(segment):  # Windows goes by what stands before the first dot
+        segment = f"%{ord(segment[0]):02X}{segment[1:]}"
+    return f"{segment[: MAX_SEGMENT_BYTES - len(digest) - 1]}~{digest}"
+
+
+def check_stored(stored: str, path: str) -> None:
+    """Prove that objects of an array of this plain path may lie under `stored`; ValueError if not."""
+    ours, plain = stored.split("/"), path.split("/")
+    if len(ours) != len(plain) or ours[0] != plain[0] or ours == plain:
+        raise ValueError(f"{stored[:60]!r} is no place of {path[:60]!r}")
+    for found, segment in zip(ours[1:], plain[1:], strict=True):
+        if found != segment and (
+            _ESCAPED.fullmatch(found) is None
+            or found.startswith((".", "__"))
+            or len(found) > MAX_SEGMENT_BYTES
+        ):
+            raise ValueError(f"{found[:60]!r} is no escaped name")
+
+
+def moved_nodes(paths: Mapping[str, str]) -> dict[str, str]:
+    """Stored paths of arrays, and of the groups above them, by their plain ones, where the two differ.
+
+    Raises
+    ------
+    ValueError
+        Two arrays of one group lie in different ones, or arrays of two groups, or two arrays, in one.
+    """
+    nodes = _nodes(paths)
+    if len(set(nodes.values())) != len(nodes):
+        raise ValueError("two names have one path")
+    return {node: stored for node, stored in nodes.items() if node != stored}
+
+
+def _nodes(paths: Mapping[str, str]) -> dict[str, str]:
+    """Stored paths of arrays, and of the groups above them, by plain ones."""
+    nodes: dict[str, str] = {}
+    for path, stored in paths.items():
+        plain, ours = path.split("/"), stored.split("/")
+        for depth in range(2, len(plain) + 1):
+            node, lies = "/".join(plain[:depth]), "/".join(ours[:depth])
+            if nodes.setdefault(node, lies) != lies:
+                raise ValueError(f"{node[:60]!r} lies in two places")
+    return nodes
+
+
+def _is_portable(segment: str) -> bool:
+    return (
+        _DEVICE.fullmatch(segment) is None
+        and not segment.endswith(".")
+        and segment.lower() != NODE  # which `encode_name` never makes itself
+    )
+
+
+def _folded(path: str) -> str:
+    return path.lower()
