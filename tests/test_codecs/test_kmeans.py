@@ -293,10 +293,10 @@ def test_windows_of_chunks_are_decoded_in_place() -> None:
 def test_expected_size_is_the_size_of_plain_rows() -> None:
     values = np.random.default_rng(8).normal(0, 0.1, (1024, 65)).astype(np.float32)
     size = len(KMeansRows(3).encode_rows(values, None, 1024, element="float32"))
-    assert size == 24 + 8 + 1024 * KMeansRows(3).bytes_per_row(65, "float32")
+    assert size == 24 + 4 + 16 + 4 + 1024 * KMeansRows(3).bytes_per_row(65, "float32")
     for codec in KMeansRows(3, "block"), KMeansRows(3, "block", block_rows=32), KMeansRows(3, "cluster"):
         size = len(codec.encode_rows(values, None, 1024, element="float32"))
-        assert size == 24 + 8 + 4 + 1024 * codec.bytes_per_row(65, "float32")
+        assert size == 24 + 4 + 16 + 4 + 4 + 1024 * codec.bytes_per_row(65, "float32")
     assert KMeansRows(8).bytes_per_row(16, "float32") == 64
 
 

@@ -204,7 +204,7 @@ def test_expected_size_is_the_size_of_plain_rows() -> None:
     values = np.random.default_rng(8).normal(0, 0.1, (1000, 33)).astype(np.float32)
     for codec in UniformRows("adaptive", 3), UniformRows("symmetric", 8), cnr_codecs.LosslessRows():
         size = len(codec.encode_rows(values, None, 1000, element="float32"))
-        assert size == 24 + 8 + 1000 * codec.bytes_per_row(33, "float32")
+        assert size == 24 + 4 + 16 + 4 + 1000 * codec.bytes_per_row(33, "float32")
 
 
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "adaptive"])
