@@ -34,7 +34,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 def _is_wrapper(kind: type) -> bool:
     # Lightning makes a class for each class wrapped: its own first, and then the other.
-    return _full_name(kind) in _OPTIMIZERS or _full_name(kind.__bases__[0]) in _OPTIMIZERS
+    return any(_full_name(each) in _OPTIMIZERS for each in (kind, *kind.__bases__[:1]))
 
 
 def wrapped_parts(module: nn.Module) -> tuple[str, ...]:

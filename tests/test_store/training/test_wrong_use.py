@@ -234,3 +234,9 @@ def test_a_checkpointer_is_not_duplicated(tmp_path: Path, duplicate: Callable[[o
             duplicate(checkpointer)
         assert isinstance(caught.value, CheckpointError)
         checkpointer.save(1).result()
+
+
+@pytest.mark.parametrize("optimizer", [object(), object, [SGD]])
+def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: Any) -> None:
+    with pytest.raises(StateError, match=r"give a torch\.optim\.Optimizer or several"):
+        Checkpointer(tmp_path, make_model(), optimizer)
