@@ -146,4 +146,5 @@ class Plan:
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""
-        return place([write.path for write in (*self.rows, *self.moved, *self.dense)], self.parent_paths)
+        writes = (self.rows, self.moved, self.dense)
+        return place([write.path for each in writes for write in each], self.parent_paths)

@@ -247,7 +247,18 @@ def test_features_of_later_releases(forge_lists: Forge, exact: dict[str, Json], 
 def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
     folder = WEIGHT.split("/")[1]
     escaped = WEIGHT.replace(folder, f"{folder}~01234567")
-    names = (None, 5, [], "", "../x", WEIGHT, "tables/other/weight", f"{WEIGHT}/x", DENSE, escaped)
+    names: tuple[Any, ...] = (
+        None,
+        5,
+        [],
+        "",
+        "../x",
+        WEIGHT,
+        "tables/other/weight",
+        f"{WEIGHT}/x",
+        DENSE,
+        escaped,
+    )
     places = (
         "tables/..~01234567/weight",
         "tables/../weight",
