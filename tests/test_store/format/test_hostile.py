@@ -244,6 +244,8 @@ def test_features_of_later_releases(forge_lists: Forge, exact: dict[str, Json], 
     forgery.cnr["requires"].append(feature)
     for name, error in refused(forgery, exact).items():
         assert feature in str(error), name
+
+
 def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
     folder = WEIGHT.split("/")[1]
     escaped = WEIGHT.replace(folder, f"{folder}~01234567")

@@ -223,7 +223,7 @@ def test_a_manifest_that_compresses_too_well_is_stored_as_it_is() -> None:
 def test_paths_that_no_array_has(path: str) -> None:
     entry = ArrayEntry("whole" if path.startswith("tables") else "dense", (10, 4), "float32", rows=10)
     with pytest.raises(CorruptionError, match=f"record of version {VERSION}: malformed: .*array"):
-        decode_record(encode_record(Record(**{**vars(RECORD), "arrays": {path: entry}})), VERSION)
+        decode_record(encode_record(replace(RECORD, arrays={path: entry})), VERSION)
 
 
 @given(st.text(min_size=1, max_size=16))
