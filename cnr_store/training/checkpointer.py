@@ -16,7 +16,7 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
-from cnr_store.maintenance.collection.retention import Rules
+from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits

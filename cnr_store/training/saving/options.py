@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from cnr_store.maintenance.collection.retention import Rules
+from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.training.model.arguments import OnFailure, Overlap
 from cnr_store.training.saving.codec_choice import CodecChoice

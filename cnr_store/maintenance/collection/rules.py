@@ -1,0 +1,100 @@
+"""Which versions are kept: what the rules ask for, and what pins, writers and kept versions need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Integral
+
+from cnr_store.errors import OptionError
+from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which versions are kept. With neither rule, all are.
+
+    Attributes
+    ----------
+    keep_last
+        How many of the newest, as `versions` lists them.
+    keep_every
+        A number of steps; the newest version at or before each multiple of it is kept.
+
+    Raises
+    ------
+    OptionError
+        One is not a positive integer.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("keep_last", self.keep_last)
+        _check_count("keep_every", self.keep_every)
+
+    @property
+    def remove_nothing(self) -> bool:
+        return self.keep_last is None and self.keep_every is None
+
+    def asked_for(self, snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
+        """(id, reason) of each version that a rule keeps. Tombstoned ones do not count: they may vanish."""
+        listed = [known for name, known in snapshot.versions.items() if name not in snapshot.tombstoned]
+        if self.remove_nothing:
+            yield from ((known.id, "no rule") for known in listed)
+        if self.keep_last is not None:
+            yield from ((known.id, f"keep_last={self.keep_last}") for known in listed[-self.keep_last :])
+        if self.keep_every is not None:
+            newest = {-(-known.step // self.keep_every): known.id for known in listed}
+            yield from ((version, f"keep_every={self.keep_every}") for version in newest.values())
+
+
+def choose(
+    snapshot: StoreSnapshot, rules: Rules, not_seen: Iterable[str] = (), committed_since: Iterable[str] = ()
+) -> dict[str, str]:
+    """The versions to keep, oldest first, with reasons.
+
+    Those `not_seen` by the job, and those `committed_since`, are kept whatever the rules say.
+    """
+    kept: dict[str, str] = {}
+    _keep(snapshot, kept, [(version, "the newest") for version in list(snapshot.versions)[-1:]])
+    _keep(snapshot, kept, [(version, "pinned") for version in sorted(snapshot.pinned)])
+    _keep(snapshot, kept, rules.asked_for(snapshot))
+    _keep(snapshot, kept, _writer_needs(snapshot))
+    _keep(snapshot, kept, [(version, "of another job") for version in not_seen])
+    _keep(snapshot, kept, [(version, "came meanwhile") for version in sorted(committed_since)])
+    return dict(sorted(kept.items()))
+
+
+def _keep(snapshot: StoreSnapshot, kept: dict[str, str], wanted: Iterable[tuple[str, str]]) -> None:
+    """Add the wanted versions that are committed, and every version that they depend on."""
+    wanted = [(version, reason) for version, reason in wanted if version in snapshot.versions]
+    kept |= {version: reason for version, reason in wanted if version not in kept}
+    todo = [version for version, _ in wanted]
+    while todo:
+        above = todo.pop()
+        for version in snapshot.depends_on(above) - kept.keys():
+            kept[version] = f"needed by {above}"
+            todo.append(version)
+
+
+def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
+    """(id, reason) of what the newest writer's next version may depend on. A closed or ended one has none."""
+    newest = snapshot.newest
+    if newest is None or newest.is_over:
+        return
+    own = (name for name in snapshot.versions if name.startswith(f"{newest.id}."))
+    head = max(own, default=newest.base)
+    if head is not None:
+        reason = f"writer {newest.id} goes on from it"
+        yield head, reason
+        # Also what a fold made needless: its writer may not have heard of the fold yet.
+        yield from (
+            (need, reason) for need in (snapshot.versions[head].needs if head in snapshot.versions else ())
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        raise OptionError(f"{name}={value!r}: give an integer of at least 1, or None to keep all")
