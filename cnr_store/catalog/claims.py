@@ -133,6 +133,7 @@ def end_run(backend: Backend, newest: ClaimRecord) -> None:
             f"{backend.url}: another writer has claimed the store since {newest}, so no run was ended; look which "
             "job it is, then try again"
         )
+    backend.hold_reserve()
 
 
 def close(backend: Backend, claim: ClaimId) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-import cnr_codecs
-from cnr_codecs import CodecError, Unpacker, most_packed_bytes
+from cnr_codecs import CodecError, Unpacker, most_packed_bytes, rows_written
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.shard_reader import Chunk, ShardReader
 
@@ -50,14 +47,7 @@ def _proven_offsets(
         return None
     try:
         payload = unpacker.unpack(data, most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element))
-        offsets = _rows_written(payload, seal)
+        offsets = rows_written(payload, seal=seal)
     except CodecError:
         return None
     return offsets if len(offsets) and offsets[-1] < grid.chunk_rows else None
-
-
-def _rows_written(payload: Any, seal: int) -> Array:
-    """The offsets that the head of a payload proves, ascending; none where it proves nothing."""
-    rows_written = getattr(cnr_codecs, "rows_written", None)
-    offsets: Array = np.empty(0, np.int64) if rows_written is None else rows_written(payload, seal=seal)
-    return offsets

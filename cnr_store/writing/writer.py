@@ -168,18 +168,20 @@ class Writer:
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
             return self._committed(self._patience.run(attempt))
         except Exception as error:  # whatever went wrong, the attempt must be given up
+            left = ""
             if version and claim and sent:
                 landed = self._give_up(claim, version, nonce, plan.previous)
-                if landed:
+                if isinstance(landed, Record):
                     return self._committed(landed)
+                left = landed
             elif version:
-                self._remove(version)
+                left = self._remove(version)
             if isinstance(error, CheckpointError):
                 raise
             named = f" as version {version}" if version else ""
             raise SaveError(
                 f"step {plan.step} was not saved{named} to {self._backend.url}: {error}. "
-                "The versions before it are untouched and its rows stay marked for the next save"
+                f"The versions before it are untouched and its rows stay marked for the next save{left}"
             ) from error
 
     def _committed(self, record: Record) -> Record:
@@ -192,21 +194,19 @@ class Writer:
         """Let `resume_last` of later writers of this process go by what this one has seen."""
         fencing.remember(self._backend, self._seen)
 
-    def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | None:
+    def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | str:
         """End an attempt whose record may have been sent: void its id, then remove its objects.
 
-        Returns the record if the commit landed after all, as it may when only the response was lost.
+        Returns the record if the commit landed after all, as it may when only the response was lost; else what
+        `_remove` does.
         """
         try:
             landed = self._void(claim, version, nonce)
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
-            log.warning("version %s could not be voided, so its objects stay: %s", version, error)
             self.renew(previous)
-            return None
-        if landed is None:
-            self._remove(version)
-        return landed
+            return f". Its objects stay, because it could not be voided: {error}"
+        return landed or self._remove(version)
 
     def _void(self, claim: claims.Claim, version: str, nonce: str) -> Record | None:
         """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
@@ -219,8 +219,11 @@ class Writer:
             return landed if landed is not None and landed.nonce == nonce else None
         return None
 
-    def _remove(self, version: str) -> None:
-        """Remove the objects of an attempt that can't be committed any more, but a void record."""
+    def _remove(self, version: str) -> str:
+        """Remove the objects of an attempt that can't be committed any more, but a void record.
+
+        Returns what an error must say of those that are left: nothing where all are gone.
+        """
         folder, record = layout.version_key(version), layout.record_key(version)
         try:
             keys = [key for key, _ in self._backend.list_keys(folder) if key != record]
@@ -229,7 +232,8 @@ class Writer:
                     pass
             self._backend.sweep(folder)
         except BackendError as error:
-            log.warning("what the failed save of version %s left could not be removed: %s", version, error)
+            return f". What it wrote could not be removed: {error}"
+        return ""
 
 
 def _new_token() -> str:

@@ -160,8 +160,8 @@ class Deletion:
                 reasons[version] = f"it was given up less than {grace_seconds:g} seconds ago (the grace time)"
             else:
                 reasons[version] = (
-                    f"writer {snapshot.newest}, the newest, may still be at work on it; it can go after another run "
-                    "has saved"
+                    f"writer {snapshot.newest}, the newest, may still be at work on it; if that run has died, end "
+                    "its turn by gc with end_run=True (`cnr gc --end-run`)"
                 )
         return Left(reasons, nbytes)
 

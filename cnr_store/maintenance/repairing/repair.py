@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_backends import Backend, Transfer
+from cnr_backends import Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.chains.dense import read_dense
@@ -139,7 +139,7 @@ class Repair:
             self._writer = Writer(
                 catalog.backend, workers
             )  # before the check: a job that begins after it wins
-            check_no_live_writer(catalog.backend)
+            claims.check_no_live_writer(catalog.backend)
         self._catalog, self._state = catalog, catalog.state(self._record)
         entries = self._record.arrays.items()
         self._dense = [
@@ -186,9 +186,7 @@ class Repair:
         try:
             written = self._writer.write(self._plan())
         finally:
-            close = getattr(self._writer, "close", None)
-            if close is not None:
-                close()
+            self._writer.close()
         return RepairReport(
             record.id,
             "repaired",
@@ -274,10 +272,3 @@ def _lost(reader: SalvageReader) -> int:
 def _dense(catalog: Catalog, record: Record, path: str) -> DenseWrite:
     values, torch_dtype = read_dense(catalog, record, path)
     return DenseWrite(path, values, torch_dtype, record.arrays[path].aliases)
-
-
-def check_no_live_writer(backend: Backend) -> None:
-    """Refuse to write beside a job that is or may be live."""
-    check = getattr(claims, "check_no_live_writer", None)
-    if check is not None:
-        check(backend)

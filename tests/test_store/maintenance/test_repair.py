@@ -14,7 +14,14 @@ from torch import nn
 import cnr_store
 from cnr_backends import BackendError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
-from cnr_store import Checkpointer, CheckpointError, CorruptionError, EmptyStoreError, OptionError
+from cnr_store import (
+    Checkpointer,
+    CheckpointError,
+    CorruptionError,
+    EmptyStoreError,
+    OptionError,
+    SupersededError,
+)
 from tests.test_store.support.damaged_store import (
     DAMAGES,
     SLOT,
@@ -147,6 +154,21 @@ def test_rows_without_any_value_are_an_error(saved: SavedStore, tmp_path: Path) 
     with pytest.raises(CorruptionError, match="no older value"):
         cnr_store.repair(folder)
     assert objects(folder) == before
+
+
+def test_beside_a_run_that_may_be_live(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["codes flipped"](shard_of(folder, saved.ids[-1]))
+    model, optimizer = new_job()
+    with Checkpointer(folder, model, optimizer, bits=4) as checkpointer:
+        checkpointer.load(salvage=True)
+        checkpointer.save(9).result()
+        before = objects(folder)
+        assert cnr_store.repair(folder, saved.ids[-1], dry_run=True).outcome == "repairable"
+        with pytest.raises(SupersededError, match="has not closed its claim.*cnr gc --end-run"):
+            cnr_store.repair(folder, saved.ids[-1])
+        assert objects(folder) == before
+    assert cnr_store.repair(folder, saved.ids[-1]).outcome == "repaired"
 
 
 def end_second_run(folder: Path) -> None:
