@@ -165,7 +165,7 @@ def test_beside_a_run_that_may_be_live(saved: SavedStore, tmp_path: Path) -> Non
         checkpointer.save(9).result()
         before = objects(folder)
         assert cnr_store.repair(folder, saved.ids[-1], dry_run=True).outcome == "repairable"
-        with pytest.raises(SupersededError, match="has not closed its claim.*cnr gc --end-run"):
+        with pytest.raises(SupersededError, match=r"has not closed its claim.*cnr gc --end-run"):
             cnr_store.repair(folder, saved.ids[-1])
         assert objects(folder) == before
     assert cnr_store.repair(folder, saved.ids[-1]).outcome == "repaired"
