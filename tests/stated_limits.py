@@ -96,6 +96,7 @@ ROWS = {
     "metadata": _size(MAX_METADATA_BYTES),
     "levels of a state": f"{state.MAX_DEPTH}",
     "generations": f"{layout.MAX_GENERATION:,}",
+    "`excess_bytes` of a policy": f"{record_document.MAX_EXCESS} numbers",
     "attempts of a claim": f"{_MAX_ATTEMPT:,}",
 }
 """Of its table of limits."""

@@ -41,7 +41,7 @@ _PAST = {
     "excess_bytes",
     "older_excess_bytes",
 }
-_MAX_EXCESS = 64
+MAX_EXCESS = 64
 _ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
 _SHOWN = 200
 
@@ -279,7 +279,7 @@ def _prove_past(past: Doc) -> None:
     for member in ("folds_bytes", "links", "beneath_bytes"):
         validate.natural(past[member], f"policy.past.{member}")
     excess, older = past["excess_bytes"], past["older_excess_bytes"]
-    if not isinstance(excess, list) or len(excess) > _MAX_EXCESS:
+    if not isinstance(excess, list) or len(excess) > MAX_EXCESS:
         raise ValueError(f"policy.past.excess_bytes is {validate.shown(excess)}, not a list of numbers")
     for value in [*excess, *([] if older is None else [older])]:
         if type(value) is not int or abs(value) > validate.MOST:

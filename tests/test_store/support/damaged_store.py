@@ -87,7 +87,9 @@ def shard_of(folder: Path, version: str, path: str = WEIGHT) -> Path:
 
 def chunk_lengths(shard: Path) -> list[int]:
     """Bytes of each chunk of a shard, its checksum counted; 0 where there is none."""
-    node = json.loads((shard.parents[2] / "zarr.json").read_text())
+    home = next(folder for folder in shard.parents if (folder / "zarr.json").exists())
+    record = json.loads((home / "zarr.json").read_text())
+    node = record["consolidated_metadata"]["metadata"][str(shard.parents[2].relative_to(home))]
     sharded, inner = node["chunk_grid"]["configuration"]["chunk_shape"], node["codecs"][0]["configuration"]
     chunks = int(np.prod(sharded) // np.prod(inner["chunk_shape"]))
     index = np.frombuffer(shard.read_bytes()[-(16 * chunks + 4) : -4], "<u8").reshape(chunks, 2)
