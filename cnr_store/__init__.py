@@ -31,6 +31,7 @@ from cnr_store.errors import (
 from cnr_store.following.follow import Update, follow
 from cnr_store.maintenance.collection.pins import pin, pins, unpin
 from cnr_store.maintenance.collection.retention import GcReport, gc
+from cnr_store.maintenance.collection.tags import tag, tags, untag
 from cnr_store.maintenance.folding.compact import CompactReport, compact
 from cnr_store.maintenance.repairing.repair import RepairReport, repair
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
@@ -115,6 +116,9 @@ __all__ = [
     "pin",
     "unpin",
     "pins",
+    "tag",
+    "untag",
+    "tags",
     "simulate",
     "SimulatedSave",
     "Trace",

@@ -13,6 +13,8 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
+from cnr_store.catalog.objects import list_ids, read_object
+from cnr_store.catalog.tags import read_tag
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
@@ -235,13 +237,20 @@ class Catalog:
             records = list(transfer.map(self.find_record, reversed(self.ids())))
         return [record for record in records if record is not None]
 
+    def resolve(self, version: Version) -> str | int:
+        """The id that a `VersionInfo` or a tag stands for; an id, a step and ``latest`` as they are."""
+        if isinstance(version, VersionInfo):
+            return version.id
+        is_tag = isinstance(version, str) and version != "latest" and not layout.is_version(version)
+        return read_tag(self.backend, version) or version if is_tag else version
+
     def find(self, version: Version = "latest") -> Record:
         """The record of a version.
 
         Parameters
         ----------
         version
-            An id, a `VersionInfo`, a step (which means the newest version of that step) or ``latest``.
+            An id, a `VersionInfo`, a step (which means the newest version of that step), a tag or ``latest``.
 
         Raises
         ------
@@ -250,15 +259,14 @@ class Catalog:
         VersionNotFoundError
             No committed version fits.
         """
-        if isinstance(version, VersionInfo):
-            return self.record(version.id)
+        version = self.resolve(version)
         if isinstance(version, str) and layout.VersionId.parse(version):
             return self.record(version)
         is_step = isinstance(version, int | np.integer) and not isinstance(version, bool)
         if version != "latest" and not is_step:
             raise VersionNotFoundError(
                 f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
-                "a step, or 'latest'"
+                "a step, a tag, or 'latest'"
             )
         empty = True
         for record in self.newest_first():
@@ -320,31 +328,3 @@ def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[
     """The catalog of a store, and the record of a version as `Catalog.find` finds it."""
     catalog = Catalog(open_backend(url, **storage_options))
     return catalog, catalog.find(version)
-
-
-def list_ids(backend: Backend, prefix: str) -> frozenset[str]:
-    """The version ids listed under a prefix of the store."""
-    return frozenset(filter(layout.VersionId.parse, backend.list_names(prefix)))
-
-
-def has_object(backend: Backend, key: str) -> bool:
-    """Whether there is an object of this key."""
-    try:
-        backend.size(key)
-    except ObjectNotFoundError:
-        return False
-    return True
-
-
-def read_object(backend: Backend, key: str, what: str) -> bytes:
-    """A whole object that a committed version needs.
-
-    Raises
-    ------
-    CorruptionError
-        It is lost. A storage that does not answer raises its own error, since it may answer later.
-    """
-    try:
-        return backend.get(key)
-    except ObjectNotFoundError as error:
-        raise CorruptionError(f"{what}: {key} is lost from {backend.url}") from error

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError
-from cnr_store.catalog.catalog import list_ids, read_object
+from cnr_store.catalog.objects import list_ids, read_object
 from cnr_store.errors import CorruptionError, FormatError, SaveError, SupersededError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import document_bytes, group_document

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cnr_backends import Backend, BackendError, Transfer
-from cnr_store.catalog.catalog import Catalog, has_object
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import (
     Claim,
     create_claim,
@@ -28,6 +28,7 @@ from cnr_store.catalog.claims import (
     newest_claim,
     read_claim,
 )
+from cnr_store.catalog.objects import has_object
 from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, FormatError, SupersededError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from cnr_backends import ShardError, check_chunk
-from cnr_store.catalog.catalog import Catalog, read_object
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.objects import read_object
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.arrays import DenseGrid, parse_dense_document

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs import Segment, array_dtype
-from cnr_store.catalog.catalog import Catalog, list_ids
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.objects import list_ids
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.ancestry import Ancestry, Place
 from cnr_store.chains.array_reader import ArrayReader, region_rows

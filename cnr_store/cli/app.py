@@ -19,7 +19,7 @@ from cnr_codecs import CodecError
 from cnr_store.cli.demo import demo
 from cnr_store.cli.export import export, serve
 from cnr_store.cli.inspection import diff, info, ls
-from cnr_store.cli.maintenance import compact, gc, pin, repair, unpin, verify
+from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.simulate import simulate
 from cnr_store.errors import CheckpointError
 
@@ -48,7 +48,10 @@ app = typer.Typer(
     # Only an unforeseen error ends with a traceback, and Python's own says enough.
     pretty_exceptions_enable=False,
 )
-for command in (demo, ls, info, verify, repair, diff, compact, gc, pin, unpin, export, serve, simulate):
+for command in (
+    *(demo, ls, info, verify, repair, diff, compact, gc, pin, unpin, tag, untag),
+    *(export, serve, simulate),
+):
     app.command()(command)
 
 

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Catalog, list_ids, open_record
+from cnr_store.catalog.catalog import Catalog, open_record
 from cnr_store.catalog.claims import list_tombstoned
+from cnr_store.catalog.objects import list_ids
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
 from cnr_store.errors import EmptyStoreError

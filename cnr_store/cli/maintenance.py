@@ -1,4 +1,4 @@
-"""`cnr verify`, `repair`, `compact`, `gc`, `pin` and `unpin`: the maintenance of a store."""
+"""`cnr verify`, `repair`, `compact`, `gc`, `pin`, `unpin`, `tag` and `untag`: the maintenance of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cnr_store.catalog.claims import newest_claim
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import print_json, print_line, progress, say, time_text
-from cnr_store.maintenance.collection import pins, retention
+from cnr_store.maintenance.collection import pins, retention, tags
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
@@ -46,6 +46,7 @@ EndRun = Annotated[
     typer.Option("--end-run", help="First end the turn of a run that died: see who it was, then be asked."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
@@ -278,3 +279,14 @@ def pin(url: Url, version: VersionName = "latest", options: StorageOptions = "{}
 def unpin(url: Url, version: VersionName, options: StorageOptions = "{}") -> None:
     """Allow retention to remove a version again."""
     print_line(f"{pins.unpin(url, parse_version(version), **parse_options(options))}: not pinned any more")
+
+
+def tag(url: Url, name: TagName, version: VersionName = "latest", options: StorageOptions = "{}") -> None:
+    """Name a version; it is kept, whatever the rules of retention say."""
+    print_line(f"{tags.tag(url, name, parse_version(version), **parse_options(options))}: tagged {name}")
+
+
+def untag(url: Url, name: TagName, options: StorageOptions = "{}") -> None:
+    """Remove the name of a version."""
+    tags.untag(url, name, **parse_options(options))
+    print_line(f"{name}: no tag any more")

@@ -76,7 +76,7 @@ Policy = Annotated[
 Width = Annotated[
     str, typer.Option(metavar="auto|2|3|4|8|32", help="Bits of a quantized value.", callback=_check_bits)
 ]
-VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="An id, a step, or latest.")]
+VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="An id, a step, a tag, or latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

@@ -30,6 +30,7 @@ VERSIONS = "versions"
 WRITERS = "writers"
 FOLDS = "folds"
 PINS = "pins"
+TAGS = "tags"
 TOMBSTONES = "tombstones"
 NODE = "zarr.json"
 CLOSED = ".closed"
@@ -38,6 +39,7 @@ CLOSED = ".closed"
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
 _WRITER = re.compile(r"([0-9]{6})(?:-[0-9a-f]{8})?")
 _VERSION = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
+_TAG = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
 _SAFE = "-._"
 
 
@@ -92,6 +94,20 @@ def claim_number(name: str) -> int | None:
 def claim_name(number: int) -> str:
     """Name of a claim under ``writers/``."""
     return f"{number:06d}"
+
+
+def is_tag(text: str) -> bool:
+    """Whether it may name a version: 1 to 100 of ``a-z 0-9 _ . -``, and neither a step, an id nor ``latest``."""
+    return (
+        _TAG.fullmatch(text) is not None
+        and not (text.isdecimal() or text.endswith(".") or is_version(text))
+        and text not in ("latest", NODE)
+    )
+
+
+def tag_key(name: str) -> str:
+    """Key of a tag."""
+    return f"{TAGS}/{name}"
 
 
 def writer_key(name: str, suffix: str = "") -> str:

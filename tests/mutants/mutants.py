@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "a file is synced before it gets its name",
         "backends/src/cnr_backends/files.py",
-        "            sync(file.fileno(), \"files\")\n",
+        '            sync(file.fileno(), "files")\n',
         "",
         "tests/test_backends/test_local.py",
     ),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from cnr_backends import Backend, StorageFullError, Transfer
-from cnr_store.catalog.catalog import list_ids
+from cnr_store.catalog.objects import list_ids
 from cnr_store.format import layout
 from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps

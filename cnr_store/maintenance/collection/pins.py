@@ -8,7 +8,8 @@ from typing import Any
 
 from cnr_backends import open_backend
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Url, Version, list_ids, open_record
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.objects import list_ids
 from cnr_store.errors import VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.state import dumps

@@ -60,6 +60,7 @@ def choose(
     kept: dict[str, str] = {}
     _keep(snapshot, kept, [(version, "the newest") for version in list(snapshot.versions)[-1:]])
     _keep(snapshot, kept, [(version, "pinned") for version in sorted(snapshot.pinned)])
+    _keep(snapshot, kept, [(version, f"tagged {name}") for name, version in snapshot.tagged.items()])
     _keep(snapshot, kept, rules.asked_for(snapshot))
     _keep(snapshot, kept, _writer_needs(snapshot))
     _keep(snapshot, kept, [(version, "of another job") for version in not_seen])

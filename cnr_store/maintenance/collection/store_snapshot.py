@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, StorageFullError, Transfer
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import list_ids
 from cnr_store.catalog.claims import ClaimRecord
+from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.tags import read_tags
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
@@ -48,6 +49,8 @@ class StoreSnapshot:
         The newest claim, None if there is none.
     pinned, tombstoned
         Ids with a pin, and ids with a tombstone.
+    tagged
+        The id that each tag names.
     versions
         The committed versions, oldest first.
     aborted
@@ -62,6 +65,7 @@ class StoreSnapshot:
 
     newest: ClaimRecord | None
     pinned: frozenset[str]
+    tagged: Mapping[str, str]
     tombstoned: frozenset[str]
     versions: Mapping[str, Committed]
     aborted: Mapping[str, float]
@@ -112,7 +116,8 @@ class SnapshotReader:
         """
         newest = claims.newest_claim(self._backend)
         may_abort = self._own in (None, newest.id if newest else None)
-        pinned, tombstoned = list_ids(self._backend, layout.PINS), list_ids(self._backend, layout.TOMBSTONES)
+        pinned, tagged = list_ids(self._backend, layout.PINS), read_tags(self._backend)
+        tombstoned = list_ids(self._backend, layout.TOMBSTONES)
         folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = list_ids(self._backend, layout.VERSIONS)
         self._known = {
@@ -137,7 +142,7 @@ class SnapshotReader:
         aborted = {name: known for name, known in self._known.items() if not isinstance(known, Committed)}
         if not void:
             aborted |= dict.fromkeys(unaborted, time.time())
-        return StoreSnapshot(newest, pinned, tombstoned, versions, aborted, names, folds, full)
+        return StoreSnapshot(newest, pinned, tagged, tombstoned, versions, aborted, names, folds, full)
 
     def _read(self, version: str) -> Committed | float | None:
         try:

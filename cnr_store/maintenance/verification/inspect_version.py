@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from cnr_backends import Backend
-from cnr_store.catalog.catalog import Catalog, VersionInfo, read_object
+from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.catalog.objects import read_object
 from cnr_store.chains.dense import dense_layout
 from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog, list_ids
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.tags import read_tags
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
@@ -118,10 +120,18 @@ class Listing:
     def _named_ids(self) -> dict[str, str]:
         """Ids that were committed, since something else names them, and what that is."""
         named = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin")
+        named |= self._tagged_ids()
         named |= {fold.id: fold.home for fold in self.folds}
         for record in self.records:
             named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}
         return named
+
+    def _tagged_ids(self) -> dict[str, str]:
+        try:
+            return {version: f"the tag {name}" for name, version in read_tags(self._backend).items()}
+        except CorruptionError as error:
+            self.problems.append(Finding(str(error)))
+            return {}
 
 
 def _read(find: Callable[[str], Record | None], version: str, prefix: str) -> Record | Finding | None:

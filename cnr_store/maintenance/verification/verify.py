@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from cnr_backends import Backend, Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
@@ -109,7 +109,7 @@ class _Run:
         if version is None:
             self._list_store()
         else:
-            self._list_version(version.id if isinstance(version, VersionInfo) else version)
+            self._list_version(self._catalog.resolve(version))
         listing = self._listing
         listing.check_attempts()
         self._report(listing.problems)

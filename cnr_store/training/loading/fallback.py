@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.errors import (
     CheckpointError,
     CorruptionError,
@@ -80,7 +80,7 @@ def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restor
 def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restored:
     url = catalog.backend.url
     skipped: list[tuple[str, CheckpointError]] = []
-    wanted = version.id if isinstance(version, VersionInfo) else version
+    wanted = catalog.resolve(version)
     for name, record in _newest_first(catalog, wanted):
         try:
             restored = _load_version(catalog, name, record, load)

@@ -125,7 +125,7 @@ def stateful(url: Path) -> Notes:
 _STATE_BITS = {"by2": 2, "by3": 3, "by4/exp_avg*": 4, "*": 8}
 _OPTIMIZED = {name: [0, 3, 9] for name in ("sgd", "adagrad", "sparseadam", "adam", "rowwise")}
 
-CASES: Mapping[str, Make] = {
+_FIRST: Mapping[str, Make] = {
     "uniform": codecs("uniform", UNIFORM, ["exact"], ["symmetric3", "adaptive4"]),
     "kmeans": codecs("kmeans", KMEANS, [], ["row4", "block", "cluster"]),
     "followed": codecs("followed", FOLLOWED, ["blosc", "lz4", "four"], ["zstd", "four"]),
@@ -166,3 +166,6 @@ CASES: Mapping[str, Make] = {
     "changing": golden_histories.changing,
     "imported": golden_histories.imported,
 }
+
+CASES: Mapping[str, Make] = {**_FIRST, **{f"{name}-2": make for name, make in _FIRST.items()}}
+"""The same jobs, written in the first form of format 1 and then in the second (``requires`` tells)."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store.training.model import names, optimizer_state
-from tests.test_store.support.lightning_fit import WARNINGS
+from tests.test_store.integrations.lightning_fit import WARNINGS
 from tests.test_store.support.wrapped_training import ROWS, Run, check_wrapped, paths
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)

@@ -21,7 +21,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError, TrackedReader
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.support.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cnr_store import OptionError
 from cnr_store.policies.past import WINDOW, Delta, Past, Since, past_after
 from cnr_store.policies.policy import POLICIES, Costs, Offer, check_policy, decide, full_is_due
-from tests.test_store.support.unbounded_policy import Epoch, weigh
+from tests.test_store.policies.unbounded_policy import Epoch, weigh
 
 sizes = st.lists(st.integers(1, 10**12), min_size=1, max_size=30)
 

@@ -17,8 +17,8 @@ import cnr_store
 from cnr_backends import BackendError
 from cnr_store import CheckpointError
 from tests.nightly import FACTOR
+from tests.test_store.storm import storm_process
 from tests.test_store.storm.published import publish
-from tests.test_store.support import storm_process
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.lasting_store import make_model
 

@@ -18,8 +18,8 @@ import pytest
 
 import cnr_store
 from tests.nightly import FACTOR
+from tests.test_store.storm import storm_process
 from tests.test_store.storm.published import publish
-from tests.test_store.support import storm_process
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.lasting_store import make_model
 

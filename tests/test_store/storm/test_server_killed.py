@@ -18,8 +18,8 @@ from cnr_store import Checkpointer, CheckpointError, CorruptionError, SaveError
 from tests.nightly import FACTOR
 from tests.s3_server import NoServerError, S3Server, serving
 from tests.test_store.storm.published import publish
+from tests.test_store.storm.storm_process import digest
 from tests.test_store.support.lasting_store import ROWS, change, make_model
-from tests.test_store.support.storm_process import digest
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

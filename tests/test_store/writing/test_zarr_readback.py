@@ -26,8 +26,8 @@ from cnr_backends import index_nbytes, open_backend, parse_index
 from cnr_codecs import parse
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import decode_name, seal
-from tests.test_store.support.readback_bench import TABLES, Arrays, Bench, Oracle
 from tests.test_store.support.zarr_nodes import values_of
+from tests.test_store.writing.readback_bench import TABLES, Arrays, Bench, Oracle
 
 POLICIES = ("full", "one-shot", "consecutive", "intermittent")
 CHANGES = ((0.1, 0), (0.02, 1), (0.3, 2), (0.005, 1))

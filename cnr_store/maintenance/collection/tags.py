@@ -1,0 +1,107 @@
+"""Tags: names for versions, which retention keeps as it keeps pinned ones."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cnr_backends import ObjectNotFoundError, open_backend
+from cnr_store.catalog import claims
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.tags import read_tags
+from cnr_store.errors import OptionError, VersionNotFoundError
+from cnr_store.format import layout
+from cnr_store.format.state import dumps
+
+
+def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any) -> str:
+    """Name a version, and keep it and everything that it depends on, until `untag`. Returns its id.
+
+    A tag that is there already names this version from then on.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    name
+        1 to 100 of ``a-z 0-9 _ . -``: no step, no id, not ``latest``.
+    version
+        An id, a `VersionInfo`, a step, another tag, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Raises
+    ------
+    OptionError
+        The name can't be one of a tag.
+    EmptyStoreError, VersionNotFoundError
+        There is no such version, or it is being deleted. The tag is as it was.
+    """
+    _check_name(name)
+    catalog, record = open_record(url, version, **storage_options)
+    backend, key = catalog.backend, layout.tag_key(name)
+    try:
+        before = backend.get(key)
+    except ObjectNotFoundError:
+        before = None
+    backend.put(key, dumps({"version": record.id, "time": time.time()}))
+    # As for a pin: retention either saw the tag before its tombstone, or its tombstone is seen here.
+    if record.id in claims.list_tombstoned(backend) or Catalog(backend).find_record(record.id) is None:
+        if before is None:
+            backend.delete(key)
+        else:
+            backend.put(key, before)
+        raise VersionNotFoundError(
+            f"version {record.id} of {backend.url} is being deleted by retention; tag another version"
+        )
+    return record.id
+
+
+def untag(url: Url, name: str, **storage_options: Any) -> None:
+    """Remove a tag. One that is not there is no error.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    name
+        The tag.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Raises
+    ------
+    OptionError
+        The name can't be one of a tag.
+    """
+    _check_name(name)
+    open_backend(url, **storage_options).delete(layout.tag_key(name))
+
+
+def tags(url: Url, **storage_options: Any) -> dict[str, str]:
+    """The ids of the tagged versions, by tag.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Raises
+    ------
+    FormatError
+        The place holds something else than a store.
+    CorruptionError
+        A tag can't be read.
+    """
+    catalog = Catalog(open_backend(url, **storage_options))
+    return read_tags(catalog.backend) if catalog.check_format() else {}
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not layout.is_tag(name):
+        raise OptionError(
+            f"{name!r} can't name a version: give 1 to 100 of a-z, 0-9, _, . and -, and neither a step, an id nor "
+            "'latest'"
+        )

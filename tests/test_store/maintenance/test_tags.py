@@ -1,0 +1,63 @@
+"""Tags: names that every `version=` takes, of versions that retention keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import cnr_store
+from cnr_backends import Backend, open_backend
+from cnr_store import CorruptionError, OptionError, VersionNotFoundError
+from tests.test_store.support.places import memory_url
+from tests.test_store.support.retention_helpers import save_many
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    with memory_url() as url:
+        yield open_backend(url)
+
+
+def test_a_tagged_version_stays_and_goes_by_its_name(backend: Backend) -> None:
+    made = save_many(backend, range(1, 6), full=range(1, 6))
+    assert cnr_store.tags(backend) == {}
+    assert cnr_store.tag(backend, "before-launch", 2) == made[1]
+    assert cnr_store.tag(backend, "best") == made[4]
+    assert cnr_store.tag(backend, "best", "before-launch") == made[1]
+    assert cnr_store.tags(backend) == {"before-launch": made[1], "best": made[1]}
+    report = cnr_store.gc(backend, keep_last=1)
+    assert report.kept[made[1]].startswith("tagged ")
+    assert cnr_store.state_dict(backend, "best").keys() == cnr_store.state_dict(backend, made[1]).keys()
+    assert cnr_store.verify(backend, "best").ok
+    cnr_store.untag(backend, "best")
+    cnr_store.untag(backend, "best")
+    with pytest.raises(VersionNotFoundError, match="'best' is no version"):
+        cnr_store.open(backend, version="best")
+    assert cnr_store.tags(backend) == {"before-launch": made[1]}
+
+
+def test_a_version_that_is_removed_can_not_be_tagged(backend: Backend) -> None:
+    made = save_many(backend, range(1, 4), full=[1, 2, 3])
+    cnr_store.tag(backend, "best", 3)
+    backend.put(f"tombstones/{made[0]}/{'0' * 16}", b"{}")
+    for name in ("best", "other"):
+        with pytest.raises(VersionNotFoundError, match="is being deleted by retention; tag another"):
+            cnr_store.tag(backend, name, made[0])
+    assert cnr_store.tags(backend) == {"best": made[2]}
+
+
+@pytest.mark.parametrize("name", ["", "latest", "7", "A", "a/b", ".a", "a.", "a" * 101, "zarr.json", "../a"])
+def test_names_that_no_tag_has(backend: Backend, name: str) -> None:
+    save_many(backend, [1])
+    with pytest.raises(OptionError, match="can't name a version"):
+        cnr_store.tag(backend, name)
+
+
+def test_a_tag_that_can_not_be_read_removes_nothing(backend: Backend) -> None:
+    save_many(backend, range(1, 4), full=[1, 2, 3])
+    backend.put("tags/best", b"{}")
+    with pytest.raises(CorruptionError, match="tags/best is malformed"):
+        cnr_store.gc(backend, keep_last=1)
+    assert len(cnr_store.versions(backend)) == 3
+    assert any("tags/best" in str(each) for each in cnr_store.verify(backend).problems)
