@@ -241,8 +241,9 @@ class Catalog:
         """The id that a `VersionInfo` or a tag stands for; an id, a step and ``latest`` as they are."""
         if isinstance(version, VersionInfo):
             return version.id
-        is_tag = isinstance(version, str) and version != "latest" and not layout.is_version(version)
-        return read_tag(self.backend, version) or version if is_tag else version
+        if not isinstance(version, str) or version == "latest" or layout.is_version(version):
+            return version
+        return read_tag(self.backend, version) or version
 
     def find(self, version: Version = "latest") -> Record:
         """The record of a version.

@@ -99,7 +99,7 @@ def tags(url: Url, **storage_options: Any) -> dict[str, str]:
     return read_tags(catalog.backend) if catalog.check_format() else {}
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or not layout.is_tag(name):
         raise OptionError(
             f"{name!r} can't name a version: give 1 to 100 of a-z, 0-9, _, . and -, and neither a step, an id nor "
