@@ -124,7 +124,24 @@ def fold(job: Job) -> None:
         cnr_store.compact(job["url"])
 
 
-JOBS: dict[str, Callable[[Job], None]] = {"train": train, "load": load, "collect": collect, "fold": fold}
+def repair(job: Job) -> None:
+    with suppress(EmptyStoreError, VersionNotFoundError, SaveError, SupersededError):
+        cnr_store.repair(job["url"])
+
+
+def end_run(job: Job) -> None:
+    with suppress(EmptyStoreError, SupersededError):
+        cnr_store.gc(job["url"], end_run=True, grace_seconds=0)
+
+
+JOBS: dict[str, Callable[[Job], None]] = {
+    "train": train,
+    "load": load,
+    "collect": collect,
+    "fold": fold,
+    "repair": repair,
+    "end_run": end_run,
+}
 
 
 def _run(job: Job) -> None:

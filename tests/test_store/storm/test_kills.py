@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 KEEP_LAST = 3
 MONTH_SECONDS = 30 * 86_400
-OTHER_JOBS = ("load", "collect", "fold")
+OTHER_JOBS = ("load", "collect", "fold", "repair", "end_run")
 ROUNDS_A_STORE = 12
 
 

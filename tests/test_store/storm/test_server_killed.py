@@ -46,7 +46,9 @@ def train_through_outages(server: S3Server, seed: int, outages: int) -> Counter[
     model, other = make_model(1), make_model(2)
     committed: list[str] = []
     step = 0
-    with Checkpointer(url, model, bits=32, policy="consecutive", storage_options=options) as checkpointer:
+    with Checkpointer(
+        url, model, bits=32, policy="consecutive", storage_options=options, retry_seconds=1
+    ) as checkpointer:
         while counts["outages"] < outages:
             committed.append(_save_at_last(checkpointer, step := step + 1, digest(model)))
             killer = threading.Timer(2 * draw.random(), server.kill)
