@@ -35,7 +35,7 @@ def pack(store: Path, target: Path) -> None:
     """A store as one file, whose bytes tell nothing of when and where it was packed."""
     with zipfile.ZipFile(target, "x", zipfile.ZIP_DEFLATED) as packed:
         for path in sorted(store.rglob("*")):
-            if path.is_file():
+            if path.is_file() and path.name != "reserve":  # 256 KiB of random bytes, which readers ignore
                 entry = zipfile.ZipInfo(path.relative_to(store).as_posix())
                 packed.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
 
