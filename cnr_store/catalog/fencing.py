@@ -137,13 +137,22 @@ def warn_live_writer(catalog: Catalog) -> None:
             return
         own = (each for each in catalog.ids() if each.startswith(f"{newest.id}."))
         record = next(filter(None, map(catalog.find_record, own)), None)
-        if record is not None and time.time() - record.time < LIVE_SECONDS:
+        if record is not None and (age := time.time() - record.time) < LIVE_SECONDS:
             log.warning(
-                "%s: writer %s committed version %s minutes ago and did not close its claim. If that job still runs, "
-                "stop one of the two: the first save of this one takes the store over, and the other can't save any "
-                "more",
-                *(backend.url, newest, record.id),
+                "%s: writer %s committed version %s %d seconds ago and has not closed its Checkpointer. If that job "
+                "has died, there is nothing to do. If it still runs, stop one of the two: the first save of this one "
+                "takes the store over, and the other can't save any more",
+                *(backend.url, newest, record.id, max(age, 0)),
             )
+
+
+def open_run(backend: Backend) -> str:
+    """What a writer that begins anew is told of the run before it: nothing where that is over, or this process's."""
+    with suppress(BackendError, CheckpointError):
+        newest = newest_claim(backend)
+        if newest is not None and not newest.is_over and not is_own(newest.id):
+            return f". Writer {newest} has not closed its Checkpointer: if that job still runs, it can't save any more"
+    return ""
 
 
 def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from cnr_store.catalog.claims import newest_claim
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import print_json, print_line, progress, say, time_text
+from cnr_store.errors import EmptyStoreError
 from cnr_store.maintenance.collection import pins, retention, tags
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
@@ -227,14 +228,16 @@ def gc(
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
     if done.left and not grace_seconds and not dry_run:
-        say(f"cnr: {done.left_bytes:,} bytes that unfinished saves left could not be removed")
+        say(f"cnr: {done.left_bytes:,} bytes that unfinished saves left stay, for the reasons above")
         raise typer.Exit(1)
 
 
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     """Show who wrote last and when, ask, and end that run's turn."""
     catalog = Catalog(open_backend(url, **options))
-    newest = newest_claim(catalog.backend) if catalog.check_format() else None
+    if not catalog.check_format():
+        raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
+    newest = newest_claim(catalog.backend)
     if newest is None or newest.is_over:
         say("no run is open here, so there is none to end")
         return
@@ -245,10 +248,8 @@ def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     say(f"writer {newest} claimed {catalog.backend.url} at {time_text(newest.time)}; {commit}")
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("--end-run asks before it ends a run, and this is no terminal: give --yes")
-    if not yes and not typer.confirm(
-        "If that job still runs, it can't save any more. End its turn?", err=True
-    ):
-        raise typer.Exit(1)
+    if not yes:
+        typer.confirm("If that job still runs, it can't save any more. End its turn?", abort=True, err=True)
     end_newest_run(catalog.backend, newest)
 
 

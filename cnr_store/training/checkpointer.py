@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
+
+log = logging.getLogger("cnr_store")
 
 
 class Checkpointer:
@@ -332,6 +335,10 @@ class Checkpointer:
         try:
             restored = self.load(fallback=True)
         except EmptyStoreError:
+            log.warning(
+                "%s holds no version: training starts at step 0. If you expected one, check the URL",
+                self._catalog.backend.url,
+            )
             return 0
         restore_reader(restored, reader)
         return restored.step
@@ -339,7 +346,7 @@ class Checkpointer:
     def explain(self) -> Explanation:
         """Tell what a save does with each table, and why. Print the result: it is a table.
 
-        The estimates are of a delta that is saved now, so ask between two saves.
+        The estimates are of a delta that is saved now, so ask between two saves. It waits for the save under way.
 
         Returns
         -------

@@ -74,8 +74,9 @@ class Loader:
             self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
             if not fallback:
                 error.add_note(
-                    f"In {self.catalog.backend.url}. load(fallback=True) loads the newest sound version instead; `cnr "
-                    "verify` lists what is damaged and what can be restored."
+                    f"In {self.catalog.backend.url}. `cnr verify --deep` lists what is damaged and what can be "
+                    "restored. load(salvage=True) gives damaged rows their newest older values; load(fallback=True) "
+                    "loads the newest sound version instead, if there is one."
                 )
             raise
 

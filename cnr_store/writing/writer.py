@@ -119,13 +119,14 @@ class Writer:
     def _claim_anew(self) -> claims.Claim:
         if self._after is not None:
             return fencing.renewed_claim(self._backend, self._after, self._base, self._token)
+        run_before = "" if self._base is not None else fencing.open_run(self._backend)
         claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
         if self._base is None and claim.id.generation > 1:
             log.warning(
                 "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
                 "versions are the latest from now on. To go on from an earlier version, call load() before the first "
-                "save",
-                self._backend.url,
+                "save%s",
+                *(self._backend.url, run_before),
             )
         return claim
 

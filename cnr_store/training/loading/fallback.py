@@ -96,7 +96,8 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
         else:
             if skipped:
                 log.error(
-                    "version %s of %s, step %d, was loaded instead of %s: what was trained after it is lost",
+                    "version %s of %s, step %d, was loaded instead of %s, and training goes on from there. To keep "
+                    "what was trained after it, stop now, and run `cnr repair` or call load(salvage=True)",
                     *(name, url, restored.step, skipped[0][0]),
                 )
             return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from cnr_backends import Backend
 from cnr_store.errors import (
@@ -152,10 +152,19 @@ class SaveQueue:
             raise
 
     def explain(self, arrays: Sequence[RowArray]) -> Explanation:
-        """What a delta now would hold of each table, and why."""
-        tracker = self.tracker
-        unsafe = tracker.whole_reasons()
-        return self.planner.explain(arrays, tracker.flagged(), tracker.ways(), unsafe)
+        """What a delta now would hold of each table, and why. Waits for the save under way."""
+        tracker, dirty = self.tracker, self.tracker.flagged()
+        if self._pending is not None:
+            pending, taken = self._pending
+            wait([pending.future])
+            if pending.future.cancelled() or pending.future.exception() is None:
+                self.finish_latest()
+            else:  # its outcome is the next save's to tell, and that one has its rows
+                dirty = {
+                    name: rows | taken[name] if taken[name].shape == rows.shape else rows
+                    for name, rows in dirty.items()
+                }
+        return self.planner.explain(arrays, dirty, tracker.ways(), tracker.whole_reasons())
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
         decision = self.planner.decide(snapshot, full)
@@ -241,9 +250,10 @@ class SaveQueue:
             return
         pending.result_taken = True
         in_a_row = f"It is failure {self._failures} in a row. " if self._failures > 1 else ""
+        again = "" if isinstance(error, SupersededError) else ": call save again"
         error.add_note(
             f"This is about the save of step {pending.step}, whose result nobody asked for. {in_a_row}That of step "
-            f"{next_step} was not begun: call save again."
+            f"{next_step} was not begun{again}."
         )
         raise error
 

@@ -214,6 +214,24 @@ def test_explain_tells_of_each_table(tmp_path: Path) -> None:
         assert saving.save(1).result().rows == 3 + 1 + 20
 
 
+def test_explain_counts_the_rows_of_the_save_before(tmp_path: Path) -> None:
+    """A delta since the baseline holds them again; one that failed left them to the next save."""
+    model, weather = make_model(), Weather()
+    backend = FaultyBackend(open_backend(tmp_path), weather)
+    options: dict[str, Any] = {"policy": "one-shot", "on_failure": "log", "retry_seconds": 0}
+    with Checkpointer(backend, model, bits=32, **options) as saving:
+        saving.save(0)
+        change(saving, model, [1, 2])
+        saving.save(1)
+        assert saving.explain()[0].changed == 2
+        change(saving, model, [3])
+        weather.change(lambda operation, key: "before")
+        saving.save(2)
+        assert saving.explain()[0].changed == 3
+        weather.change(None)
+        assert saving.save(3).result().rows == 3
+
+
 class Reader:
     """A position that resumes."""
 
@@ -231,6 +249,7 @@ def test_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, reader = make_model(), Reader()
     with Checkpointer(tmp_path, model, bits=32) as checkpointer:
         assert checkpointer.resume(reader=reader) == 0
+        assert any("holds no version: training starts at step 0" in line for line in said(caplog, logging.WARNING))
         for step in (5, 6):
             reader.position = 10 * step
             change(checkpointer, model, [step])
