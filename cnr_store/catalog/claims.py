@@ -102,7 +102,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             f"{backend.url}: {last} uses the last generation number; if no writer of this store made it, remove "
             f"{layout.writer_key(last)}"
         )
-    root = group_document({"cnr": {"format": layout.FORMAT}})
+    root = group_document({"cnr": {"format": layout.FORMAT, "store": secrets.token_hex(8)}})
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
@@ -163,6 +163,23 @@ def check_no_live_writer(backend: Backend) -> None:
             f"{backend.url}: writer {newest} has not closed its claim, so it may still train and save. Stop that job, "
             f"end its turn with `cnr gc --end-run {backend.url}`, then try again"
         )
+
+
+def store_id(backend: Backend) -> str:
+    """What tells a store from one that was made anew at its place: "" where there is none, "-" where an older release
+    made it.
+    """
+    try:
+        data = backend.get(layout.ROOT_KEY)
+    except ObjectNotFoundError:
+        return ""
+    try:
+        found = validate.member(
+            validate.member(validate.member(loads(data, "it"), "attributes"), "cnr"), "store"
+        )
+    except FormatError:
+        return "-"  # whoever opens it says what is wrong
+    return found if isinstance(found, str) and found else "-"
 
 
 def list_tombstoned(backend: Backend) -> frozenset[str]:

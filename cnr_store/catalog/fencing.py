@@ -11,6 +11,7 @@ A writer that has announced what it depends on, and finds a tombstone on one of 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from cnr_store.catalog.claims import (
     list_tombstoned,
     newest_claim,
     read_claim,
+    store_id,
 )
 from cnr_store.catalog.objects import has_object
 from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, FormatError, SupersededError
@@ -53,11 +55,14 @@ class Seen:
         The greatest committed version, "" if there was none.
     removable
         The greatest version of other writers that its retention may remove: that seen at its load, "" before.
+    store
+        Which store it was (`claims.store_id`): numbers of one that was removed tell nothing of one made in its place.
     """
 
     number: int = 0
     version: str = ""
     removable: str = ""
+    store: str = ""
 
     def including(self, version: str) -> Seen:
         """With a version that was loaded or committed: whoever claimed before its writer can't commit any more."""
@@ -69,18 +74,20 @@ class Seen:
 
 def look(catalog: Catalog) -> Seen:
     """What there is to be seen. The claims are listed first: a version committed meanwhile then counts as seen."""
+    store = store_id(catalog.backend)
     names, ids = list_claims(catalog.backend), catalog.ids()
-    return Seen(_greatest(names, ids), next((each for each in ids if _is_committed(catalog, each)), ""))
+    newest = next((each for each in ids if _is_committed(catalog, each)), "")
+    return Seen(_greatest(names, ids), newest, store=store)
 
 
 def remember(backend: Backend, seen: Seen) -> None:
     """Remember what this process last loaded from a store, or saved there."""
-    _last_seen[backend.url] = seen
+    _last_seen[_place(backend)] = replace(seen, store=seen.store or store_id(backend))
 
 
 def last_seen(backend: Backend) -> Seen | None:
     """What this process saw when it last loaded from a store or saved there; None if it did neither."""
-    return _last_seen.get(backend.url)
+    return _last_seen.get(_place(backend))
 
 
 def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> Claim:
@@ -101,6 +108,7 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> C
         No number is left.
     """
     tried = -1
+    _refuse_another_store(backend, seen.store)
     while (number := _count_seen(backend, seen, token)) != tried:
         claim = ClaimId(number + 1, token)
         if create_claim(backend, claim, base):
@@ -121,7 +129,9 @@ def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str) 
     """
     claim = ClaimId(own.generation + 1, token)
     name = layout.claim_name(claim.generation)
-    _refuse_newer(backend, [each for each in list_claims(backend) if each != name], own)
+    names = list_claims(backend)
+    _refuse_others_alone(backend, names, own)
+    _refuse_newer(backend, [each for each in names if each != name], own)
     if not create_claim(backend, claim, base):
         _refuse_newer(backend, [name], own)
     return Claim(claim)
@@ -170,7 +180,9 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
     BaseLostError
         Naming what is gone, or about to go.
     """
-    _refuse_newer(backend, list_claims(backend), own.id)
+    names = list_claims(backend)
+    _refuse_newer(backend, names, own.id)
+    _refuse_others_alone(backend, names, own.id)
     name = layout.claim_name(own.id.generation)
     lost = _lost(backend, needs) if needs else []
     try:
@@ -227,6 +239,27 @@ def _greatest(names: Iterable[str], ids: Iterable[str]) -> int:
     # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
     versions = [version.claim.generation for version in map(VersionId.parse, ids) if version]
     return max([*(layout.claim_number(name) or 0 for name in names), *versions], default=0)
+
+
+def _place(backend: Backend) -> str:
+    """One text for all spellings of a place, as far as they can be told."""
+    if backend.url.startswith("file://"):
+        return os.path.realpath(backend.url.removeprefix("file://"))
+    protocol, _, path = backend.url.partition("://")
+    return f"{protocol}://{path.strip('/')}"
+
+
+def _refuse_another_store(backend: Backend, seen: str) -> None:
+    """Refuse a store that another process made where the one that was seen has been removed."""
+    if seen and store_id(backend) not in ("", seen):
+        raise SupersededError(_stale(backend, "the store was removed, and another one made in its place,"))
+
+
+def _refuse_others_alone(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
+    """Refuse a store that has claims, but not one's own: it was removed, and made anew by another process."""
+    numbers = {layout.claim_number(name) for name in names}
+    if numbers and own.generation not in numbers:
+        raise SupersededError(_stale(backend, "the store was removed, and another one made in its place,"))
 
 
 def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:

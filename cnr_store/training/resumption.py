@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from cnr_backends import Transfer
+from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.catalog.fencing import Seen
@@ -121,6 +121,7 @@ class Loader:
         try:
             to_delete = claims.list_tombstoned(self.catalog.backend)
             is_unchanged = Lineage.from_record(self.catalog, record).lines == before.lines
-        except (CorruptionError, VersionNotFoundError):
+        except (BackendError, CorruptionError, VersionNotFoundError):
+            # Everything has been read by now, so a storage that does not answer any more is no reason to fail.
             is_unchanged = False
         return before.without(to_delete) if is_unchanged else before.alone()

@@ -92,8 +92,8 @@ class Writer:
     def resume_last(self) -> None:
         """Go by what this process saw of the store when it last loaded or saved there, not by what is there now."""
         seen = fencing.last_seen(self._backend)
-        # Else the store was removed meanwhile, or another one is at its place.
-        if seen is not None and seen.number <= self._seen.number:
+        # A store that was removed is none to go by. One that was made in its place is refused at the claim.
+        if seen is not None and self._seen.store:
             self._seen = seen
 
     def renew(self, base: str | None) -> None:

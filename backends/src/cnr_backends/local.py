@@ -149,8 +149,8 @@ class LocalBackend(Backend):
             elif nbytes:
                 (self.root / RESERVE).unlink()
             sync_folder(self.root)
-        except FileNotFoundError:  # another process removed it
-            return True
+        except FileNotFoundError:  # another process removed it, or the folder
+            return nbytes > 0
         except OSError:
             return False
         return nbytes > 0

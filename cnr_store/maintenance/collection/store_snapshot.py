@@ -187,6 +187,8 @@ class SnapshotReader:
 
 def _can_not_commit(version: str, newest: ClaimRecord | None) -> bool:
     attempt = VersionId.parse(version)
-    if newest is None or attempt is None:
+    if newest is None:
+        return False  # it was listed before the first claim was made
+    if attempt is None:
         return True
     return attempt.claim < newest.id or (newest.closed and attempt.claim == newest.id)

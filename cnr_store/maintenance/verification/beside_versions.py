@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.claims import decode_claim, list_claims
+from cnr_store.catalog.claims import decode_claim, list_claims, store_id
 from cnr_store.errors import FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, group_document
@@ -18,9 +18,12 @@ from cnr_store.maintenance.verification.report import Finding, Leftovers, find_l
 
 def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
     """Whether readers recognize the store, and what is wrong with the groups above its versions."""
+    store = store_id(catalog.backend)
+    # Older releases gave a store no text of its own.
+    cnr = {"format": layout.FORMAT} | ({"store": store} if store != "-" else {})
     expected = {
         f"{layout.VERSIONS}/{layout.NODE}": group_document(),
-        layout.ROOT_KEY: group_document({"cnr": {"format": layout.FORMAT}}),
+        layout.ROOT_KEY: group_document({"cnr": cnr}),
     }
     opens, findings = True, []
     try:

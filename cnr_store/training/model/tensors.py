@@ -85,6 +85,8 @@ def spread_class(tensor: torch.Tensor) -> str | None:
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
     """Whether elements of a strided tensor may share memory, as in an expanded tensor."""
+    if tensor.numel() == 0:
+        return False
     span = 1  # elements that the dimensions with smaller strides span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -60,8 +60,8 @@ def may_move_untouched_rows(
     # A step adds -lr * 0.0 to a row without a gradient. Only -0.0 leaves every value as it is: 0.0 turns -0.0 into 0.0.
     if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
         return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
-    if not math.isfinite(group["lr"]):
-        return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN"
+    if not abs(group["lr"]) <= torch.finfo(dtype).max:
+        return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN in {dtype}"
     return _adagrad_moves(group, where, dtype) if adagrad else None
 
 

@@ -19,9 +19,14 @@ Stepped = list[tuple[int, TableTracker]]
 
 
 class _Found(NamedTuple):
-    """What is known of an optimizer: the ids of its parameters by group, and what they are of tables."""
+    """What is known of an optimizer: the ids of its parameters by group, and what they are of tables.
+
+    The parameters that are no tables may get other memory at any time, so their addresses are kept, too.
+    """
 
     ids: list[list[int]]
+    others: list[torch.Tensor]
+    addresses: list[int]
     parameters: list[torch.Tensor]  # kept, so that no other one gets the id of one of them
     stepped: Stepped
     sharing: list[TableTracker]
@@ -52,7 +57,7 @@ class SteppedTables:
     def _find(self, optimizer: Optimizer) -> _Found:
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self._found.get(optimizer)
-        if found is None or found.ids != ids:
+        if found is None or found.ids != ids or found.addresses != _addresses(found.others):
             stepped = [
                 (position, self._trackers[parameter])
                 for position, group in enumerate(ids)
@@ -60,9 +65,13 @@ class SteppedTables:
                 if parameter in self._trackers
             ]
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            found = self._found[optimizer] = _Found(ids, parameters, stepped, self._over(parameters))
+            others = [parameter for parameter in parameters if id(parameter) not in self._trackers]
+            sharing = self._over(parameters)
+            found = _Found(ids, others, _addresses(others), parameters, stepped, sharing)
+            self._found[optimizer] = found
         return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled steps would trace it
     def _over(self, parameters: Iterable[torch.Tensor]) -> list[TableTracker]:
         """The tables whose memory is that of `parameters`, too."""
         tables = [tracker.table.parameter for tracker in self._trackers.values()]
@@ -79,3 +88,7 @@ class SteppedTables:
         self._trackers.pop(id(tracker.table.parameter), None)
         self._trackers[id(parameter)] = tracker
         self.forget()
+
+
+def _addresses(parameters: Iterable[torch.Tensor]) -> list[int]:
+    return [each.data_ptr() if each.layout is torch.strided else 0 for each in parameters]

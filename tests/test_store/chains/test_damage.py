@@ -78,7 +78,8 @@ class Damaged:
 
     def objects(self) -> dict[str, bytes]:
         """Every object of the store by its key."""
-        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        # What the reserve holds is nobody's.
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "reserve")
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
 
     def to_damage(self) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ def test_a_table_that_grew_is_cut_for_its_new_size(url: str) -> None:
     record = Catalog(backend).record(second.id)
     path = layout.weight_path("weight")
     entry = record.arrays[path]
-    grown = type(entry)(**{**vars(entry), "kind": "delta", "base": first.id})
-    data = encode_record(type(record)(**{**vars(record), "arrays": {path: grown}, "needs": (first.id,)}))
+    grown = replace(entry, kind="delta", base=first.id)
+    data = encode_record(replace(record, arrays={path: grown}, needs=(first.id,)))
     backend.delete(record.key())
     backend.create(record.key(), data)
     expected = cnr_store.state_dict(url)
@@ -359,7 +360,7 @@ def test_the_record_of_a_fold_is_proven(url: str) -> None:
     assert fold.home == f"fold of version {version}"
     for nonce in ("../../up", "AB" * 16, "", "ab" * 40):
         with pytest.raises(CorruptionError, match="nonce"):
-            decode_record(encode_record(type(fold)(**{**vars(fold), "nonce": nonce})), version, layout.FOLDS)
+            decode_record(encode_record(replace(fold, nonce=nonce)), version, layout.FOLDS)
     with pytest.raises(CorruptionError, match="neither a commit nor a void record"):
         decode_record(data, version)
     with pytest.raises(CorruptionError, match="metadata of nodes outside"):
@@ -395,8 +396,8 @@ def test_a_fold_that_is_not_the_versions_is_an_error(url: str, name: str) -> Non
     fold = Catalog(backend).find_fold(version)
     assert fold is not None
     path = layout.weight_path("wide")
-    entry = type(fold.arrays[path])(**{**vars(fold.arrays[path]), **FORGERIES[name]})
-    forged = type(fold)(**{**vars(fold), "arrays": {**fold.arrays, path: entry}})
+    entry = replace(fold.arrays[path], **FORGERIES[name])
+    forged = replace(fold, arrays={**fold.arrays, path: entry})
     backend.put(fold.key(), encode_record(forged))
     with pytest.raises(CorruptionError, match=f"fold of version {version}"):
         cnr_store.state_dict(url, version)
@@ -411,7 +412,7 @@ def test_a_fold_without_its_rows_is_an_error(url: str, name: str) -> None:
     path = layout.weight_path("wide")
     if name == "without metadata":
         nodes = {key: node for key, node in fold.nodes.items() if key != path}
-        backend.put(fold.key(), encode_record(type(fold)(**{**vars(fold), "nodes": nodes})))
+        backend.put(fold.key(), encode_record(replace(fold, nodes=nodes)))
     else:
         backend.delete(fold.key(path, "c/0/0"))
     with pytest.raises(CorruptionError, match=f"{version}, {path}"):

@@ -51,7 +51,7 @@ def test_versions_and_folds_with_tables_require_version_2_and_hold_it(tmp_path: 
             train(model, optimizer, ids)
             info = checkpointer.save(step).result()
             cnr = attributes(tmp_path / "versions" / info.id / "zarr.json")["cnr"]
-            assert cnr["requires"] == ["payload-2"]
+            assert "payload-2" in cnr["requires"]
             backend, path = open_backend(tmp_path), layout.weight_path("users")
             shard = backend.get(layout.version_key(info.id, path, "c/0/0"))
             index = parse_index(shard[-(16 + 4) :], 1, len(shard))
@@ -61,14 +61,14 @@ def test_versions_and_folds_with_tables_require_version_2_and_hold_it(tmp_path: 
             assert rows_written(chunk, seal=seal).tolist() == (ids if step else list(range(ROWS)))
     assert cnr_store.compact(tmp_path).outcome == "folded"
     fold = attributes(tmp_path / "folds" / info.id / "zarr.json")["cnr_fold"]
-    assert fold["requires"] == ["payload-2"]
+    assert "payload-2" in fold["requires"]
     (shard_file,) = (tmp_path / "folds" / info.id).glob("*/tables/users/weight/c/0/0")
     assert shard_file.read_bytes()[4] == 2
 
 
-def test_a_version_of_dense_arrays_requires_nothing(tmp_path: Path) -> None:
+def test_a_version_of_dense_arrays_holds_no_payloads(tmp_path: Path) -> None:
     info = cnr_store.save(tmp_path, nn.Linear(3, 3))
-    assert attributes(tmp_path / "versions" / info.id / "zarr.json")["cnr"]["requires"] == []
+    assert "payload-2" not in attributes(tmp_path / "versions" / info.id / "zarr.json")["cnr"]["requires"]
 
 
 class LaterRelease(LosslessRows):

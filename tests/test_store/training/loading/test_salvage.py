@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from tests.test_store.support.damaged_store import (
     train,
     values_of,
 )
+from tests.test_store.support.zarr_nodes import array_of
 
 POLICIES = ("consecutive", "intermittent", "one-shot")
 
@@ -95,8 +95,8 @@ def test_only_rows_of_the_damaged_chunk_are_salvaged(saved: SavedStore, tmp_path
 def test_just_the_rows_of_a_chunk_whose_row_sets_are_proven(saved: SavedStore, tmp_path: Path) -> None:
     """Payloads of version 2 prove their row sets apart from their codes, so no other row is named."""
     folder, version = saved.copy(tmp_path / "store"), saved.ids[-1]
-    array: Any = zarr.open_array(folder / "versions" / version / WEIGHT, mode="r")
-    written = ~np.isnan(array[...]).any(axis=1)
+    array = array_of(zarr.open_group(folder / "versions" / version, mode="r"), WEIGHT)
+    written = ~np.isnan(np.asarray(array[...])).any(axis=1)
     DAMAGES["codes flipped"](shard_of(folder, version))
     rows = check_salvaged(saved, folder, older=-2).salvaged["emb"].rows
     requires = json.loads((folder / "versions" / version / "zarr.json").read_text())["attributes"]["cnr"][

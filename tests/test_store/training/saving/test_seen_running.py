@@ -249,7 +249,9 @@ def test_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, reader = make_model(), Reader()
     with Checkpointer(tmp_path, model, bits=32) as checkpointer:
         assert checkpointer.resume(reader=reader) == 0
-        assert any("holds no version: training starts at step 0" in line for line in said(caplog, logging.WARNING))
+        assert any(
+            "holds no version: training starts at step 0" in line for line in said(caplog, logging.WARNING)
+        )
         for step in (5, 6):
             reader.position = 10 * step
             change(checkpointer, model, [step])

@@ -228,6 +228,7 @@ def test_settings_of_known_classes_count_whoever_trusts_them(tmp_path: Path, clo
         ({"maximize": True}, r"maximize or lr=0\.1 turns -0\.0"),
         ({"lr": -0.0}, r"maximize or lr=-0\.0 turns -0\.0"),
         ({"lr": math.inf}, "lr=inf"),
+        ({"lr": 1e39}, r"lr=1e\+39 times a zero gradient is NaN in torch.float32"),
         ({"eps": 0.0}, "eps=0"),
         ({"eps": 1e-60}, "eps=1e-60"),
         ({"lr_decay": 0.5, "initial_accumulator_value": 0.1}, None),

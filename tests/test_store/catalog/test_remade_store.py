@@ -1,0 +1,111 @@
+"""A store that was removed, and made anew by another process, is another store; one place may have many spellings."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
+from cnr_backends.testing.faulty import Fault
+from cnr_store import Checkpointer, CheckpointError, SupersededError
+from tests.test_store.support import small_model
+from tests.test_store.support.lasting_store import change, make_model
+from tests.test_store.support.places import quick_folder
+from tests.test_store.support.processes import Jobs
+from tests.test_store.support.retention_helpers import objects
+
+REMADE = "the store was removed, and another one made in its place"
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with quick_folder() as folder:
+        yield f"{folder}/store"
+
+
+def test_a_job_that_loaded_before_does_not_take_the_new_store(jobs: Jobs, url: str) -> None:
+    for _ in range(3):
+        jobs.run("train", url, saves=1)
+    model = make_model()
+    cnr_store.save(url, model, step=9)
+    with Checkpointer(url, model, keep_last=1) as checkpointer:
+        checkpointer.load()
+        shutil.rmtree(url)
+        jobs.run("train", url, saves=3)
+        before = objects(open_backend(url))
+        with pytest.raises(SupersededError, match=REMADE):
+            checkpointer.save(10).result()
+        assert objects(open_backend(url)) == before
+
+
+def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) -> None:
+    for _ in range(3):
+        jobs.run("train", url, saves=1)
+    model = make_model()
+    checkpointer = Checkpointer(url, model, keep_last=1, on_failure="log", retry_seconds=0)
+    checkpointer.save(10).result()
+    shutil.rmtree(url)
+    jobs.run("train", url, saves=3)
+    before = objects(open_backend(url))
+    for step in (11, 12):
+        change(checkpointer, model, [step])
+        with pytest.raises(SupersededError, match=REMADE):
+            checkpointer.save(step).result()
+        assert objects(open_backend(url)) == before
+    checkpointer.close()
+
+
+def test_single_saves_do_not_take_the_new_store(jobs: Jobs, url: str) -> None:
+    cnr_store.save(url, make_model(), step=1)
+    cnr_store.save(url, make_model(), step=2)
+    shutil.rmtree(url)
+    jobs.run("train", url, saves=3)
+    before = objects(open_backend(url))
+    with pytest.raises(SupersededError, match=REMADE):
+        cnr_store.save(url, make_model(), step=3)
+    assert objects(open_backend(url)) == before
+
+
+def test_a_place_that_is_empty_may_be_used_again(url: str) -> None:
+    model = make_model()
+    with Checkpointer(url, model, bits=32) as checkpointer:
+        checkpointer.save(1).result()
+        shutil.rmtree(url)
+        with pytest.raises(CheckpointError):
+            checkpointer.save(2).result()
+        assert checkpointer.save(3).result().kind == "baseline"
+    shutil.rmtree(url)
+    assert cnr_store.save(url, model, step=4).step == 4
+
+
+def test_a_link_to_a_store_is_that_store(jobs: Jobs, url: str) -> None:
+    jobs.run("train", url, saves=1)
+    link = Path(url).with_name("link")
+    link.symlink_to(url)
+    model, _ = small_model.make_model("sgd", 1)
+    cnr_store.load(url, model)
+    jobs.run("train", url, saves=1)
+    with pytest.raises(SupersededError, match="this job is stale"):
+        cnr_store.save(str(link), model, step=9)
+
+
+def test_a_load_that_has_read_everything_does_not_fail_at_the_end(url: str) -> None:
+    saved = make_model(3)
+    cnr_store.save(url, saved, step=1)
+    down = []
+
+    def fault(operation: str, key: str, _: int) -> Fault:
+        return "before" if down and (operation, key) == ("list_names", "tombstones") else None
+
+    model = make_model()
+    with Checkpointer(FaultyBackend(open_backend(url), fault, reads=True), model) as checkpointer:
+        down.append(True)
+        assert checkpointer.load().step == 1
+        down.clear()
+        info = checkpointer.save(2).result()
+    assert (info.kind, info.previous) == ("baseline", cnr_store.versions(url)[0].id)
