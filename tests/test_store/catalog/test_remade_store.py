@@ -97,7 +97,7 @@ def test_a_link_to_a_store_is_that_store(jobs: Jobs, url: str) -> None:
 def test_a_load_that_has_read_everything_does_not_fail_at_the_end(url: str) -> None:
     saved = make_model(3)
     cnr_store.save(url, saved, step=1)
-    down = []
+    down: list[bool] = []
 
     def fault(operation: str, key: str, _: int) -> Fault:
         return "before" if down and (operation, key) == ("list_names", "tombstones") else None
