@@ -102,7 +102,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             f"{backend.url}: {last} uses the last generation number; if no writer of this store made it, remove "
             f"{layout.writer_key(last)}"
         )
-    root = group_document({"cnr": {"format": layout.FORMAT, "store": secrets.token_hex(8)}})
+    root = group_document({"cnr": {"format": layout.FORMAT, "store": layout.store_text(secrets.token_hex(4))}})
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
@@ -166,8 +166,9 @@ def check_no_live_writer(backend: Backend) -> None:
 
 
 def store_id(backend: Backend) -> str:
-    """What tells a store from one that was made anew at its place: "" where there is none, "-" where an older release
-    made it.
+    """What tells a store from one that was made anew at its place.
+
+    "" where there is none; "-" where an older release made it, or the text was altered.
     """
     try:
         data = backend.get(layout.ROOT_KEY)
@@ -179,7 +180,7 @@ def store_id(backend: Backend) -> str:
         )
     except FormatError:
         return "-"  # whoever opens it says what is wrong
-    return found if isinstance(found, str) and found else "-"
+    return found if isinstance(found, str) and found == layout.store_text(found[:8]) else "-"
 
 
 def list_tombstoned(backend: Backend) -> frozenset[str]:

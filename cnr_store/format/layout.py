@@ -96,6 +96,11 @@ def claim_name(number: int) -> str:
     return f"{number:06d}"
 
 
+def store_text(token: str) -> str:
+    """What the root says of its store: 8 random hex digits, and 8 that prove them."""
+    return token + hashlib.blake2b(token.encode(), digest_size=4).hexdigest()
+
+
 def is_tag(text: str) -> bool:
     """Whether it may name a version: 1 to 100 of ``a-z 0-9 _ . -``, and neither a step, an id nor ``latest``."""
     return (

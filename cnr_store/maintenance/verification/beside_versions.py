@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.claims import decode_claim, list_claims, store_id
+from cnr_store.catalog.claims import ClaimRecord, decode_claim, list_claims, store_id
 from cnr_store.errors import FormatError
-from cnr_store.format import layout
+from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document
 from cnr_store.format.state import loads
 from cnr_store.maintenance.verification.inspect_version import STATE
@@ -63,13 +63,29 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
         what = f"{backend.url}: {key} is lost; if the writer of {newest} still runs, its next save will fail once"
         yield Finding(what, key=key)
     for name in names:
-        key = layout.writer_key(name)
+        key, claim = layout.writer_key(name), None
         try:
-            decode_claim(backend.get(key), name)
+            claim = decode_claim(backend.get(key), name)
         except ObjectNotFoundError:  # deleted meanwhile
             continue
         except ValueError as error:  # FormatError is one
             yield Finding(f"{backend.url}: the claim {key} is damaged: {error}", key=key)
+        yield from _check_mark(backend, claim, layout.writer_key(name, layout.CLOSED))
+
+
+def _check_mark(backend: Backend, claim: ClaimRecord | None, key: str) -> Iterator[Finding]:
+    try:
+        mark = validate.members(loads(backend.get(key), key), key)
+        if mark.keys() != {"token", "time"} or (claim is not None and mark["token"] != claim.id.token):
+            raise ValueError("it is another claim's")
+        validate.seconds(mark["time"], "time")
+    except ObjectNotFoundError:  # its run is open
+        return
+    except ValueError as error:  # FormatError is one
+        yield Finding(
+            f"{backend.url}: {key}, which says that a run is over, is damaged ({error}), so the run may count as open",
+            key=key,
+        )
 
 
 @dataclass(frozen=True)

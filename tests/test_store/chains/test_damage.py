@@ -213,6 +213,8 @@ def test_altered_object(damaged: Damaged, damage: str) -> None:
 
 def test_lost_object(damaged: Damaged) -> None:
     for key in damaged.to_damage():
+        if key.endswith(".closed"):  # as of a run that was killed
+            continue
         with damaged.holding({key: None}):
             missed = damaged.check([key], "lost")
         assert missed or not _guards_data(damaged, key) or _lost_unseen(damaged, key), key
