@@ -102,7 +102,9 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             f"{backend.url}: {last} uses the last generation number; if no writer of this store made it, remove "
             f"{layout.writer_key(last)}"
         )
-    root = group_document({"cnr": {"format": layout.FORMAT, "store": layout.store_text(secrets.token_hex(4))}})
+    root = group_document(
+        {"cnr": {"format": layout.FORMAT, "store": layout.store_text(secrets.token_hex(4))}}
+    )
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))

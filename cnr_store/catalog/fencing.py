@@ -82,7 +82,7 @@ def look(catalog: Catalog) -> Seen:
 
 def remember(backend: Backend, seen: Seen) -> None:
     """Remember what this process last loaded from a store, or saved there."""
-    _last_seen[_place(backend)] = replace(seen, store=seen.store or store_id(backend))
+    _last_seen[_place(backend)] = seen
 
 
 def last_seen(backend: Backend) -> Seen | None:

@@ -372,7 +372,6 @@ class Checkpointer:
         """Flag rows that were changed without a lookup, after the change, so that the next save writes them.
 
         It accounts for every change of the table and its optimizer state so far, so name all the rows that changed.
-        With no id it does nothing.
 
         Parameters
         ----------

@@ -113,6 +113,9 @@ class Writer:
         if self._claim is None:
             self._claim = self._claim_anew()
             self._made = self._claim.id
+            self._seen = replace(
+                self._seen, store=claims.store_id(self._backend)
+            )  # it may be one that was just made
             self._backend.hold_reserve()
         return self._claim
 

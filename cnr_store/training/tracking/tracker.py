@@ -176,9 +176,8 @@ class Tracker:
         self.adopt_replaced()
         tracker = self._named(name)
         rows = check_row_ids(name, ids, tracker.table.rows)
-        if not rows.numel():
-            return
-        tracker.mark(rows)
+        if rows.numel():
+            tracker.mark(rows)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()

@@ -49,6 +49,7 @@ def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) 
     model = make_model()
     checkpointer = Checkpointer(url, model, keep_last=1, on_failure="log", retry_seconds=0)
     checkpointer.save(10).result()
+    checkpointer._upkeep.wait()  # or it writes into the folder that is removed
     shutil.rmtree(url)
     jobs.run("train", url, saves=3)
     before = objects(open_backend(url))

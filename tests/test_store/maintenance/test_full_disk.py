@@ -86,7 +86,7 @@ def leave(backend: Backend, claim_of: str, number: int = 99) -> str:
 
 def killed_in_a_save(jobs: Jobs, store: Path) -> str:
     """A process goes on from the newest version, and dies while it saves; the attempt's id."""
-    for at in range(20, 40):
+    for at in range(20, 80):
         assert jobs.run("train", str(store), saves=1, seed=7, at=at, signal="SIGKILL")[1] == "killed"
         attempts = {path.name for path in (store / "versions").iterdir() if path.is_dir()}
         if not_committed := attempts - {*visible(open_backend(store))}:

@@ -336,7 +336,7 @@ def test_touch_of_no_row(tmp_path: Path, table: str, ids: Any, message: str) -> 
 def test_version_that_is_none(stored: Path, version: Any) -> None:
     if isinstance(version, str):
         version = version.format(id=cnr_store.versions(stored)[0].id)
-    _assert_no_version(stored, version, "give an id as `versions` lists them, a step, or 'latest'")
+    _assert_no_version(stored, version, "give an id as `versions` lists them, a step, a tag, or 'latest'")
 
 
 @pytest.mark.parametrize("version", [99, -1, "000009-00000000.00000001"])

@@ -58,7 +58,7 @@ def test_integers_of_numpy_are_integers(tmp_path: Path) -> None:
 def test_a_step_as_text_is_no_version(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, make_model(), step=10)
     with pytest.raises(
-        VersionNotFoundError, match="give an id as `versions` lists them, a step, or 'latest'"
+        VersionNotFoundError, match="give an id as `versions` lists them, a step, a tag, or 'latest'"
     ):
         cnr_store.load(tmp_path, make_model(), version="10")
 

@@ -262,9 +262,13 @@ def test_a_storage_that_does_not_answer_is_no_damage(store: Store) -> None:
         cnr_store.load(backend, trainer.model, trainer.optimizer, fallback=True, workers=1)
         return backend
 
-    for number in range(len(loads(lambda *_: None).log)):
+    log = loads(lambda *_: None).log
+    all_read = log.index(("list_names", "tombstones"))
+    for number in range(all_read):
         with pytest.raises(StorageError):
             loads(fault_at(number, "before"))
+    for number in range(all_read, len(log)):  # the model is loaded, and its next save is whole
+        loads(fault_at(number, "before"))
 
 
 def test_a_version_of_a_newer_format(store: Store, tmp_path: Path) -> None:

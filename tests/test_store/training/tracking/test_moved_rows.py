@@ -258,13 +258,6 @@ def test_a_parameter_that_gets_the_memory_between_two_steps_makes_it_whole(tmp_p
         assert run.save() == ROWS
 
 
-def test_touch_without_ids_accounts_for_nothing(tmp_path: Path) -> None:
-    with job(tmp_path) as run:
-        run.write(4)
-        run.checkpointer.touch("t", [])
-        assert run.save() == ROWS
-
-
 def test_a_buffer_beside_the_state_dict_over_a_table_makes_it_whole(tmp_path: Path) -> None:
     table = nn.Embedding(ROWS, 3)
     table.register_buffer("view", table.weight.data[4:], persistent=False)
