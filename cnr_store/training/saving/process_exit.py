@@ -30,14 +30,14 @@ def is_exiting() -> bool:
 
 
 def _finish_all() -> None:
-    _exiting.set()
     try:
+        _exiting.set()
         _wait_for_all()
     except KeyboardInterrupt:
-        log.warning(
-            "a save is still being written, and the process ends after it; interrupt again to drop it"
-        )
         try:
+            log.warning(
+                "a save is still being written, and the process ends after it; interrupt again to drop it"
+            )
             _wait_for_all()
         except KeyboardInterrupt:
             log.error(
