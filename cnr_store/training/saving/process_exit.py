@@ -9,11 +9,13 @@ import signal
 import sys
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger("cnr_store")
+
+_LONGEST_WAIT_SECONDS = 1.0
 
 _under_way: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 _exiting = threading.Event()
@@ -53,10 +55,9 @@ def _finish_all() -> None:
 
 def _wait_for_all() -> None:
     while under_way := tuple(_under_way):  # a commit adds the maintenance after it
-        for future in under_way:
-            with suppress(Exception):  # its failure was logged when it happened
-                future.exception()
-            _under_way.discard(future)  # not before: an interrupt must not forget it
+        # An interrupt that arrives just before a wait begins does not end it: it is served when the wait has.
+        done, _ = wait(under_way, timeout=_LONGEST_WAIT_SECONDS)
+        _under_way.difference_update(done)  # not before: an interrupt must not forget them
 
 
 # A thread pool's own exit hook refuses new work, which a save that is still being written needs. Hooks run last in,
