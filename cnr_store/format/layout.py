@@ -21,8 +21,9 @@ NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
 ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
+"""The feature of versions that several ranks saved; and one that is reserved."""
 
-FEATURES = frozenset({COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2})
+FEATURES = frozenset({COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2, STATE_PARTS})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"
@@ -185,6 +186,11 @@ def table_parameter(table: str) -> str:
 def _only_weight(name: str) -> bool:
     # The parameter of a bare embedding is `weight`, and a module can't have a submodule of the same name.
     return set(name.split(".")) == {"weight"}
+
+
+def state_part_key(version: str, rank: int) -> str:
+    """Key of what one rank alone has of a version's state."""
+    return version_key(version, f"state/ranks/{rank:06d}.json")
 
 
 def weight_path(table: str) -> str:

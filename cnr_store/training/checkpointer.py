@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -21,6 +20,7 @@ from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
+from cnr_store.ranks.group import Alone
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
@@ -29,12 +29,12 @@ from cnr_store.training.preemption import Preemption, watch_signals
 from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
+from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
-from cnr_store.training.saving.snapshot import take_snapshot
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
@@ -154,6 +154,7 @@ class Checkpointer:
         retry_seconds: float = 300.0,
         max_write_bytes_per_second: float | None = None,
     ) -> None:
+        ranks = self._group = Alone()
         if max_chain is not None:
             max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
         self._options = options = Options(
@@ -189,7 +190,10 @@ class Checkpointer:
         self._closed = False
         self._guard = ReentrantGuard()
         callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
-        self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks)
+        self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks, ranks)
+        self._coordinator = Coordinator(
+            ranks, trained, options, self._saves, self._upkeep, self._follow_model
+        )
         self._loader = Loader(reading, self._catalog, trained, options, self._saves)
 
     def save(
@@ -233,25 +237,7 @@ class Checkpointer:
         """
         with self._guard.enter("save"):
             self._check_open()
-            step = arguments.check_count("step", step, minimum=0)
-            overlap = self._options.overlap if overlap is None else arguments.check_overlap(overlap)
-            began = time.perf_counter()
-            latest = self._saves.latest
-            if overlap == "skip" and latest is not None and not latest.done():
-                return PendingSave.skip(step, latest.step)
-            self._saves.finish_latest(next_step=step)
-            if (folded := self._upkeep.pop_folded()) is not None:
-                self._saves.planner.apply_fold(folded.version, folded.bytes)
-            self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
-            pending = PendingSave(step)
-            pending.began = began
-            snapshot = take_snapshot(
-                self._trained, self._options.objects, reader, metadata, self._options.rng
-            )
-            self._options.codecs.warn_unknown_slots(self._trained.table_slots)
-            self._saves.start(pending, snapshot, full)
-            pending.stall_seconds = time.perf_counter() - began
-            return pending
+            return self._coordinator.begin(Request(step, reader, metadata, full, overlap))
 
     def load(
         self,

@@ -10,9 +10,10 @@ import numpy as np
 
 from cnr_codecs import RowCodec, array_dtype
 from cnr_store.format.arrays import Doc
-from cnr_store.format.grid import Grid, choose_grid
+from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
+from cnr_store.ranks.placement import Placement
 
 Array = np.ndarray[Any, Any]
 
@@ -22,6 +23,29 @@ class RowSource(Protocol):
 
     def values(self, begin: int, end: int) -> Array:
         """(end - begin, columns), C-contiguous: the rows at positions begin ... end - 1 of the write's ids."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank has of an array that several ranks share.
+
+    Attributes
+    ----------
+    first_row, rows
+        The rows.
+    columns
+        First column and number of columns of each part, in the order of the values that the source gives.
+    placement
+        What every rank has.
+    counts
+        (blocks,): the rows written of each `BLOCK_ROWS` rows, whoever has them; None for all.
+    """
+
+    first_row: int
+    rows: int
+    columns: tuple[tuple[int, int], ...]
+    placement: Placement
+    counts: Counts | None
 
 
 @dataclass(frozen=True)
@@ -35,11 +59,13 @@ class RowsWrite:
     base
         Version that the delta applies to; None for a whole array.
     ids
-        (n,) int64 ascending: the rows written; None for all.
+        (n,) int64 ascending: the rows written, of those that this rank has; None for all of them.
     source, codec
         Where their values come from and how they are encoded.
     aliases
         Other names of the same tensor in the model.
+    held
+        What this rank has of the array; None where it has all of it, and no other rank has any.
     """
 
     path: str
@@ -50,19 +76,36 @@ class RowsWrite:
     source: RowSource
     codec: RowCodec
     aliases: tuple[str, ...] = ()
+    held: Held | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the array."""
+        return (*self.shape, 1)[1]
+
+    @property
+    def counts(self) -> Counts | None:
+        """(blocks,): the rows written of each `BLOCK_ROWS` rows on all ranks; None for all."""
+        if self.held is not None:
+            return self.held.counts
+        return None if self.ids is None else count_blocks(self.ids, self.shape[0])
 
     @property
     def rows_written(self) -> int:
-        """How many rows are written."""
+        """How many rows are written, on all ranks."""
+        if self.held is not None:
+            return self.shape[0] if self.held.counts is None else int(self.held.counts.sum())
         return self.shape[0] if self.ids is None else len(self.ids)
+
+    @property
+    def bytes_per_row(self) -> float:
+        """The bytes that a row is expected to take."""
+        return self.codec.bytes_per_row(self.columns, self.element)
 
     def grid(self) -> Grid:
         """How the array is cut, by the bytes that these rows are expected to take."""
-        columns = (*self.shape, 1)[1]
-        bytes_per_row = self.codec.bytes_per_row(columns, self.element)
-        return choose_grid(
-            self.shape[0], columns, array_dtype(self.element).itemsize, bytes_per_row, self.ids
-        )
+        itemsize = array_dtype(self.element).itemsize
+        return choose_grid(self.shape[0], self.columns, itemsize, self.bytes_per_row, self.counts)
 
 
 class MovedRows(Protocol):
@@ -100,12 +143,18 @@ class DenseWrite:
         numpy values, and torch's name of their type where numpy has none.
     aliases
         Other names of the same tensor in the model.
+    is_here
+        Whether this rank puts it. Elsewhere only shape and type of the values count.
+    is_own
+        Whether no other rank knows of it.
     """
 
     path: str
     values: Array
     torch_dtype: str | None = None
     aliases: tuple[str, ...] = ()
+    is_here: bool = True
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +171,8 @@ class Plan:
         Arrays to write.
     state
         As tagged JSON.
+    part
+        What this rank alone has of the state, where there are many, as tagged JSON.
     policy
         The fields of the `Decision` that led to it, for the commit record.
     needs
@@ -143,6 +194,7 @@ class Plan:
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
     parent_paths: Mapping[str, str] = field(default_factory=dict)
+    part: Any = None
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

@@ -8,7 +8,7 @@ put.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
 from cnr_codecs import array_dtype, zarr_codecs
+from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
@@ -31,6 +32,7 @@ from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 
 PUTS_IN_FLIGHT = 16
@@ -61,43 +63,101 @@ class _Home:
 
 @dataclass
 class Staged:
-    """What has been put so far, and the seconds that all threads have spent on encoding it."""
+    """What has been put so far, and the seconds that all threads have spent on encoding it.
+
+    Attributes
+    ----------
+    own, state_sha256
+        Of many ranks: the dense arrays that only this one knows of, and the digest of its part of the state.
+    """
 
     arrays: dict[str, ArrayEntry] = field(default_factory=dict)
     nodes: dict[str, Doc] = field(default_factory=dict)
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
     nbytes: int = 0
     encoding_seconds: float = 0.0
+    own: list[list[Any]] = field(default_factory=list)
+    state_sha256: str | None = None
+
+    def to_vote(self) -> dict[str, Any]:
+        """What this rank put, for the rank that commits."""
+        parts = {
+            path: [[index, part.nbytes, part.tail] for index, part in sorted(parts.items())]
+            for path, parts in self.parts.items()
+        }
+        return {"parts": parts, "nbytes": self.nbytes, "own": self.own, "state": self.state_sha256}
+
+    def add(self, vote: Mapping[str, Any]) -> None:
+        """Add what another rank put.
+
+        Raises
+        ------
+        SaveError
+            Both put the same object.
+        """
+        for path, parts in vote["parts"].items():
+            own = self.parts.setdefault(path, {})
+            for index, nbytes, tail in parts:
+                if index in own:
+                    raise SaveError(f"{path}: two ranks have written object {index}")
+                own[index] = Part(nbytes, tail)
+        self.nbytes += vote["nbytes"]
+        for path, shape, dtype, torch_dtype in vote["own"]:
+            self.note_dense(DenseWrite(path, _shaped(shape, dtype), torch_dtype))
+
+    def note_dense(self, dense: DenseWrite) -> Doc:
+        """Note a dense array; its document."""
+        grid = dense_grid(dense.values.shape, dense.values.dtype)
+        doc = dense_document(grid, layout.decode_name(dense.path.rsplit("/", 1)[-1]), dense.torch_dtype)
+        add_node(self.nodes, dense.path, doc)
+        self.arrays[dense.path] = ArrayEntry(
+            "dense", dense.values.shape, grid.dtype.name, aliases=dense.aliases
+        )
+        return doc
 
 
-def stage(backend: Backend, version: str, plan: Plan, transfer: Transfer) -> Staged:
-    """Put every object of a version but its manifest, state and record.
+def _shaped(shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    """An array of that shape and type without memory of its own."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+
+
+def stage(
+    backend: Backend, version: str, plan: Plan, transfer: Transfer, peers: Peers | None = None
+) -> Staged:
+    """Put every object of a version but its manifest, state and record; of many ranks, those that this one puts.
 
     Parameters
     ----------
     transfer
         Its threads encode. Puts have threads of their own.
+    peers
+        The ranks that share the plan's arrays; None where this process has them all.
     """
     staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
+    shared = None if peers is None else _exchange(peers, plan)
 
     def put(made: _Object) -> tuple[_Object, Part]:
         return made, made.put(backend)
 
     with (
         Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
-        closing(_objects(home, plan, transfer, staged)) as objects,
+        closing(_objects(home, plan, transfer, staged, shared)) as objects,
         closing(putting.map(put, objects, _Object.nbytes)) as done,
     ):
         for made, part in done:
+            if peers is not None:
+                peers.beat()
             staged.nbytes += part.nbytes
             if made.path is not None:
                 staged.parts.setdefault(made.path, {})[made.index] = part
     for path, entry in staged.arrays.items():
-        parts = staged.parts.get(path, {}).values()
-        staged.arrays[path] = replace(
-            entry, nbytes=sum(part.nbytes for part in parts), stored=home.moved.get(path)
-        )
+        staged.arrays[path] = replace(entry, stored=home.moved.get(path))
     return staged
+
+
+def _exchange(peers: Peers, plan: Plan) -> Exchange:
+    writes = [rows for rows in plan.rows if rows.held is not None and rows.rows_written]
+    return Exchange(peers, [(rows, rows.grid()) for rows in writes])
 
 
 @dataclass(frozen=True)
@@ -155,8 +215,11 @@ class _Chunks:
 
     def assemble(self, home: _Home, chunks: list[bytes | None]) -> _Object:
         """The shard's object, from the chunks of all its slots."""
-        place = _shard_place(self.shard, self.rows.shape)
-        return _Object(home.key(self.rows.path, place), chunks, self.rows.path, self.shard)
+        return _shard_object(home, self.rows, self.shard, chunks)
+
+
+def _shard_object(home: _Home, rows: RowsWrite, shard: int, chunks: list[bytes | None]) -> _Object:
+    return _Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
 
 
 @dataclass(frozen=True)
@@ -210,7 +273,9 @@ class _DenseDocument:
 _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
 
 
-def _objects(home: _Home, plan: Plan, transfer: Transfer, staged: Staged) -> Generator[_Object, None, None]:
+def _objects(
+    home: _Home, plan: Plan, transfer: Transfer, staged: Staged, shared: Exchange | None
+) -> Generator[_Object, None, None]:
     """Every object in turn. Notes each array in `staged` when its first object is made."""
 
     def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None], float]:
@@ -218,7 +283,7 @@ def _objects(home: _Home, plan: Plan, transfer: Transfer, staged: Staged) -> Gen
         return task, task.encode(home), time.perf_counter() - began
 
     chunks: list[bytes | None] = []
-    with closing(transfer.map(encode, _tasks(plan, staged))) as encoded:
+    with closing(transfer.map(encode, _tasks(plan, staged, shared))) as encoded:
         for task, made, seconds in encoded:
             staged.encoding_seconds += seconds
             if isinstance(made, _Object):
@@ -228,9 +293,12 @@ def _objects(home: _Home, plan: Plan, transfer: Transfer, staged: Staged) -> Gen
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(home, chunks)
                     chunks = []
+    if shared is not None:
+        for each in shared.run(home.seal):
+            yield _shard_object(home, each.rows, each.shard, each.chunks)
 
 
-def _tasks(plan: Plan, staged: Staged) -> Iterator[_Task]:
+def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
     for rows in plan.rows:
         kind = "whole" if rows.base is None else "delta"
         staged.arrays[rows.path] = ArrayEntry(
@@ -250,35 +318,35 @@ def _tasks(plan: Plan, staged: Staged) -> Iterator[_Task]:
                 rows.path,
                 rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)[1:]),
             )
-            yield from _shards(rows, grid)
+            is_shared = shared is not None and rows.held is not None
+            shards = shared.local_shards(rows.path) if is_shared else range(grid.shard_grid[0])
+            yield from _shards(rows, grid, shards)
     for moved in plan.moved:
         staged.arrays[moved.path] = moved.entry
         add_node(staged.nodes, moved.path, moved.document)
         yield from (_MovedShard(moved, shard) for shard in range(moved.grid.shard_grid[0]))
     for dense in plan.dense:
-        grid_of = dense_grid(dense.values.shape, dense.values.dtype)
-        name = layout.decode_name(dense.path.rsplit("/", 1)[-1])
-        doc = dense_document(grid_of, name, dense.torch_dtype)
-        add_node(staged.nodes, dense.path, doc)
-        staged.arrays[dense.path] = ArrayEntry(
-            "dense", dense.values.shape, grid_of.dtype.name, aliases=dense.aliases
-        )
+        doc = staged.note_dense(dense)
+        if dense.is_own:
+            staged.own.append(
+                [dense.path, list(dense.values.shape), dense.values.dtype.str, dense.torch_dtype]
+            )
+        if not dense.is_here:
+            continue
         # It goes first, so that its small put runs beside large ones rather than after them.
         yield _DenseDocument(dense.path, doc)
-        for index in range(grid_of.chunks):
+        for index in range(dense_grid(dense.values.shape, dense.values.dtype).chunks):
             yield _DenseChunk(dense, index)
 
 
-def _shards(rows: RowsWrite, grid: Grid) -> Iterator[_Chunks]:
-    """The chunks of all shards that have rows, those of a shard in order and together."""
+def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chunks]:
+    """The chunks of these shards, if they have rows, those of a shard in order and together."""
     row_bytes = grid.columns * array_dtype(rows.element).itemsize
     most_rows = max(1, _ENCODED_TOGETHER_BYTES // row_bytes)
-    for shard in range(grid.shard_grid[0]):
+    for shard in shards:
         first_rows = shard * grid.shard_rows + np.arange(grid.chunks_per_shard + 1) * grid.chunk_rows
         # Positions in the write's ids where the rows of each chunk begin.
-        edges = (
-            np.minimum(first_rows, grid.rows) if rows.ids is None else np.searchsorted(rows.ids, first_rows)
-        )
+        edges = positions_of(rows, first_rows)
         if edges[0] == edges[-1]:
             continue
         first, slots = 0, grid.chunks_per_shard

@@ -18,17 +18,20 @@ from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
-from cnr_store.errors import CheckpointError, SaveError
+from cnr_store.catalog.objects import has_object
+from cnr_store.errors import CheckpointError, RanksError, SaveError
 from cnr_store.format import layout
-from cnr_store.format.layout import ClaimId
-from cnr_store.format.manifest import Manifest, encode_manifest
-from cnr_store.format.record import Record, required_features
-from cnr_store.format.record_document import decode_record, encode_record, encode_void
+from cnr_store.format.layout import ClaimId, VersionId
+from cnr_store.format.record import Record
+from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.format.state import dumps
+from cnr_store.ranks.group import Document
+from cnr_store.writing.commit import commit, finish_record
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import Staged, stage
+from cnr_store.writing.team import Team, error_document, error_from
 
 log = logging.getLogger("cnr_store")
 
@@ -67,6 +70,7 @@ class Writer:
         self._after: ClaimId | None = None
         self._made: ClaimId | None = None
         self._token = _new_token()
+        self._shared: ClaimId | None = None
         self._seen = fencing.look(Catalog(backend))
 
     @property
@@ -133,13 +137,18 @@ class Writer:
             )
         return claim
 
-    def write(self, plan: Plan, rows_done: Callable[[], None] = lambda: None) -> Record:
+    def write(
+        self, plan: Plan, rows_done: Callable[[], None] = lambda: None, team: Team | None = None
+    ) -> Record:
         """Write a version and commit it.
 
         Parameters
         ----------
         rows_done
             Called when every row has been taken from its source, or never will be.
+        team
+            The ranks that write it together, each calling this with its part of the plan. Their first rank claims and
+            commits. None where this process has all of it.
 
         Raises
         ------
@@ -150,45 +159,140 @@ class Writer:
         BaseLostError
             A version that this one depends on was removed.
         """
+        team = team or Team.alone()
+        return self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
+
+    def _lead(self, plan: Plan, rows_done: Callable[[], None], team: Team) -> Record:
         claim, version, nonce, sent = None, None, secrets.token_hex(16), False
         try:
             try:
+                team.round.beat("claim")
                 claim = self._claimed()
                 version = claim.next_version()
-                with Transfer(self._workers, 2 * self._workers) as transfer:
-                    staged = stage(self._backend, version, plan, transfer)
+                team.round.announce({"version": version, "nonce": nonce})
+                staged = self._stage(version, plan, team)
             finally:
                 rows_done()
-            self.encoding_seconds += staged.encoding_seconds
-            record = _record(self._backend, version, plan, staged, nonce)
+            votes = team.votes()
+            for vote in votes:
+                staged.add(vote)
+            team.round.beat("record")
+            parts = [staged.state_sha256, *(vote["state"] for vote in votes)]
+            record = finish_record(self._backend, version, plan, staged, nonce, parts)
 
             def attempt() -> Record:
                 nonlocal sent
+                team.round.beat("commit")
                 # Each attempt looks again: another may claim during a pause.
                 fencing.check_may_commit(self._backend, claim, record.needs)
                 sent = True
                 return commit(self._direct, record)
 
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
-            return self._committed(self._patience.run(attempt))
+            return self._committed(self._patience.run(attempt), team)
         except Exception as error:  # whatever went wrong, the attempt must be given up
+            team.fail(error)
             left = ""
             if version and claim and sent:
                 landed = self._give_up(claim, version, nonce, plan.previous)
                 if isinstance(landed, Record):
-                    return self._committed(landed)
+                    return self._committed(landed, team)
                 left = landed
             elif version:
                 left = self._remove(version)
-            if isinstance(error, CheckpointError):
+            failure = self._failure(error, plan.step, version, left)
+            team.round.conclude(error_document(failure))
+            if failure is error:
                 raise
-            named = f" as version {version}" if version else ""
-            raise SaveError(
-                f"step {plan.step} was not saved{named} to {self._backend.url}: {error}. "
-                f"The versions before it are untouched and its rows stay marked for the next save{left}"
-            ) from error
+            raise failure from error
 
-    def _committed(self, record: Record) -> Record:
+    def _follow(self, plan: Plan, rows_done: Callable[[], None], team: Team) -> Record:
+        """Write this rank's part, and learn from the first rank, or from the store, what became of the version."""
+        version = None
+        try:
+            try:
+                announced = team.round.announced()
+                version = str(announced["version"])
+                self._check_shared(version)
+                staged = self._stage(version, plan, team)
+            finally:
+                rows_done()
+            team.round.vote(staged.to_vote())
+            outcome = team.round.outcome()
+            if outcome is None:
+                outcome = self._arbitrate(version)
+            if "error" in outcome:
+                raise error_from(outcome)
+            record = decode_record(self._backend.get(layout.record_key(version)), version)
+            if record is None or record.nonce != announced["nonce"]:
+                raise SaveError(f"version {version} was committed by another writer than the first rank")
+            return record
+        except Exception as error:
+            team.fail(error)
+            failure = self._failure(error, plan.step, version, "")
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _stage(self, version: str, plan: Plan, team: Team) -> Staged:
+        team.round.beat("encode")
+        with Transfer(self._workers, 2 * self._workers) as transfer:
+            staged = stage(self._backend, version, plan, transfer, team)
+        if plan.part is not None:
+            data = dumps(plan.part)
+            self._backend.put(layout.state_part_key(version, team.rank), data)
+            staged.nbytes += len(data)
+            staged.state_sha256 = hashlib.sha256(data).hexdigest()
+        self.encoding_seconds += staged.encoding_seconds
+        return staged
+
+    def _failure(self, error: Exception, step: int, version: str | None, left: str) -> CheckpointError:
+        """What the caller is told of a save that failed."""
+        if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
+            return error
+        named = f" as version {version}" if version else ""
+        return SaveError(
+            f"step {step} was not saved{named} to {self._backend.url}: {error}. "
+            f"The versions before it are untouched and its rows stay marked for the next save{left}"
+        )
+
+    def _check_shared(self, version: str) -> None:
+        """Check that this rank sees the store that the first rank writes to."""
+        attempt = VersionId.parse(version)
+        if attempt is None or attempt.claim == self._shared:
+            return
+        key = layout.writer_key(layout.claim_name(attempt.claim.generation))
+        if not has_object(self._backend, key):
+            raise SaveError(
+                f"this rank does not find {key}, which the first rank has just made, in {self._backend.url}: give all "
+                "ranks a URL of one place that they share"
+            )
+        self._shared = attempt.claim
+
+    def _arbitrate(self, version: str) -> Document:
+        """Let the store decide about a version of which the first rank says nothing any more.
+
+        Whoever creates the object of its record decides: the first rank commits, any other makes the version void.
+        """
+        attempt = VersionId.parse(version)
+        if attempt is None or not self._backend.atomic_create:
+            raise SaveError(
+                f"the first rank does not answer, and {self._backend.url} can't decide about version {version}: "
+                "whether it was committed is not known"
+            )
+        key, nonce = layout.record_key(version), secrets.token_hex(16)
+        try:
+            self._direct.create(key, encode_void(str(attempt.claim), nonce, time.time()))
+        except ObjectExistsError:
+            if decode_record(self._direct.get(key), version) is not None:
+                return {"committed": version}
+        return {
+            "error": "SaveError",
+            "text": f"the first rank does not answer: version {version} was made void",
+        }
+
+    def _committed(self, record: Record, team: Team) -> Record:
+        team.round.conclude({"committed": record.id})
         self._backend.hold_reserve()  # a failed save may have used it up
         self._seen = self._seen.including(record.id)
         self.remember()
@@ -242,50 +346,3 @@ class Writer:
 
 def _new_token() -> str:
     return secrets.token_hex(4)
-
-
-def _record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:
-    """Put manifest and state, and make the record that names them."""
-    moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
-    manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
-    state = dumps(plan.state)
-    for name, data in (("manifest", manifest), ("state/main.json", state)):
-        backend.put(layout.version_key(version, name), data)
-        staged.nbytes += len(data)
-    return Record(
-        id=version,
-        nonce=nonce,
-        step=plan.step,
-        time=time.time(),
-        previous=plan.previous,
-        needs=plan.needs,
-        arrays=staged.arrays,
-        nodes=staged.nodes,
-        policy=plan.policy,
-        restores=plan.restores,
-        objects_bytes=staged.nbytes,
-        manifest_sha256=hashlib.sha256(manifest).hexdigest(),
-        state_sha256=hashlib.sha256(state).hexdigest(),
-        metadata=plan.metadata,
-        requires=required_features(staged.arrays),
-    )
-
-
-def commit(backend: Backend, record: Record) -> Record:
-    """Create the record's object, exclusively: from here on the version exists.
-
-    Raises
-    ------
-    SaveError
-        Readers would refuse the record. Nothing was created: they would fail at it in every listing.
-    """
-    data = encode_record(record)
-    try:
-        decode_record(data, record.id)
-    except CheckpointError as error:
-        raise SaveError(
-            f"step {record.step} was not saved as version {record.id} of {backend.url}: its record can't be read again "
-            f"({error}). The versions before it are untouched and its rows stay marked for the next save"
-        ) from error
-    backend.create(record.key(), data)
-    return replace(record, record_bytes=len(data))

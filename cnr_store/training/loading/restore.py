@@ -14,12 +14,12 @@ from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
 from cnr_store.errors import ModelMismatchError
-from cnr_store.format.layout import dense_path, weight_path
+from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
-from cnr_store.training.loading.row_fill import AllRows, ChosenRows, Reader, fill_all
+from cnr_store.training.loading.row_fill import AllRows, ChosenRows, Reader, Target, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import check_slots, check_tree
@@ -28,6 +28,7 @@ from cnr_store.training.model.dense_state import check_extra_state, extra_state,
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import set_rng_state
+from cnr_store.training.model.tables import ColumnPart
 from cnr_store.training.model.tensors import AnyArray, assign_dense
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
@@ -179,32 +180,33 @@ class Restore:
 
     def _read_rows(self, transfer: Transfer) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
         """Fill the rows; what changed since its whole version by table, what was salvaged by table and slot."""
-        targets: list[tuple[str, TableFit, torch.Tensor]] = [
-            (weight_path(fit.table.name), fit, fit.table.parameter) for fit in self._match.tables
+        targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = [
+            (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
         ]
-        targets += [target for fit in self._fits for target in fit.targets()]
+        targets += [
+            (path, fit, (ColumnPart(0, tensor),))
+            for each in self._fits
+            for path, fit, tensor in each.targets()
+        ]
         exact: dict[str, AllRows] = {}
         chosen: list[ChosenRows] = []
         salvagers: list[SalvageReader] = []
-        for path, fit, tensor in targets:
+        for path, fit, parts in targets:
             reader: Reader
             if self._salvage:
                 reader = SalvageReader(self._catalog, self._record, path)
                 salvagers.append(reader)
             else:
                 reader = ArrayReader(self._catalog, self._record, path)
+            target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if fit.exact:
-                exact[path] = AllRows(reader, tensor)
+                exact[path] = AllRows(reader, target)
             else:
-                chosen.append(ChosenRows(reader, tensor, fit.ids))
+                chosen.append(ChosenRows(reader, target, fit.ids))
         fill_all([*exact.values(), *chosen], transfer)
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
-        changed = {
-            fit.table.name: exact[weight_path(fit.table.name)].changed()
-            for fit in self._match.tables
-            if fit.exact
-        }
+        changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
         salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 

@@ -1,9 +1,10 @@
-"""Reads arrays of rows into tensors, several at a time."""
+"""Reads arrays of rows into the tensors that hold them, several at a time."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from cnr_backends import Transfer
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.training.loading.selection import Ids
+from cnr_store.training.model.tables import ColumnPart
 from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
@@ -25,40 +27,56 @@ from cnr_store.training.tracking.bitmap import Bitmap
 Reader = ArrayReader | SalvageReader
 
 
-class Fill(ABC):
-    """A tensor, (rows,) or (rows, k), to fill with rows that `reader` reads in pieces."""
+@dataclass(frozen=True)
+class Target:
+    """The memory to fill: `rows` rows of an array from `first_row` on, in one or several parts of its columns."""
 
-    def __init__(self, reader: Reader, tensor: torch.Tensor) -> None:
+    first_row: int
+    rows: int
+    parts: tuple[ColumnPart, ...]
+
+
+class Fill(ABC):
+    """Memory to fill with rows that `reader` reads in pieces."""
+
+    def __init__(self, reader: Reader, target: Target) -> None:
         self.reader = reader
-        self.tensor = tensor
+        self.target = target
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of the pieces to read: those of the array, as far as the target has their rows."""
+        end = self.target.first_row + self.target.rows
+        if not self.target.parts:
+            return
+        for first, rows in self.reader.regions():
+            begin, stop = max(first, self.target.first_row), min(first + rows, end)
+            if begin < stop:
+                yield begin, stop - begin
 
     @abstractmethod
     def fill(self, first: int, rows: int) -> None:
-        """Fill `rows` rows from row `first` on."""
+        """Fill `rows` rows from row `first` of the array on; the target has them."""
 
 
 class AllRows(Fill):
-    """Takes every row of an array; tensor and array have the same rows and element type."""
+    """Takes every row that the target has; array and target have the same rows and element type."""
 
-    def __init__(self, reader: Reader, tensor: torch.Tensor) -> None:
-        super().__init__(reader, tensor)
-        self._changed = np.zeros(reader.shape[0], bool)
-        direct = (
-            tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and dtype_name(tensor.dtype) == reader.dtype.name
-        )
-        self._target: AnyArray | None = numpy_view(tensor).reshape(reader.shape[0], -1) if direct else None
+    def __init__(self, reader: Reader, target: Target) -> None:
+        super().__init__(reader, target)
+        self._changed = np.zeros(target.rows, bool)
+        self._memory = _plain_memory(reader, target)
 
     def fill(self, first: int, rows: int) -> None:
+        start = first - self.target.first_row
         out = (
             np.empty((rows, self.reader.columns), self.reader.dtype)
-            if self._target is None
-            else self._target[first : first + rows]
+            if self._memory is None
+            else self._memory[start : start + rows]
         )
-        self._changed[first : first + rows] = self.reader.read(first, out)
-        if self._target is None:
-            assign_rows(self.tensor, first, out.reshape(rows, *self.tensor.shape[1:]))
+        self._changed[start : start + rows] = self.reader.read(first, out)
+        if self._memory is None:
+            for part in self.target.parts:
+                assign_rows(part.tensor, start, _columns(part, out))
 
     def changed(self) -> Bitmap:
         """Packed: the rows, of those read, that some delta holds."""
@@ -66,43 +84,68 @@ class AllRows(Fill):
 
 
 class ChosenRows(Fill):
-    """Takes the rows `ids` of an array, or all (None); the tensor's other rows stay.
+    """Takes the rows `ids` of an array, or all (None), as far as the target has them; its other rows stay.
 
-    The tensor may have other rows than the array, and another element type.
+    The target may have other rows than the array, and another element type.
     """
 
-    def __init__(self, reader: Reader, tensor: torch.Tensor, ids: Ids | None) -> None:
-        super().__init__(reader, tensor)
-        self._wanted = np.full(reader.shape[0], ids is None, np.uint8)
+    def __init__(self, reader: Reader, target: Target, ids: Ids | None) -> None:
+        super().__init__(reader, target)
+        self._wanted = np.full(target.rows, ids is None, np.uint8)
         if ids is not None:
-            self._wanted[ids] = 1
+            held = ids - target.first_row
+            self._wanted[held[(held >= 0) & (held < target.rows)]] = 1
 
     def fill(self, first: int, rows: int) -> None:
-        wanted = self._wanted[first : first + rows]
+        start = first - self.target.first_row
+        wanted = self._wanted[start : start + rows]
         offsets = np.flatnonzero(wanted)
         if not offsets.size:
             return
         out = np.empty((rows, self.reader.columns), self.reader.dtype)
         self.reader.read_rows(first, out, wanted.copy())
-        values = out[offsets].reshape(offsets.size, *self.tensor.shape[1:])
-        if self.tensor.dtype is torch.bfloat16:
-            values = values.astype(np.float32)  # the array type of bfloat16
-        assign_ids(self.tensor, first + offsets, values)
+        for part in self.target.parts:
+            values = _columns(part, out[offsets])
+            if part.tensor.dtype is torch.bfloat16:
+                values = values.astype(np.float32)  # the array type of bfloat16
+            assign_ids(part.tensor, start + offsets, values)
+
+
+def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:
+    """The target's memory, (rows, columns), if it can be read into as it is."""
+    if len(target.parts) != 1:
+        return None
+    tensor = target.parts[0].tensor
+    if (
+        tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or dtype_name(tensor.dtype) != reader.dtype.name
+        or target.parts[0].columns != reader.columns
+    ):
+        return None
+    return numpy_view(tensor).reshape(target.rows, -1)
+
+
+def _columns(part: ColumnPart, values: AnyArray) -> AnyArray:
+    """What a part takes of rows of the whole array, (n, columns), in its own shape."""
+    taken = values[:, part.first_column : part.first_column + part.columns]
+    return taken.reshape(len(values), *part.tensor.shape[1:])
 
 
 def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
-    """Fill every tensor. Small tables are read beside each other, large ones in pieces.
+    """Fill every target. Small tables are read beside each other, large ones in pieces.
 
     Raises
     ------
     CorruptionError
         The tensors are then partly overwritten.
     """
-    pieces = ((fill, region) for fill in fills for region in fill.reader.regions())
+    pieces = ((fill, region) for fill in fills for region in fill.regions())
     try:
         for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
             pass
     finally:
         # A read that fails half way has changed rows, too.
         for fill in fills:
-            note_change(fill.tensor)
+            for part in fill.target.parts:
+                note_change(part.tensor)

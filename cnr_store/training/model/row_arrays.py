@@ -1,4 +1,4 @@
-"""The model's tensors that are stored by rows: tables, and what optimizers keep for their rows."""
+"""The model's arrays that are stored by rows: tables, and what optimizers keep for their rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import decode_name, slot_path
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import array_dtype, dtype_name
+from cnr_store.training.model.tables import ColumnPart, Table
+from cnr_store.training.model.tensors import array_dtype, dtype_name, dtype_named
 
 
 @dataclass(frozen=True)
 class RowArray:
-    """A tensor of the model or an optimizer whose rows are a table's: its weight, or state that follows its rows.
+    """An array whose rows are a table's: its weight, or state of an optimizer that follows its rows.
 
     Attributes
     ----------
@@ -26,20 +26,22 @@ class RowArray:
         The table.
     path
         The array's path in a version: ``tables/NAME/SLOT``.
-    tensor
-        ``(rows,)``, ``(rows, k)`` or of the table's shape; not a copy.
+    shape
+        ``(rows,)``, ``(rows, k)`` or the table's: that of the array on all ranks.
     element
         torch's name of its element type.
+    parts
+        The memory of the rows that this process holds; not a copy.
+    is_weight
+        Whether it is the table itself.
     """
 
     table: Table
     path: str
-    tensor: torch.Tensor
+    shape: tuple[int, ...]
     element: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+    parts: tuple[ColumnPart, ...]
+    is_weight: bool = False
 
     @property
     def slot(self) -> str:
@@ -47,9 +49,24 @@ class RowArray:
         return decode_name(self.path.rsplit("/", 1)[1])
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Its element type."""
+        return dtype_named(self.element)
+
+    @property
     def row_bytes(self) -> int:
         """The size of a row in the array type."""
-        return math.prod(self.shape[1:]) * array_dtype(self.tensor.dtype).itemsize
+        return math.prod(self.shape[1:]) * array_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array as it is in memory, on all ranks."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def local_columns(self) -> int:
+        """Columns that this process holds of its rows."""
+        return sum(part.columns for part in self.parts)
 
 
 def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[RowArray]:
@@ -62,7 +79,8 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
     """
     arrays: dict[str, RowArray] = {}
     for table in tables:
-        weight = RowArray(table, slot_path(table.name, "weight"), table.parameter, table.element)
+        shape, path = (table.rows, table.dim), table.path
+        weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
         arrays[weight.path] = weight
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():
@@ -76,5 +94,7 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
                     raise UnsupportedModelError(
                         f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
                     )
-                arrays[path] = RowArray(table, path, tensor, dtype_name(tensor.dtype))
+                arrays[path] = RowArray(
+                    table, path, tuple(tensor.shape), dtype_name(tensor.dtype), (ColumnPart(0, tensor),)
+                )
     return list(arrays.values())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
-from cnr_store.format.layout import table_name
+from cnr_store.format.layout import table_name, weight_path
 from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
@@ -19,9 +20,21 @@ from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overl
 Lookup = nn.Embedding | nn.EmbeddingBag
 
 
+@dataclass(frozen=True)
+class ColumnPart:
+    """The memory of some columns of an array's rows: ``(rows, columns)``, or ``(rows,)`` for one column."""
+
+    first_column: int
+    tensor: torch.Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.tensor.shape[1] if self.tensor.ndim == 2 else 1
+
+
 @dataclass(eq=False)
 class Table:
-    """One embedding parameter of a model.
+    """One embedding parameter of a model, of which this process holds all rows and columns.
 
     Attributes
     ----------
@@ -59,9 +72,30 @@ class Table:
         """Names like `name` of the entries in `tied_names`."""
         return [table_name(name) for name in self.tied_names]
 
+    @cached_property
+    def path(self) -> str:
+        """The path of its rows in a version."""
+        return weight_path(self.name)
+
     @property
     def rows(self) -> int:
+        """Rows of the table, on whatever rank."""
         return self.parameter.shape[0]
+
+    @property
+    def first_row(self) -> int:
+        """The first of the rows that this process holds."""
+        return 0
+
+    @property
+    def local_rows(self) -> int:
+        """How many rows this process holds, from `first_row` on."""
+        return self.rows
+
+    @property
+    def parts(self) -> tuple[ColumnPart, ...]:
+        """The memory of those rows; no part where this process holds none."""
+        return (ColumnPart(0, self.parameter),)
 
     @property
     def dim(self) -> int:
@@ -71,6 +105,11 @@ class Table:
     def element(self) -> str:
         """Element type: ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
         return dtype_name(self.parameter.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the table in memory, on all ranks."""
+        return self.rows * self.dim * self.parameter.element_size()
 
     @property
     def has_max_norm(self) -> bool:

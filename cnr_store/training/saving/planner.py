@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from cnr_codecs import RowCodec
 from cnr_store.errors import UnsupportedModelError
-from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
-from cnr_store.format.layout import weight_path
+from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, Counts
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -22,18 +21,33 @@ from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, full_bitmap, rows_of
+from cnr_store.training.saving.tally import Tally
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
-from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.plan import Held, Plan, RowsWrite
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
 
-class Planner:
-    """Plans the rows of the next version: which tables are written whole, which as a delta, and over which base."""
+@dataclass(frozen=True)
+class Changed:
+    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
 
-    def __init__(self, trained: TrainedModel, options: Options) -> None:
+    counts: Mapping[Since, Mapping[str, Counts]]
+
+    def rows(self, since: Since, table: str) -> int:
+        """Rows of a table."""
+        return int(self.counts[since][table].sum())
+
+
+class Planner:
+    """Plans the rows of the next version: which tables are written whole, which as a delta, and over which base.
+
+    Every rank of a job plans the same version, each with the rows that it has.
+    """
+
+    def __init__(self, trained: TrainedModel, options: Options, tally: Tally) -> None:
         # Lineage, and per table, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
@@ -42,9 +56,11 @@ class Planner:
         self._policy = options.policy
         self._costs = options.costs
         self._staging = Staging(options.snapshot_bytes)
+        self._tally = tally
 
     @property
-    def _lineage(self) -> Lineage:
+    def lineage(self) -> Lineage:
+        """The version that the next one continues."""
         return self._past[0]
 
     @property
@@ -57,13 +73,11 @@ class Planner:
 
     def compile_codecs(self) -> None:
         """Compile the kernels that saving and loading the tables will run. Compiled kernels are cached on disk."""
-        self._codecs.warm(
-            {table.name: (table.parameter.nbytes, table.dim, table.element) for table in self._tables}
-        )
+        self._codecs.warm({table.name: (table.nbytes, table.dim, table.element) for table in self._tables})
 
     def drop_bases(self) -> None:
         """Make the next version whole. It still continues the last version, with its count of restores."""
-        self.continue_from(self._lineage.alone(), {})
+        self.continue_from(self.lineage.alone(), {})
 
     def continue_from(self, lineage: Lineage, since_whole: Bitmaps) -> None:
         """Continue the version at the end of `lineage`.
@@ -75,14 +89,18 @@ class Planner:
         """
         self._past = lineage, since_whole
 
+    def begin_after(self, version: str | None, restores: int) -> None:
+        """Make the next version whole, after one of which this process may not know."""
+        self.continue_from(Lineage(version, restores=restores), {})
+
     def apply_commit(self, record: Record, dirty: Bitmaps) -> None:
         """Continue a version that was committed with these dirty rows. A second call changes nothing."""
         # An interrupt between this and what follows it makes the queue call again.
-        if record.id == self._lineage.version:
+        if record.id == self.lineage.version:
             return
-        lineage, since_whole = self._lineage.after(record), {}
+        lineage, since_whole = self.lineage.after(record), {}
         for table in self._tables:
-            line = lineage.lines[weight_path(table.name)]
+            line = lineage.lines[table.path]
             # A table that this version holds whole starts over; any other still lacks what it lacked.
             flagged = dirty[table.name]
             is_whole = line.links == (record.id,)
@@ -94,29 +112,45 @@ class Planner:
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
         since_whole = self._since_whole
-        if version == self._lineage.version:
+        if version == self.lineage.version:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
-        self.continue_from(self._lineage.folded(version, nbytes), since_whole)
+        self.continue_from(self.lineage.folded(version, nbytes), since_whole)
 
-    def decide(self, snapshot: Snapshot, full: bool) -> Decision:
+    def count(self, dirty: Bitmaps, full: bool) -> Changed:
+        """Count the rows that the next version may have to hold; every rank counts at once."""
+        if full or self._policy == "full" or self.lineage.past is None:
+            return Changed({})
+        choices: dict[str, tuple[Since, ...]] = {
+            "auto": ("baseline", "previous"),
+            "consecutive": ("previous",),
+        }
+        return Changed(
+            {
+                since: self._tally.counts(
+                    {table.name: self._changed(table, since, dirty[table.name]) for table in self._tables}
+                )
+                for since in choices.get(self._policy, ("baseline",))
+            }
+        )
+
+    def decide(self, snapshot: Snapshot, full: bool, changed: Changed) -> Decision:
         """Let the policy decide what the next version is; `full` overrules it."""
-        bits = self._codecs.resolve_auto(self._lineage.restores)
-        past = self._lineage.past
+        bits = self._codecs.resolve_auto(self.lineage.restores)
+        past = self.lineage.past
         weighs = self._policy == "auto" and past is not None and not full
-        offer = self._offer(snapshot) if weighs else None
+        offer = self._offer(snapshot, changed) if weighs else None
         decision = decide(self._policy, past, full=full, offer=offer, costs=self._costs)
         return replace(decision, bits=bits)
 
-    def _offer(self, snapshot: Snapshot) -> Offer:
+    def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
         since_baseline = since_previous = float(sum(write.values.nbytes for write in snapshot.dense))
         for array in snapshot.arrays:
             table = array.table
-            changed, before = snapshot.dirty[table.name], self._since_whole.get(table.name)
             rows = (table.rows, table.rows)
-            if table.name not in whole and before is not None and before.shape == changed.shape:
-                rows = count(changed | before), count(changed)
+            if table.name not in whole and self._has_whole(table):
+                rows = changed.rows("baseline", table.name), changed.rows("previous", table.name)
             row_bytes = self._row_bytes(array)
             since_baseline += row_bytes * rows[0]
             since_previous += row_bytes * rows[1]
@@ -138,7 +172,7 @@ class Planner:
         tracked
             How the rows of the other tables are tracked.
         """
-        self._codecs.resolve_auto(self._lineage.restores)
+        self._codecs.resolve_auto(self.lineage.restores)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:
@@ -146,7 +180,7 @@ class Planner:
             row_bytes = sum(self._row_bytes(array) for array in own)
             is_stored = table.name in self._since_whole
             rows = self._changed(table, since, dirty[table.name]) if is_stored else dirty[table.name]
-            changed = table.rows if table.name in unsafe else count(rows)
+            changed = table.local_rows if table.name in unsafe else count(rows)
             config = self._codec(own[0]).get_config()
             tables.append(
                 ExplainedTable(
@@ -162,7 +196,7 @@ class Planner:
             )
         return Explanation(tables)
 
-    def plan(self, decision: Decision, snapshot: Snapshot, pending: PendingSave) -> Plan:
+    def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave) -> Plan:
         """Plan the version that was decided on, and copy its rows as far as there is room.
 
         Raises
@@ -170,10 +204,10 @@ class Planner:
         UnsupportedModelError
             A row is too wide to be a chunk.
         """
-        lineage = self._lineage
-        reasons = self._whole_reasons(decision, snapshot)
+        lineage = self.lineage
+        reasons = self._whole_reasons(decision, snapshot, changed)
         whole = {table.name for table in self._tables} if decision.full else reasons.keys()
-        rows = self.rows(decision, snapshot, whole, pending)
+        rows = self._rows(decision, snapshot, changed, whole, pending)
         policy = asdict(decision)
         if reasons:
             policy["whole"] = summary(reasons)
@@ -181,8 +215,9 @@ class Planner:
             step=pending.step,
             previous=lineage.version,
             rows=rows,
-            dense=snapshot.dense,
+            dense=[*snapshot.dense, *snapshot.own_dense],
             state=snapshot.state,
+            part=snapshot.part,
             policy=policy,
             needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
             restores=lineage.restores,
@@ -190,8 +225,13 @@ class Planner:
             parent_paths=lineage.paths,
         )
 
-    def rows(
-        self, decision: Decision, snapshot: Snapshot, whole: Collection[str], pending: PendingSave
+    def _rows(
+        self,
+        decision: Decision,
+        snapshot: Snapshot,
+        changed: Changed,
+        whole: Collection[str],
+        pending: PendingSave,
     ) -> list[RowsWrite]:
         """The rows to write of each array, given the tables to write whole."""
         self._staging.reset()
@@ -199,18 +239,22 @@ class Planner:
         ids = {
             table.name: None
             if table.name in whole
-            else rows_of(self._changed(table, decision.since, snapshot.dirty[table.name]), table.rows)
+            else rows_of(self._changed(table, decision.since, snapshot.dirty[table.name]), table.local_rows)
             for table in self._tables
         }
-        writes = [self._write(array, decision, ids[array.table.name], pending) for array in snapshot.arrays]
+        counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
+        writes = [
+            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending)
+            for array in snapshot.arrays
+        ]
         # Rows still in the model come first, because training waits for them.
         return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
 
-    def _whole_reasons(self, decision: Decision, snapshot: Snapshot) -> dict[str, str]:
+    def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """Why tables are written whole although the policy may want a delta, by name."""
         reasons: dict[str, str] = {}
         if not decision.full:
-            reasons |= dict.fromkeys(self._worth_whole(decision, snapshot.dirty), "all of its rows changed")
+            reasons |= dict.fromkeys(self._worth_whole(decision, changed), "all of its rows changed")
             # State beside a table that is whole must be whole, too: one bitmap per table tells the rows of both.
             reasons |= {
                 array.table.name: "no version before it can be continued"
@@ -221,30 +265,42 @@ class Planner:
         return {table.name: reasons[table.name] for table in self._tables if table.name in reasons}
 
     def _write(
-        self, array: RowArray, decision: Decision, ids: Rows | None, pending: PendingSave
+        self,
+        array: RowArray,
+        decision: Decision,
+        ids: Rows | None,
+        counts: Counts | None,
+        pending: PendingSave,
     ) -> RowsWrite:
-        table, line = array.table, self._lineage.lines.get(array.path)
+        table, line = array.table, self.lineage.lines.get(array.path)
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
             raise UnsupportedModelError(
                 f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
                 "stored by rows; split the table's columns"
             )
         written = None if line is None else ids
-        is_weight = array.tensor is table.parameter
         return RowsWrite(
             path=array.path,
             shape=array.shape,
             element=array.element,
             base=None if line is None or ids is None else line.base(decision.since),
-            ids=written,
+            ids=None if written is None else written + table.first_row,
             source=self._staging.stage(array, written, pending),
             codec=self._codec(array),
-            aliases=table.tied_names if is_weight else (),
+            aliases=table.tied_names if array.is_weight else (),
+            held=self._held(array, None if written is None else counts),
         )
+
+    def _held(self, array: RowArray, counts: Counts | None) -> Held | None:
+        placement = self._tally.placements.get(array.path)
+        if placement is None:
+            return None
+        columns = tuple((part.first_column, part.columns) for part in array.parts)
+        return Held(array.table.first_row, array.table.local_rows, columns, placement, counts)
 
     def _codec(self, array: RowArray) -> RowCodec:
         table, nbytes = array.table, array.table.rows * array.row_bytes
-        if array.tensor is table.parameter:
+        if array.is_weight:
             return self._codecs.codec_for(table.name, nbytes)
         return self._codecs.state_codec_for(table.name, array.slot, nbytes, array.element)
 
@@ -256,25 +312,21 @@ class Planner:
 
         Optimizer state that was just made is written whole beside a delta of its table. A weight never is.
         """
-        line = self._lineage.lines.get(array.path)
+        line = self.lineage.lines.get(array.path)
         if line is None:
-            return array.tensor is not array.table.parameter
+            return not array.is_weight
         return (line.shape, line.element) == (array.shape, array.element)
 
-    def _worth_whole(self, decision: Decision, dirty: Bitmaps) -> set[str]:
+    def _worth_whole(self, decision: Decision, all_changed: Changed) -> set[str]:
         """Tables whose rows all changed, so that writing them whole costs no more than a delta.
 
         Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
         worth that where their delta would depend on the baseline, which is kept anyway.
         """
         changed = [
-            table
-            for table in self._tables
-            if count(self._changed(table, decision.since, dirty[table.name])) == table.rows
+            table for table in self._tables if all_changed.rows(decision.since, table.name) == table.rows
         ]
-        their_bytes, all_bytes = (
-            sum(each.parameter.nbytes for each in tables) for tables in (changed, self._tables)
-        )
+        their_bytes, all_bytes = (sum(each.nbytes for each in tables) for tables in (changed, self._tables))
         if decision.since == "baseline" and their_bytes < _MIN_SHARE_TO_KEEP * all_bytes:
             changed = [table for table in changed if table.name not in self._since_whole]
         return {table.name for table in changed}
@@ -283,6 +335,11 @@ class Planner:
         if since == "previous":
             return dirty
         before = self._since_whole.get(table.name)
-        if before is None or before.shape != dirty.shape:  # no whole version, or a table that grew
-            return full_bitmap(table.rows)
-        return dirty | before
+        return (
+            dirty | before if before is not None and self._has_whole(table) else full_bitmap(table.local_rows)
+        )
+
+    def _has_whole(self, table: Table) -> bool:
+        """Whether a whole version of a table is known: there is one, and the table did not grow since."""
+        before = self._since_whole.get(table.name)
+        return before is not None and before.size == bitmap_bytes(table.local_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from cnr_backends import Backend
@@ -17,6 +17,8 @@ from cnr_store.errors import (
     TrackingError,
 )
 from cnr_store.format.record import Record
+from cnr_store.ranks.group import Group
+from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.explanation import Explanation
@@ -27,10 +29,12 @@ from cnr_store.training.saving.process_exit import finish_before_exit, is_exitin
 from cnr_store.training.saving.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
+from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
+from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
@@ -78,6 +82,8 @@ class SaveQueue:
     ----------
     callbacks
         Run after each save.
+    group
+        The ranks that save together.
 
     Attributes
     ----------
@@ -96,8 +102,12 @@ class SaveQueue:
         options: Options,
         audit: Audit,
         callbacks: SaveCallbacks,
+        group: Group,
     ) -> None:
-        self.planner = Planner(trained, options)
+        self._group = group
+        self._tally = Tally(group, trained.tables)
+        self._number = 0  # of saves that all ranks agreed on
+        self.planner = Planner(trained, options, self._tally)
         self.is_preempted: Callable[[], bool] = bool
         self._patience = Patience(
             options.retry_seconds,
@@ -121,26 +131,41 @@ class SaveQueue:
         """The save whose outcome `finish_latest` has not applied yet."""
         return None if self._pending is None else self._pending[0]
 
-    def start(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> None:
+    def start(
+        self,
+        pending: PendingSave,
+        snapshot: Snapshot,
+        full: bool,
+        placements: Mapping[str, Placement],
+    ) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
         An interrupt at any point leaves either a save under way or none, and never a row forgotten.
+
+        Parameters
+        ----------
+        placements
+            Of the arrays that ranks share, by path.
         """
-        snapshot.unsafe = self.tracker.whole_reasons()
+        self._number += 1
+        self._tally.placements = placements
+        team = Team(self._group, self._number)
         try:
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
             self._pending = (pending, snapshot.dirty)
             self.tracker.swap(snapshot.dirty)
+            self._tally.join(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
             reads_model = any(isinstance(write.source, LiveRows) for write in plan.rows)
             self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes)
+            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
             if reads_model:
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
+            team.fail(error)
             if pending.future.cancel():  # it has not begun, and never will
                 self.tracker.restore(snapshot.dirty)
                 self._pending = None
@@ -167,17 +192,18 @@ class SaveQueue:
         return self.planner.explain(arrays, dirty, tracker.ways(), tracker.whole_reasons())
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
-        decision = self.planner.decide(snapshot, full)
+        changed = self.planner.count(snapshot.dirty, full)
+        decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
         self.audit.renew(snapshot.arrays, snapshot.dirty)
-        return self.planner.plan(decision, snapshot, pending)
+        return self.planner.plan(decision, snapshot, changed, pending)
 
-    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int) -> None:
+    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._timed_write(pending, plan, table_rows, full_bytes)
+            record = self._timed_write(pending, plan, table_rows, full_bytes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
@@ -185,10 +211,11 @@ class SaveQueue:
                 pending.future.set_exception(error)
         else:
             try:
-                # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
-                self._callbacks.on_commit(record, self.writer.removable)
-                assert pending.stats is not None
-                log.info(save_line(pending.stats, plan.step, record.kind))
+                if team.leads:
+                    # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
+                    self._callbacks.on_commit(record, self.writer.removable)
+                    assert pending.stats is not None
+                    log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
                 pending.future.set_result(record)
         finally:
@@ -199,14 +226,16 @@ class SaveQueue:
             finally:
                 pending.callbacks_done.set()
 
-    def _timed_write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int) -> Record:
+    def _timed_write(
+        self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team
+    ) -> Record:
         def rows_taken() -> None:
             self._patience.training_waits = False
             pending.rows_taken.set()
 
         writer, began = self.writer, time.perf_counter()
         encoding, putting = writer.encoding_seconds, writer.putting_seconds
-        record = writer.write(plan, rows_taken)
+        record = writer.write(plan, rows_taken, team)
         pending.written = SaveStats(
             rows=record.rows,
             table_rows=table_rows,

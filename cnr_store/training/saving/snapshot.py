@@ -32,6 +32,22 @@ MAX_METADATA_BYTES = 64 << 10
 _SAVES_BEFORE_SHRINKING = 4
 
 
+def _copy_rows(array: RowArray, ids: AnyArray | None, out: AnyArray) -> None:
+    """Copy the rows `ids` (None for all) that this process holds of an array, part beside part."""
+    column = 0
+    for part in array.parts:
+        target = out[:, column : column + part.columns]
+        if part.tensor.ndim == 1:
+            target = target[:, 0]
+        if ids is None:
+            torch.from_numpy(target).copy_(part.tensor.detach())
+        elif target.flags.c_contiguous:
+            gather(part.tensor, ids, target)
+        else:
+            target[...] = gather(part.tensor, ids)
+        column += part.columns
+
+
 class StagedRows:
     """Rows copied at the moment of the save."""
 
@@ -45,15 +61,19 @@ class StagedRows:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """Rows still in the model, which training must not change until they are read or the save is interrupted."""
+    """Rows still in the model, which training must not change until they are read or the save is interrupted.
 
-    tensor: torch.Tensor
+    `ids` count from the first row that this process holds.
+    """
+
+    array: RowArray
     ids: AnyArray | None
     pending: PendingSave
 
     def values(self, begin: int, end: int) -> AnyArray:
         ids = np.arange(begin, end) if self.ids is None else self.ids[begin:end]
-        taken = gather(self.tensor, ids).reshape(end - begin, -1)
+        taken = np.empty((end - begin, self.array.local_columns), array_dtype(self.array.dtype))
+        _copy_rows(self.array, ids, taken)
         # Asked after the copy: training may have changed rows in the middle of it.
         if self.pending.interrupted.is_set():
             raise SaveError(f"the save of step {self.pending.step} was interrupted while it read the model")
@@ -85,22 +105,18 @@ class Staging:
         self._buffers.clear()
 
     def stage(self, array: RowArray, ids: AnyArray | None, pending: PendingSave) -> StagedRows | LiveRows:
-        """Copy the rows `ids` (None for all), or leave them in the model if there is no room."""
-        rows = array.shape[0] if ids is None else len(ids)
-        nbytes = rows * array.row_bytes
+        """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
+
+        `ids` count from the first row held. They stay in the model if there is no room.
+        """
+        rows, dtype = array.table.local_rows if ids is None else len(ids), array_dtype(array.dtype)
+        nbytes = rows * array.local_columns * dtype.itemsize
         used = self._used[-1]
         if sum(used.values()) + nbytes > self._limit_bytes:
-            return LiveRows(array.tensor.detach(), ids, pending)
+            return LiveRows(array, ids, pending)
         used[array.path] = nbytes
-        out = (
-            self._buffer(array.path, nbytes)
-            .view(array_dtype(array.tensor.dtype))
-            .reshape(rows, *array.shape[1:])
-        )
-        if ids is None:
-            torch.from_numpy(out).copy_(array.tensor.detach())
-        else:
-            gather(array.tensor, ids, out)
+        out = self._buffer(array.path, nbytes).view(dtype).reshape(rows, array.local_columns)
+        _copy_rows(array, ids, out)
         return StagedRows(out)
 
     def _buffer(self, path: str, nbytes: int) -> AnyArray:
@@ -124,6 +140,9 @@ class Snapshot:
         What is stored by rows, still live: the planner copies the rows that a version needs.
     dense, state, metadata
         Copies of everything else.
+    part
+        Of many ranks, what this one alone has: its reader, and its random number generators. Its dense arrays are
+        among `own_dense`.
     dirty
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
@@ -134,6 +153,8 @@ class Snapshot:
     dense: list[DenseWrite]
     state: Any
     metadata: Any
+    part: Any = None
+    own_dense: list[DenseWrite] = field(default_factory=list)
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
 
@@ -145,14 +166,23 @@ class Snapshot:
     @property
     def full_bytes(self) -> int:
         """Bytes of everything as it is in memory, which is what a full copy takes."""
-        rows = sum(array.tensor.nbytes for array in self.arrays)
-        return rows + sum(write.values.nbytes for write in self.dense)
+        return sum(array.nbytes for array in self.arrays) + sum(write.values.nbytes for write in self.dense)
 
 
 def take_snapshot(
-    trained: TrainedModel, objects: Mapping[str, Any], reader: Any, metadata: Any, rng: bool
+    trained: TrainedModel,
+    objects: Mapping[str, Any],
+    reader: Any,
+    metadata: Any,
+    rng: bool,
+    rank: int | None = None,
 ) -> Snapshot:
     """Copy dense tensors, optimizer state, RNG, reader and the state of registered objects.
+
+    Parameters
+    ----------
+    rank
+        This process's number, of many: each has a reader and generators of its own.
 
     Raises
     ------
@@ -163,26 +193,35 @@ def take_snapshot(
     """
     doc, dense = encode_metadata(metadata), _copy_dense(trained)
     names = parameter_names(trained.model)
-    tree = {
-        "reader": state_of(reader),
+    own = {"reader": state_of(reader), "rng": rng_state() if rng else None}
+    shared = {
+        "reader": None,
         "objects": {name: state_of(value) for name, value in objects.items()},
         "optimizers": [optimizer_tree(each, names, trained.tables) for each in trained.optimizers],
         "extra_state": extra_state(trained.model),
-        "rng": rng_state() if rng else None,
+        "rng": None,
     }
+    if rank is None:
+        return Snapshot(trained.row_arrays(), dense, _encode(shared | own, dense), doc)
+    own_dense: list[DenseWrite] = []
+    part = _encode(own, own_dense, f"ranks.{rank:06d}.")
+    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, part, own_dense)
+
+
+def _encode(tree: Mapping[str, Any], dense: list[DenseWrite], prefix: str = "") -> Any:
+    """A tree as tagged JSON. Its large arrays are appended to `dense`, under paths that begin with `prefix`."""
     used = {write.path for write in dense}
 
     def beside(path: str, leaf: ArrayLeaf) -> str:
         parts = [part.strip("'\"") for part in path.strip("[]").split("][")]
-        place = dense_path("optim" if parts[0] == "optimizers" else "state", ".".join(parts))
+        place = dense_path("optim" if parts[0] == "optimizers" else "state", prefix + ".".join(parts))
         while place in used:
             place += "~"  # no encoded name holds one
         used.add(place)
-        dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype))
+        dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype, is_own=bool(prefix)))
         return place
 
-    state = encode_state(tree, beside=beside, as_leaf=tensor_leaf)
-    return Snapshot(trained.row_arrays(), dense, state, doc)
+    return encode_state(dict(tree), beside=beside, as_leaf=tensor_leaf)
 
 
 def _copy_dense(trained: TrainedModel) -> list[DenseWrite]:

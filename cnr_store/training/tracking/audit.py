@@ -39,11 +39,14 @@ _LIKELY = (
 
 @dataclass(frozen=True)
 class _Sample:
-    """Rows of one table: `ids`, ``(n,)`` ascending, and by array path their bits, ``(n, k)`` integers."""
+    """Rows held of one table: `ids`, ``(n,)`` ascending, from the first row held on, and their bits.
+
+    Those are ``(n, k)`` integers, by array path and first column of each part.
+    """
 
     rows: int
     ids: Rows
-    bits: Mapping[str, torch.Tensor]
+    bits: Mapping[tuple[str, int], torch.Tensor]
 
 
 class Audit:
@@ -104,10 +107,13 @@ class Audit:
         failures = []
         for name, table_arrays in _by_table(arrays):
             sample = self._samples.get(name)
-            if sample is None or sample.rows != table_arrays[0].table.rows:
+            if sample is None or sample.rows != table_arrays[0].table.local_rows:
                 continue
             changed = _changed(sample, table_arrays, np.flatnonzero(~_are_set(flagged[name], sample.ids)))
-            failures += [f"table {name!r}: {_listed(rows)} of {path}" for path, rows in changed.items()]
+            first_row = table_arrays[0].table.first_row
+            failures += [
+                f"table {name!r}: {_listed(first_row + rows)} of {path}" for path, rows in changed.items()
+            ]
             if changed:
                 make_whole(name, "rows changed without being tracked")
         if failures:
@@ -132,11 +138,14 @@ class Audit:
         tables = dict(_by_table(arrays))
         samples = {}
         for name, size in _sample_sizes(tables, self._limit_bytes).items():
-            rows = tables[name][0].table.rows
+            rows = tables[name][0].table.local_rows
             ids = self._draw(name, rows, size, None if flagged is None else flagged[name])
-            samples[name] = _Sample(
-                rows, ids, {array.path: _bits(array.tensor, ids) for array in tables[name]}
-            )
+            bits = {
+                (array.path, part.first_column): _bits(part.tensor, ids)
+                for array in tables[name]
+                for part in array.parts
+            }
+            samples[name] = _Sample(rows, ids, bits)
         self._samples = samples
 
     def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> Rows:
@@ -170,7 +179,7 @@ def _by_table(arrays: Iterable[RowArray]) -> list[tuple[str, list[RowArray]]]:
 def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) -> dict[str, int]:
     """Rows to sample of each table. What small tables leave of their share goes to the others."""
     row_bytes = {name: sum(array.row_bytes for array in arrays) for name, arrays in tables.items()}
-    table_bytes = {name: arrays[0].table.rows * row_bytes[name] for name, arrays in tables.items()}
+    table_bytes = {name: arrays[0].table.local_rows * row_bytes[name] for name, arrays in tables.items()}
     sizes = {}
     for position, name in enumerate(sorted(table_bytes, key=table_bytes.__getitem__)):
         share = limit_bytes // (len(table_bytes) - position)
@@ -194,16 +203,18 @@ def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[s
     """By array path, the rows that differ without a flag: `clean` are the positions in the sample without one."""
     ids, changed = sample.ids[clean], {}
     for array in arrays:
-        bits = sample.bits.get(array.path)
-        if bits is None or not ids.size:  # state made since is written whole
-            continue
-        before, now = bits[torch.from_numpy(clean).to(bits.device)], _bits(array.tensor, ids)
-        # State that got another width or type is written whole, too.
-        comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
-        if comparable and not torch.equal(before, now):
-            differs = _differ(before, now, array.tensor.dtype).any(dim=1).cpu().numpy()
-            if differs.any():
-                changed[array.path] = ids[differs]
+        differs = np.zeros(ids.size, np.bool_)
+        for part in array.parts:
+            bits = sample.bits.get((array.path, part.first_column))
+            if bits is None or not ids.size:  # state made since is written whole
+                continue
+            before, now = bits[torch.from_numpy(clean).to(bits.device)], _bits(part.tensor, ids)
+            # State that got another width or type is written whole, too.
+            comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+            if comparable and not torch.equal(before, now):
+                differs |= _differ(before, now, part.tensor.dtype).any(dim=1).cpu().numpy()
+        if differs.any():
+            changed[array.path] = ids[differs]
     return changed
 
 

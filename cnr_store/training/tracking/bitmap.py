@@ -129,6 +129,38 @@ def count(bitmap: Bitmap) -> int:
     return int(_count(*_words(bitmap)))
 
 
+@njit(nogil=True, cache=True)
+def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+    for index in range(bitmap.size):
+        byte = bitmap[index]
+        if byte == 0:
+            continue
+        row = first_row + index * 8
+        if row // block_rows == (row + 7) // block_rows:
+            out[row // block_rows] += np.int64(_popcount(np.uint64(byte)))
+            continue
+        for bit in range(8):
+            if byte >> bit & 1:
+                out[(row + bit) // block_rows] += 1
+
+
+def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+    """Add to `out`, ``(blocks,)``, how many rows are set of each `block_rows` rows of a table.
+
+    Parameters
+    ----------
+    first_row
+        The row of the table that is row 0 of the bitmap.
+    """
+    _count_blocks(bitmap, first_row, block_rows, out)
+
+
+def add_counts_reference(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+    """`add_counts` in numpy."""
+    rows = first_row + np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+    out += np.bincount(rows // block_rows, minlength=out.size)
+
+
 def count_reference(bitmap: Bitmap) -> int:
     """`count` in numpy."""
     return int(np.unpackbits(bitmap).sum())

@@ -68,21 +68,21 @@ class TableTracker:
         self.table = table
         self._optimizers = list(optimizers)
         self.has_optimizer = False
-        self.bits = RowBits(table.rows, table.parameter.device)
+        self.bits = RowBits(table.local_rows, table.parameter.device)
         self._counter = VersionCounter(table.parameter)
         self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}
         self.begin_interval()
 
     def flagged(self, whole: bool) -> Bitmap:
         """All rows, or those flagged in this interval or carried over into it; in memory of its own."""
-        return full_bitmap(self.table.rows) if whole else self.bits.read() | self.carried_over
+        return full_bitmap(self.table.local_rows) if whole else self.bits.read() | self.carried_over
 
     def begin_interval(self, carry_over: bool = False) -> None:
         """Begin a new interval; with `carry_over`, the rows flagged in the last one are flagged in this one too.
 
         The table may have got another size or device since.
         """
-        rows, device = self.table.rows, self.table.parameter.device
+        rows, device = self.table.local_rows, self.table.parameter.device
         flagged = full_bitmap(rows) if self.resized else self.bits.take()
         # Before the bits: were this interrupted, the table would still count as resized.
         self.carried_over = flagged if carry_over else empty_bitmap(rows)
@@ -134,7 +134,7 @@ class TableTracker:
     @property
     def resized(self) -> bool:
         """Whether the table has another number of rows than flags."""
-        return self.bits.rows != self.table.rows
+        return self.bits.rows != self.table.local_rows
 
     @property
     def changes(self) -> float:
@@ -179,7 +179,7 @@ class TableTracker:
             self.acknowledge_slots(optimizer)
 
     def mark(self, ids: torch.Tensor) -> None:
-        """Flag the rows `ids`, integers of any shape, in the table as it is now.
+        """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class TableTracker:
             torch's own, if the ids have no values.
         """
         bits = self.bits
-        if bits.rows != self.table.parameter.shape[0]:
+        if bits.rows != self.table.local_rows:
             self.make_whole(_RESIZED)
         elif not bits.mark(ids):
             self.make_whole("an id out of range was looked up")
@@ -212,7 +212,7 @@ class TableTracker:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
         if flagged.shape == self.carried_over.shape and not self.resized:
             # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
-            self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.rows)
+            self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.local_rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
 

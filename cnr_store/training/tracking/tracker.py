@@ -176,8 +176,11 @@ class Tracker:
         self.adopt_replaced()
         tracker = self._named(name)
         rows = check_row_ids(name, ids, tracker.table.rows)
-        if rows.numel():
-            tracker.mark(rows)
+        held = rows[
+            (rows >= tracker.table.first_row) & (rows < tracker.table.first_row + tracker.table.local_rows)
+        ]
+        if held.numel():
+            tracker.mark(held - tracker.table.first_row)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()

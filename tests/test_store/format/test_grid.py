@@ -27,7 +27,7 @@ def writes(draw: st.DrawFn) -> tuple[int, int, float, np.ndarray | None]:
 @given(writes())
 def test_limits_hold(write: tuple[int, int, float, np.ndarray | None]) -> None:
     rows, columns, bytes_per_row, ids = write
-    grid = g.choose_grid(rows, columns, 4, bytes_per_row, ids)
+    grid = g.choose_grid(rows, columns, 4, bytes_per_row, None if ids is None else g.count_blocks(ids, rows))
     for size in (grid.chunk_rows, grid.shard_rows):
         assert size & (size - 1) == 0
     assert grid.shard_rows % grid.chunk_rows == 0
@@ -61,6 +61,6 @@ def test_sparse_deltas_take_wider_chunks_than_baselines() -> None:
     rows = 1 << 22
     dirty = np.arange(0, rows, 100)
     baseline = g.choose_grid(rows, 64, 4, 36, None)
-    delta = g.choose_grid(rows, 64, 4, 36, dirty)
+    delta = g.choose_grid(rows, 64, 4, 36, g.count_blocks(dirty, rows))
     assert delta.chunk_rows > baseline.chunk_rows
     assert 64 << 10 <= 36 * len(dirty) / rows * delta.chunk_rows <= 1 << 20

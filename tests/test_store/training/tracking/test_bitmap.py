@@ -59,6 +59,18 @@ def test_counting_and_listing_equal_their_references(packed: bitmap.Bitmap, rows
 
 
 @compiles
+@given(npst.arrays(np.uint8, st.integers(0, 70)), st.integers(0, 600), st.sampled_from([1, 4, 8, 16, 256]))
+def test_counting_by_blocks_equals_its_reference(
+    packed: bitmap.Bitmap, first_row: int, block_rows: int
+) -> None:
+    blocks = -(-(first_row + 8 * packed.size) // block_rows)
+    ours, reference = np.ones(blocks, np.int64), np.ones(blocks, np.int64)
+    bitmap.add_counts(packed, first_row, block_rows, ours)
+    bitmap.add_counts_reference(packed, first_row, block_rows, reference)
+    np.testing.assert_array_equal(ours, reference)
+
+
+@compiles
 @given(st.integers(1, 100))
 def test_a_full_bitmap_has_every_row_and_no_more(rows: int) -> None:
     full = bitmap.full_bitmap(rows)

@@ -1,0 +1,197 @@
+"""What all ranks of a job have to agree on before a save begins: one look at each other, before anything is taken.
+
+A rank that can't begin tells the others, so that none begins. Every difference between ranks is the same error on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cnr_store.errors import SaveError
+from cnr_store.format.state import dumps
+from cnr_store.ranks.group import Document, Group
+from cnr_store.ranks.owners import split_by_size
+from cnr_store.ranks.placement import Piece, Placement
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tables import Table
+from cnr_store.training.saving.snapshot import Snapshot
+from cnr_store.writing.plan import DenseWrite
+
+T = TypeVar("T")
+_SHOWN = 5
+
+
+def together(
+    group: Group, phase: str, prepare: Callable[[], T], say: Callable[[T], Document]
+) -> tuple[T, list[Document]]:
+    """Prepare on all ranks, and tell each what the others have to say.
+
+    Parameters
+    ----------
+    prepare
+        What may fail on a rank.
+    say
+        The rank's document, once it is prepared.
+
+    Returns
+    -------
+    What was prepared here, and the documents of all ranks.
+
+    Raises
+    ------
+    SaveError
+        Another rank failed. A rank that failed itself raises its own error.
+    RanksError
+        A rank does not answer.
+    """
+    failure: Exception | None = None
+    prepared: T | None = None
+    said: Document = {}
+    try:
+        prepared = prepare()
+        said = say(prepared)
+    except Exception as error:
+        if group.world == 1:
+            raise
+        failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+    documents = group.gather(phase, said)
+    if failure is not None:
+        raise failure
+    failed = {rank: doc["failed"] for rank, doc in enumerate(documents) if "failed" in doc}
+    if failed:
+        named = "; ".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:_SHOWN])
+        raise SaveError(f"{phase}: nothing was begun on any rank, because it failed on others. {named}")
+    assert prepared is not None
+    return prepared, documents
+
+
+def check_alike(phase: str, documents: Sequence[Document], names: Sequence[str]) -> None:
+    """Check that all ranks say the same under these names.
+
+    Raises
+    ------
+    SaveError
+        Naming what differs, and what the ranks say.
+    """
+    for name in names:
+        by_value: dict[Any, list[int]] = {}
+        for rank, doc in enumerate(documents):
+            by_value.setdefault(doc.get(name), []).append(rank)
+        if len(by_value) > 1:
+            said = "; ".join(
+                f"{value!r} on {_ranks(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
+            )
+            raise SaveError(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{', ...' if len(ranks) > _SHOWN else ''}"
+
+
+class Layout:
+    """Where the rows of each array are, over all ranks; the same on all of them.
+
+    Attributes
+    ----------
+    placements
+        By path.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._said: Document = {}
+        self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.placements: dict[str, Placement] = {}
+
+    def say(self, arrays: Sequence[RowArray]) -> Document:
+        """What this rank has of each array, and what that is as a digest."""
+        if self._group.world == 1:
+            return {}
+        said = {
+            array.path: [
+                list(array.shape),
+                array.element,
+                [
+                    [array.table.first_row, array.table.local_rows, part.first_column, part.columns]
+                    for part in array.parts
+                ],
+            ]
+            for array in arrays
+        }
+        self._now = said
+        return {"arrays": None if said == self._said else said}
+
+    def settle(self, documents: Sequence[Document]) -> None:
+        """Learn what all ranks have, if that changed on any.
+
+        Raises
+        ------
+        SaveError, UnsupportedModelError
+            Ranks have arrays of another shape or type, rows that no rank has, or parts that overlap.
+        """
+        if self._group.world == 1 or all(doc["arrays"] is None for doc in documents):
+            return
+        everything = self._group.gather("save: where rows are", {"arrays": self._now})
+        arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+        pieces: dict[str, list[Piece]] = {}
+        for rank, doc in enumerate(everything):
+            for path, (shape, element, boxes) in doc["arrays"].items():
+                kind = (tuple(shape), element)
+                if arrays.setdefault(path, kind) != kind:
+                    raise SaveError(
+                        f"{path} is {kind} on rank {rank} and {arrays[path]} on others: give all ranks one model"
+                    )
+                pieces.setdefault(path, []).extend(Piece(*box, rank) for box in boxes)
+        self.placements.clear()
+        for path, (shape, _element) in arrays.items():
+            self.placements[path] = Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path])
+        self._arrays, self._said = arrays, self._now
+
+    def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
+        """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
+        own = {array.path: array for array in arrays}
+        if self._group.world == 1 or own.keys() == self._arrays.keys():
+            return list(arrays)
+        complete: list[RowArray] = []
+        for table in tables:
+            group = table.path.rpartition("/")[0]
+            for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
+                if path.rpartition("/")[0] == group:
+                    shape, element = self._arrays[path]
+                    complete.append(own.get(path) or RowArray(table, path, shape, element, ()))
+        return complete
+
+
+def dense_digest(dense: Sequence[DenseWrite]) -> str:
+    """What the dense arrays are called, and how they are shaped: the same on all ranks."""
+    listed = [
+        [write.path, list(write.values.shape), write.values.dtype.str, write.torch_dtype] for write in dense
+    ]
+    return hashlib.sha256(dumps(listed)).hexdigest()
+
+
+def divide_dense(snapshot: Snapshot, group: Group) -> None:
+    """Leave each dense array to one rank, and free the copies of all others here."""
+    if group.world == 1:
+        return
+    owners = split_by_size([write.values.nbytes for write in snapshot.dense], range(group.world))
+    for position, (write, owner) in enumerate(zip(snapshot.dense, owners, strict=True)):
+        if owner != group.rank:
+            values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
+            snapshot.dense[position] = replace(write, values=values, is_here=False)
+
+
+def merge_reasons(documents: Sequence[Document]) -> dict[str, str]:
+    """Why tables are whole, on whatever rank."""
+    merged: dict[str, str] = {}
+    for doc in documents:
+        reasons: Mapping[str, str] = doc["unsafe"]
+        for name, reason in reasons.items():
+            merged.setdefault(name, reason)
+    return merged

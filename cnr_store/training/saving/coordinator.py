@@ -1,0 +1,149 @@
+"""Begins each save on all ranks alike, or on none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cnr_store.maintenance.folding.compact import CompactReport
+from cnr_store.ranks.group import Document, Group
+from cnr_store.training.model import arguments
+from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.agreement import (
+    Layout,
+    check_alike,
+    dense_digest,
+    divide_dense,
+    merge_reasons,
+    together,
+)
+from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
+from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.saving.save_queue import SaveQueue
+from cnr_store.training.saving.snapshot import Snapshot, take_snapshot
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asked of one save."""
+
+    step: int
+    reader: Any
+    metadata: Any
+    full: bool
+    overlap: arguments.Overlap | None
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A save that this rank can begin. There is no snapshot if the save is to be skipped."""
+
+    step: int
+    overlap: str
+    snapshot: Snapshot | None
+    step_under_way: int = -1
+
+
+class Coordinator:
+    """Begins saves.
+
+    Parameters
+    ----------
+    follow_model
+        Checks that the model's tables are where they were.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        trained: TrainedModel,
+        options: Options,
+        saves: SaveQueue,
+        upkeep: BackgroundMaintenance,
+        follow_model: Callable[[], None],
+    ) -> None:
+        self._group = group
+        self._trained = trained
+        self._options = options
+        self._saves = saves
+        self._upkeep = upkeep
+        self._follow_model = follow_model
+        self._layout = Layout(group)
+        self._folded: CompactReport | None = None
+
+    def begin(self, request: Request) -> PendingSave:
+        """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
+        began = time.perf_counter()
+        phase = f"save of step {request.step!r}"
+        ready, said = together(self._group, phase, lambda: self._prepare(request), self._say)
+        check_alike(phase, said, ("step", "full", "overlap"))
+        if ready.snapshot is None or any(doc["skips"] is not None for doc in said):
+            under_way = next(doc["skips"] for doc in said if doc["skips"] is not None)
+            return PendingSave.skip(ready.step, under_way)
+        check_alike(phase, said, ("dense",))
+        pending = PendingSave(ready.step)
+        pending.began = began
+        self._settle(ready.snapshot, said)
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements)
+        pending.stall_seconds = time.perf_counter() - began
+        return pending
+
+    def _prepare(self, request: Request) -> _Ready:
+        step = arguments.check_count("step", request.step, minimum=0)
+        overlap = (
+            self._options.overlap if request.overlap is None else arguments.check_overlap(request.overlap)
+        )
+        latest = self._saves.latest
+        if overlap == "skip" and latest is not None and not latest.done():
+            return _Ready(step, overlap, None, latest.step)
+        self._saves.finish_latest(next_step=step)
+        self._folded = self._upkeep.pop_folded() or self._folded
+        self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
+        snapshot = take_snapshot(
+            self._trained,
+            self._options.objects,
+            request.reader,
+            request.metadata,
+            self._options.rng,
+            self._group.rank if self._group.world > 1 else None,
+        )
+        self._options.codecs.warn_unknown_slots(self._trained.table_slots)
+        snapshot.unsafe = self._saves.tracker.whole_reasons()
+        return _Ready(step, overlap, snapshot)
+
+    def _say(self, ready: _Ready) -> Document:
+        """What the other ranks must know of this one."""
+        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "skips": None}
+        if ready.snapshot is None:
+            return said | {"skips": ready.step_under_way}
+        folded, lineage = self._folded, self._saves.planner.lineage
+        if self._group.world == 1:
+            said["dense"] = None
+        else:
+            said["dense"] = dense_digest(ready.snapshot.dense)
+        return {
+            **said,
+            **self._layout.say(ready.snapshot.arrays),
+            "unsafe": dict(ready.snapshot.unsafe),
+            "folded": None if folded is None else [folded.version, folded.bytes],
+            "previous": lineage.version,
+            "restores": lineage.restores,
+        }
+
+    def _settle(self, snapshot: Snapshot, said: list[Document]) -> None:
+        """Make this rank's snapshot what all ranks plan with."""
+        first = said[0]
+        planner = self._saves.planner
+        if any(doc["previous"] != first["previous"] for doc in said):
+            # The outcome of a save was lost on the way to some ranks. All go on from what the first rank knows.
+            planner.begin_after(first["previous"], first["restores"])
+        elif first["folded"] is not None:
+            planner.apply_fold(*first["folded"])
+        self._folded = None
+        self._layout.settle(said)
+        snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
+        snapshot.unsafe = merge_reasons(said)
+        divide_dense(snapshot, self._group)

@@ -1,0 +1,104 @@
+"""Which rows changed, counted over all ranks: what every rank must know before it decides and plans alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cnr_store.format.grid import BLOCK_ROWS, Counts, block_count
+from cnr_store.ranks.group import Group
+from cnr_store.ranks.placement import Placement
+from cnr_store.training.model.tables import Table
+from cnr_store.training.tracking.bitmap import Bitmap, add_counts, full_bitmap
+
+
+class Tally:
+    """Joins and counts the flags of all ranks. Every rank calls the same methods in the same order.
+
+    Attributes
+    ----------
+    placements
+        By path, where the rows of each array are: the same on all ranks. Empty where one process has them all.
+    """
+
+    def __init__(self, group: Group, tables: Sequence[Table]) -> None:
+        self._group = group
+        self._tables = tables
+        self.placements: Mapping[str, Placement] = {}
+
+    def join(self, flags: dict[str, Bitmap]) -> None:
+        """Flag on each rank the rows that it has in common with others and that one of them flagged.
+
+        Ranks with replicas of a row have looked up different ids; with parts of its columns, the row is written from
+        all of them.
+        """
+        shared = [table for table in self._tables if self._is_shared(table)]
+        if not shared:
+            return
+        sizes = [-(-table.rows // 8) for table in shared]
+        joined = np.zeros(sum(sizes), np.uint8)
+        edges = np.cumsum([0, *sizes])
+        for table, first in zip(shared, edges, strict=False):
+            _place(flags[table.name], table, joined[first:])
+        joined = self._group.either(joined)
+        for table, first, size in zip(shared, edges, sizes, strict=False):
+            flags[table.name] = _cut(joined[first : first + size], table)
+
+    def counts(self, flags: Mapping[str, Bitmap]) -> dict[str, Counts]:
+        """(blocks,) by table: the rows flagged of each `BLOCK_ROWS` rows; each row counts once."""
+        sizes = [block_count(table.rows) for table in self._tables]
+        edges = np.cumsum([0, *sizes])
+        total = np.zeros(int(edges[-1]), np.int64)
+        for table, first, size in zip(self._tables, edges, sizes, strict=False):
+            self._count(flags[table.name], table, total[first : first + size])
+        total = self._group.sum(total)
+        return {
+            table.name: total[first : first + size]
+            for table, first, size in zip(self._tables, edges, sizes, strict=False)
+        }
+
+    def _placement(self, table: Table) -> Placement | None:
+        return self.placements.get(table.path)
+
+    def _is_shared(self, table: Table) -> bool:
+        placement = self._placement(table)
+        return placement is not None and placement.needs_or
+
+    def _count(self, flags: Bitmap, table: Table, into: Counts) -> None:
+        """Add up the rows flagged of those that this rank counts: no other rank that has them does."""
+        placement = self._placement(table)
+        if placement is None:
+            add_counts(flags, table.first_row, BLOCK_ROWS, into)
+            return
+        end = table.first_row + table.local_rows
+        for band in placement.overlapping(table.first_row, end):
+            if band.counting_rank == self._group.rank:
+                own = slice_rows(flags, band.first_row - table.first_row, band.rows)
+                add_counts(own, band.first_row, BLOCK_ROWS, into)
+
+
+def _place(flags: Bitmap, table: Table, into: Bitmap) -> None:
+    """Set in a bitmap of the whole table the rows that are flagged of those held."""
+    shift, first = table.first_row % 8, table.first_row // 8
+    if not shift:
+        into[first : first + flags.size] |= flags
+        return
+    into[first : first + flags.size] |= flags << shift
+    carried = (flags >> (8 - shift)).astype(np.uint8)
+    end = min(flags.size, -(-table.rows // 8) - first - 1)  # what would be carried past the last row is zero
+    into[first + 1 : first + 1 + end] |= carried[:end]
+
+
+def _cut(flags: Bitmap, table: Table) -> Bitmap:
+    """The rows held, of a bitmap of the whole table."""
+    return slice_rows(flags, table.first_row, table.local_rows)
+
+
+def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:
+    """The flags of some rows, as a bitmap that begins with the first of them."""
+    first, last, start = first_row // 8, -(-(first_row + rows) // 8), first_row % 8
+    if not start:
+        return flags[first:last] & full_bitmap(rows)
+    bits = np.unpackbits(flags[first:last], bitorder="little")
+    return np.packbits(bits[start : start + rows], bitorder="little")

@@ -1,0 +1,278 @@
+"""Which rank puts which shard, and how the rows of a shard come together there from the ranks that hold them.
+
+Grids, keys and row sets do not depend on ranks, so a shard may hold rows of several ranks, and a chunk, too. Each shard
+has one owner, computed alike on all ranks. A chunk whose rows one rank holds whole travels encoded. Of any other chunk,
+the rows and columns travel as they are, and the owner encodes it: the codes are those that one process would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cnr_codecs import array_dtype
+from cnr_store.errors import SaveError
+from cnr_store.format.grid import Grid, rows_in
+from cnr_store.ranks.fragments import EncodedChunk, Fragment, RawRows, pack, unpack
+from cnr_store.ranks.owners import Share, assign, supplier
+from cnr_store.writing.plan import Held, RowsWrite
+
+Array = np.ndarray[Any, Any]
+ROUND_BYTES = 64 << 20
+"""Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
+
+
+class Peers(Protocol):
+    """The ranks that write a version together."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+
+    def beat(self) -> None:
+        """Tell the others that this one makes progress, and raise if one of them has failed."""
+
+    def exchange(self, messages: Mapping[int, Sequence[Any]], expected: Sequence[int]) -> Mapping[int, Any]:
+        """Send each rank its message, and return those of the ranks expected."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard whose rows several ranks supply."""
+
+    write: int
+    shard: int
+    owner: int
+    nbytes: float
+    suppliers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The chunks of a shard, by slot, at its owner."""
+
+    rows: RowsWrite
+    shard: int
+    chunks: list[bytes | None]
+
+
+class Exchange:
+    """The shared shards of one version.
+
+    Parameters
+    ----------
+    peers
+        This rank and the others.
+    writes
+        Those that ranks share, each with how it is cut. All ranks have the same, in any order.
+    """
+
+    def __init__(self, peers: Peers, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
+        self._peers = peers
+        self._writes = sorted(writes, key=lambda each: each[0].path)
+        shares = [_share(rows, grid) for rows, grid in self._writes]
+        self._local: dict[str, list[int]] = {}
+        self._shared: list[_Shard] = []
+        for number, (share, owners) in enumerate(zip(shares, assign(shares, peers.world), strict=True)):
+            self._sort(number, share, owners)
+
+    def _sort(self, number: int, share: Share, owners: Array) -> None:
+        """Tell the shards that their owners hold whole from those that ranks share."""
+        local = self._local[self._writes[number][0].path] = []
+        for shard in np.flatnonzero(owners >= 0).tolist():
+            owner, first = int(owners[shard]), shard * share.shard_rows
+            suppliers = frozenset(
+                supplier(span.ranks, owner, shard)
+                for band in share.placement.overlapping(first, first + share.shard_rows)
+                for span in band.spans
+            )
+            if suppliers != {owner}:
+                nbytes = float(share.shard_bytes[shard])
+                self._shared.append(_Shard(number, shard, owner, nbytes, suppliers))
+            elif owner == self._peers.rank:
+                local.append(shard)
+
+    def local_shards(self, path: str) -> list[int]:
+        """The shards of an array that this rank writes from its own rows alone."""
+        return self._local[path]
+
+    def run(self, seal: Callable[[str, int], int]) -> Iterator[Assembled]:
+        """Exchange rows with the other ranks, and yield the shards that this one puts.
+
+        Parameters
+        ----------
+        seal
+            Gives a chunk's seal by its array's path and its first row.
+
+        Raises
+        ------
+        SaveError
+            Another rank sent what does not fit.
+        """
+        for together in self._rounds():
+            yield from self._run_round(together, seal)
+
+    def _rounds(self) -> Iterator[list[_Shard]]:
+        together, nbytes = list[_Shard](), 0.0
+        for shard in self._shared:
+            if together and nbytes + shard.nbytes > ROUND_BYTES * self._peers.world:
+                yield together
+                together, nbytes = [], 0.0
+            together.append(shard)
+            nbytes += shard.nbytes
+        if together:
+            yield together
+
+    def _run_round(self, together: Sequence[_Shard], seal: Callable[[str, int], int]) -> Iterator[Assembled]:
+        me = self._peers.rank
+        sent: dict[int, list[Fragment]] = {}
+        expected: set[int] = set()
+        for shard in together:
+            if me in shard.suppliers:
+                sent.setdefault(shard.owner, []).extend(self._fragments(shard, seal))
+            if shard.owner == me:
+                expected |= shard.suppliers - {me}
+        own = sent.pop(me, [])
+        received = self._peers.exchange(
+            {rank: pack(fragments) for rank, fragments in sent.items()}, sorted(expected)
+        )
+        by_shard: dict[tuple[int, int], list[Fragment]] = {}
+        for rank, data in (*received.items(), (me, None)):
+            for fragment in own if data is None else _unpacked(data, rank):
+                by_shard.setdefault((fragment.write, fragment.shard), []).append(fragment)
+        for shard in together:
+            if shard.owner == me:
+                fragments = by_shard.pop((shard.write, shard.shard), [])
+                if fragments:
+                    rows, grid = self._writes[shard.write]
+                    yield Assembled(rows, shard.shard, _assemble(rows, grid, shard.shard, fragments, seal))
+
+    def _fragments(self, shard: _Shard, seal: Callable[[str, int], int]) -> Iterator[Fragment]:
+        """What this rank supplies of a shard."""
+        rows, grid = self._writes[shard.write]
+        held = _held(rows)
+        first = shard.shard * grid.shard_rows
+        for band in held.placement.overlapping(first, first + grid.shard_rows):
+            spans = [
+                span
+                for span in band.spans
+                if supplier(span.ranks, shard.owner, shard.shard) == self._peers.rank
+            ]
+            if not spans:
+                continue
+            begin, end = max(first, band.first_row), min(first + grid.shard_rows, band.end_row, grid.rows)
+            for slot in range((begin - first) // grid.chunk_rows, -(-(end - first) // grid.chunk_rows)):
+                chunk = first + slot * grid.chunk_rows
+                chunk_end = min(chunk + grid.chunk_rows, grid.rows)
+                edges = np.array([max(begin, chunk), min(end, chunk_end)])
+                start, stop = positions_of(rows, edges).tolist()
+                if start == stop:
+                    continue
+                values = rows.source.values(start, stop)
+                offsets = _offsets(rows, slice(start, stop), chunk)
+                if band.is_full_width and begin <= chunk and chunk_end <= end:
+                    payload = rows.codec.encode_rows(
+                        values,
+                        None if rows.ids is None else offsets,
+                        grid.chunk_rows,
+                        element=rows.element,
+                        seal=seal(rows.path, chunk),
+                    )
+                    yield EncodedChunk(shard.write, shard.shard, slot, payload)
+                    continue
+                for span in spans:
+                    part = _columns(held, values, span.first_column, span.columns)
+                    yield RawRows(
+                        shard.write, shard.shard, slot, span.first_column, offsets.astype(np.uint32), part
+                    )
+
+
+def positions_of(rows: RowsWrite, first_rows: Array) -> Array:
+    """Positions among the rows that this rank writes of an array where those from each of `first_rows` on begin."""
+    if rows.ids is not None:
+        return np.searchsorted(rows.ids, first_rows)
+    lowest, count = (0, rows.shape[0]) if rows.held is None else (rows.held.first_row, rows.held.rows)
+    return np.clip(first_rows - lowest, 0, count)
+
+
+def _offsets(rows: RowsWrite, where: slice, chunk: int) -> Array:
+    if rows.ids is not None:
+        return rows.ids[where] - chunk
+    return np.arange(where.start, where.stop) + (_held(rows).first_row - chunk)
+
+
+def _held(rows: RowsWrite) -> Held:
+    assert rows.held is not None  # only such writes are exchanged
+    return rows.held
+
+
+def _share(rows: RowsWrite, grid: Grid) -> Share:
+    written = rows_in(rows.counts, grid.rows, grid.shard_rows)
+    return Share(_held(rows).placement, grid.shard_rows, written * rows.bytes_per_row)
+
+
+def _columns(held: Held, values: Array, first_column: int, columns: int) -> Array:
+    """The columns of one part, of the values of all parts side by side."""
+    at = 0
+    for first, size in held.columns:
+        if (first, size) == (first_column, columns):
+            return np.ascontiguousarray(values[:, at : at + size])
+        at += size
+    raise SaveError(f"this rank holds no columns from {first_column} on, although its placement says so")
+
+
+def _unpacked(data: Any, rank: int) -> list[Fragment]:
+    try:
+        return unpack(data)
+    except ValueError as error:
+        raise SaveError(f"what rank {rank} sent is no list of rows: {error}") from error
+
+
+def _assemble(
+    rows: RowsWrite,
+    grid: Grid,
+    shard: int,
+    fragments: Sequence[Fragment],
+    seal: Callable[[str, int], int],
+) -> list[bytes | None]:
+    """The chunks of a shard, from what all its suppliers gave."""
+    chunks: list[bytes | None] = [None] * grid.chunks_per_shard
+    raw: dict[int, list[RawRows]] = {}
+    for fragment in fragments:
+        if isinstance(fragment, RawRows):
+            raw.setdefault(fragment.slot, []).append(fragment)
+        else:
+            chunks[fragment.slot] = fragment.payload
+    for slot, parts in raw.items():
+        first_row = shard * grid.shard_rows + slot * grid.chunk_rows
+        offsets, values = _joined(rows, parts)
+        chunks[slot] = rows.codec.encode_rows(
+            values,
+            None if rows.ids is None else offsets,
+            grid.chunk_rows,
+            element=rows.element,
+            seal=seal(rows.path, first_row),
+        )
+    return chunks
+
+
+def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:
+    """The rows of a chunk, (n,) and (n, columns), from parts that hold some rows and columns each."""
+    offsets = np.unique(np.concatenate([part.offsets for part in parts]))
+    values = np.empty((len(offsets), rows.columns), array_dtype(rows.element))
+    filled = 0
+    for part in parts:
+        cells = part.values(values.dtype)
+        place = np.searchsorted(offsets, part.offsets)
+        values[place, part.first_column : part.first_column + cells.shape[1]] = cells
+        filled += cells.size
+    if filled != values.size:
+        raise SaveError(f"{rows.path}: ranks gave {filled} values of rows that have {values.size}")
+    return offsets.astype(np.int64), values

@@ -1,0 +1,96 @@
+"""The ranks that write one version together, as the writer of each sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
+
+from cnr_store import errors
+from cnr_store.errors import CheckpointError, SaveError
+from cnr_store.ranks.group import Alone, Document, Group, Piece
+from cnr_store.ranks.protocol import SaveRound
+
+
+class Team:
+    """One save of all ranks of a group. The first rank leads: it claims and commits.
+
+    Parameters
+    ----------
+    group
+        The ranks.
+    number
+        Which save of the group it is, the same on all ranks.
+
+    Attributes
+    ----------
+    round
+        How the ranks hear of each other's progress and failures.
+    """
+
+    def __init__(self, group: Group, number: int) -> None:
+        self._group = group
+        self.round = SaveRound(group.keyvalue, group.rank, group.world, number, group.timeout_seconds)
+
+    @classmethod
+    def alone(cls) -> Self:
+        """A team of this process."""
+        return cls(Alone(), 0)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._group.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank claims and commits."""
+        return self.rank == 0
+
+    def beat(self) -> None:
+        """Tell the other ranks that this one makes progress, and raise if one of them has failed.
+
+        Raises
+        ------
+        RanksError
+        """
+        self.round.beat("put")
+
+    def exchange(
+        self, messages: Mapping[int, Sequence[Piece]], expected: Collection[int]
+    ) -> Mapping[int, memoryview]:
+        """Send each rank its message, and return those of the ranks expected.
+
+        Raises
+        ------
+        RanksError
+            A rank failed, or does not answer.
+        """
+        self.round.beat("exchange")
+        return self._group.exchange(messages, expected, self.round.check)
+
+    def votes(self) -> list[Document]:
+        """What each of the other ranks has put, in rank order. The first rank waits for them."""
+        self.round.vote({})
+        return self.round.votes()[1:]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one can't go on, so that none waits for it."""
+        self.round.fail(self.round.phase, f"{type(error).__name__}: {error}")
+
+
+def error_document(error: BaseException) -> Document:
+    """An error for the other ranks."""
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+def error_from(doc: Document) -> CheckpointError:
+    """The error that another rank met, of the same class if that is one of this package."""
+    kind = getattr(errors, str(doc.get("error")), None)
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
+        kind = SaveError
+    return kind(str(doc.get("text")))
