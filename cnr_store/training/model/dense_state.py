@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
-from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import may_overlap_itself
 
 _EXTRA_STATE = "_extra_state"
@@ -32,9 +32,10 @@ def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
     of_tables = {id(table.parameter) for table in tables}
+    spread = {table.key for table in tables if isinstance(table, SpreadTable)}
     first_names: dict[int, str] = {}
     for key, value in state.items():
-        if id(value) not in of_tables and not _is_extra_state(key):
+        if id(value) not in of_tables and names[key] not in spread and not _is_extra_state(key):
             _check_dense(key, value)
             yield names[key], first_names.setdefault(id(value), names[key]), value
 

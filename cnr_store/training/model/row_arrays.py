@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import decode_name, slot_path
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import ColumnPart, Table
+from cnr_store.training.model.tables import ColumnPart, SpreadTable, Table, column_parts
 from cnr_store.training.model.tensors import array_dtype, dtype_name, dtype_named
 
 
@@ -34,6 +34,8 @@ class RowArray:
         The memory of the rows that this process holds; not a copy.
     is_weight
         Whether it is the table itself.
+    boundaries
+        Of state with a column for each column shard of the table: where in the table these begin. Else empty.
     """
 
     table: Table
@@ -42,6 +44,7 @@ class RowArray:
     element: str
     parts: tuple[ColumnPart, ...]
     is_weight: bool = False
+    boundaries: tuple[int, ...] = ()
 
     @property
     def slot(self) -> str:
@@ -69,8 +72,15 @@ class RowArray:
         return sum(part.columns for part in self.parts)
 
 
-def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list[RowArray]:
+def row_arrays(
+    tables: Sequence[Table], optimizers: Sequence[Optimizer], fused: bool = False
+) -> list[RowArray]:
     """Every array that is stored by rows, those of a table next to each other.
+
+    Parameters
+    ----------
+    fused
+        Whether state that TorchRec's modules keep is among them.
 
     Raises
     ------
@@ -82,6 +92,13 @@ def row_arrays(tables: Sequence[Table], optimizers: Sequence[Optimizer]) -> list
         shape, path = (table.rows, table.dim), table.path
         weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
         arrays[weight.path] = weight
+        if isinstance(table, SpreadTable) and fused:
+            for slot, kept in table.sharded.slots.items():
+                path = slot_path(table.name, slot)
+                parts = column_parts(table.name, kept.pieces)
+                arrays[path] = RowArray(
+                    table, path, kept.shape, dtype_name(kept.dtype), parts, boundaries=kept.boundaries
+                )
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():
                 path = slot_path(table.name, slot)

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
+from cnr_store.training.distributed.pieces import LocalPiece
+from cnr_store.training.distributed.torchrec import ShardedModule, ShardedTable
 from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
@@ -117,8 +119,83 @@ class Table:
         return any(module.max_norm is not None for module in self.modules)
 
 
-def find_tables(model: nn.Module) -> list[Table]:
+class SpreadTable(Table):
+    """A table that TorchRec shards over ranks, and what this process holds of it.
+
+    Parameters
+    ----------
+    name
+        The name in the store.
+    sharded
+        What TorchRec says of it.
+    parameter
+        What an optimizer steps, of a table that each rank has whole; else None: the rows change in the backward pass.
+    """
+
+    def __init__(self, name: str, sharded: ShardedTable, parameter: nn.Parameter | None) -> None:
+        memory = parameter if parameter is not None else _memory(sharded)
+        super().__init__(name, sharded.name, sharded.name, memory)  # type: ignore[arg-type]
+        self.sharded = sharded
+        self.is_fused = parameter is None
+
+    @property
+    def rows(self) -> int:
+        return self.sharded.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.sharded.shape[1]
+
+    @property
+    def first_row(self) -> int:
+        return self.sharded.pieces[0].first_row if self.sharded.pieces else 0
+
+    @property
+    def local_rows(self) -> int:
+        return len(self.sharded.pieces[0].tensor) if self.sharded.pieces else 0
+
+    @property
+    def element(self) -> str:
+        return dtype_name(self.sharded.dtype)
+
+    @property
+    def parts(self) -> tuple[ColumnPart, ...]:
+        return column_parts(self.name, self.sharded.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.dim * self.sharded.dtype.itemsize
+
+
+def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, ...]:
+    """The parts that a process holds of an array, by column.
+
+    Raises
+    ------
+    UnsupportedModelError
+        They have different rows.
+    """
+    if len({(piece.first_row, len(piece.tensor)) for piece in pieces}) > 1:
+        raise UnsupportedModelError(
+            f"table {name!r}: this rank holds other rows of it in some columns than in others; shard all columns of a "
+            "row alike"
+        )
+    ordered = sorted(pieces, key=lambda piece: piece.first_column)
+    return tuple(ColumnPart(piece.first_column, piece.tensor) for piece in ordered)
+
+
+def _memory(sharded: ShardedTable) -> torch.Tensor:
+    """Some memory of the rows that this process holds: its changes are counted for all of them."""
+    return sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
+
+
+def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list[Table]:
     """The tables of a model: one for each distinct weight of its Embedding and EmbeddingBag modules.
+
+    Parameters
+    ----------
+    sharded
+        TorchRec's modules in it, whose tables are among the result.
 
     Returns
     -------
@@ -134,6 +211,7 @@ def find_tables(model: nn.Module) -> list[Table]:
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
     wrappers = wrapper_paths(model)
+    spread = _spread_tables(model, sharded)
     keys: dict[int, list[str]] = {}
     for key, value in state.items():
         keys.setdefault(id(value), []).append(key)
@@ -147,14 +225,28 @@ def find_tables(model: nn.Module) -> list[Table]:
         tables[id(weight)].modules.append(module)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     for key, value in itertools.chain(_own_tensors(model), tensors.items()):
-        if (kind := spread_class(value)) is not None:
+        if clean_name(key, wrappers) not in spread and (kind := spread_class(value)) is not None:
             raise UnsupportedModelError(
                 f"{key!r} of the model is a {kind}, whose values this process does not hold in plain memory. Models "
                 "spread over ranks, as by TorchRec, can't be stored yet: give a model that this process holds itself"
             )
-    note_sharing(model, tables.values(), {names[key]: value for key, value in tensors.items()})
-    order = {key: position for position, key in enumerate(state)}
-    return sorted(tables.values(), key=lambda table: order[table.key])
+    plain = {names[key]: value for key, value in tensors.items() if names[key] not in spread}
+    note_sharing(model, tables.values(), plain)
+    order = {names[key]: position for position, key in enumerate(state)}
+    found = [*tables.values(), *spread.values()]
+    return sorted(found, key=lambda table: order[names.get(table.key, table.key)])
+
+
+def _spread_tables(model: nn.Module, modules: Sequence[ShardedModule]) -> dict[str, SpreadTable]:
+    """The tables that TorchRec shards, by the key of their rows in the state dict."""
+    sharded = [table for module in modules for table in module.tables]
+    parameters = dict(model.named_parameters()) if any(table.replicated for table in sharded) else {}
+    return {
+        table.name: SpreadTable(
+            table_name(table.name), table, parameters.get(table.name) if table.replicated else None
+        )
+        for table in sharded
+    }
 
 
 def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names: Mapping[str, str]) -> Table:

@@ -17,9 +17,14 @@ _OPTIMIZERS = {
 }
 """Classes that leave steps and state to their ``optimizer``, with the name of the class that results."""
 
-_MODELS = {"lightning.fabric.wrappers._FabricModule", "lightning_fabric.wrappers._FabricModule"}
 _PARTS = ("_forward_module", "_original_module")
-"""Attributes of such a model, both the same module or wrapped around it; its state dict names neither."""
+"""Attributes of Fabric's model, both the same module or wrapped around it; its state dict names neither."""
+
+_MODELS = {
+    "lightning.fabric.wrappers._FabricModule": _PARTS,
+    "lightning_fabric.wrappers._FabricModule": _PARTS,
+    "torchrec.distributed.model_parallel.DistributedModelParallel": ("_dmp_wrapped_module",),
+}
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -38,8 +43,8 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def wrapped_parts(module: nn.Module) -> tuple[str, ...]:
-    """The attributes in which a module of Fabric has the model that it wraps; none of any other module."""
-    return _PARTS if _full_name(type(module)) in _MODELS else ()
+    """The attributes in which a module of Fabric or TorchRec has the model that it wraps; none of any other module."""
+    return _MODELS.get(_full_name(type(module)), ())
 
 
 def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:

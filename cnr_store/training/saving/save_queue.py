@@ -122,7 +122,9 @@ class SaveQueue:
         self._callbacks = callbacks
         self._pending: tuple[PendingSave, Bitmaps] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
-        self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted_optimizers)
+        self.tracker = Tracker(
+            trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
+        )
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         self._executor.submit(self.planner.compile_codecs)
 

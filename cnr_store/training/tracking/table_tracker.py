@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import VersionCounter
@@ -93,6 +93,12 @@ class TableTracker:
         self.acknowledge_all()
 
     @property
+    def updates_unseen(self) -> bool:
+        """Whether rows looked up in one interval may change in the next one without another sign."""
+        is_fused = isinstance(self.table, SpreadTable) and self.table.is_fused
+        return not self.has_optimizer and not is_fused
+
+    @property
     def whole_reason(self) -> str | None:
         """Why the table is saved whole if the interval ends now; None if the rows that changed are flagged."""
         table = self.table
@@ -105,6 +111,7 @@ class TableTracker:
             )
             or (self._is_in_shared_memory and _OTHER_PROCESSES)
             or self._replaced_optimizer
+            or self._moved_by_fused
             or (self.resized and _RESIZED)
             or (self.changes > 0 and OUTSIDE)
             or (self._most_slot_changes > 0 and STATE_OUTSIDE)
@@ -130,6 +137,12 @@ class TableTracker:
             f"a step of another {self._stepped_by_other} than the optimizer given updated it, so the optimizer state "
             "that is saved is out of use; make a new checkpointer with the optimizer that trains"
         )
+
+    @property
+    def _moved_by_fused(self) -> str | None:
+        if isinstance(self.table, SpreadTable) and self.table.is_fused:
+            return self.table.sharded.moves_untouched_rows()
+        return None
 
     @property
     def resized(self) -> bool:

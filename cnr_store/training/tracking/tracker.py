@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import describe, summary
+from cnr_store.training.distributed.torchrec import ShardedModule
+from cnr_store.training.distributed.torchrec_hooks import Mark, hook_sharded
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -55,10 +57,16 @@ class Tracker:
     trusted
         Further classes whose steps move neither rows without a gradient nor what is kept for these: see
         `trusted_classes`.
+    sharded
+        TorchRec's modules that look up rows of `tables`.
     """
 
     def __init__(
-        self, tables: Sequence[Table], optimizers: Sequence[Optimizer] = (), trusted: Classes = ()
+        self,
+        tables: Sequence[Table],
+        optimizers: Sequence[Optimizer] = (),
+        trusted: Classes = (),
+        sharded: Sequence[ShardedModule] = (),
     ) -> None:
         self._optimizers = list(optimizers)
         self._trusted = trusted
@@ -71,6 +79,7 @@ class Tracker:
         for tracker in self._trackers.values():
             for module in tracker.table.modules:
                 hook_lookups(module, tracker, hooks)
+        self._sharded = [hook_sharded(module, self._marker(), hooks) for module in sharded]
         self._close = weakref.finalize(self, hooks.close)
         add_step_listener(self)
 
@@ -78,6 +87,15 @@ class Tracker:
         """Remove every hook; nothing is flagged any more."""
         remove_step_listener(self)
         self._close()
+
+    def _marker(self) -> Mark:
+        """Flags what TorchRec's lookups say, and keeps no tracker alive."""
+        by_key = {tracker.table.key: tracker for tracker in self._trackers.values()}
+
+        def mark(key: str, _first_row: int, rows: torch.Tensor) -> None:
+            by_key[key].mark(rows)
+
+        return mark
 
     # Hooks
 
@@ -202,6 +220,7 @@ class Tracker:
         """
         self.adopt_replaced()
         self._find_owners()
+        self._check_sharded()
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
@@ -210,6 +229,15 @@ class Tracker:
                 reasons[name] = reason
         self._warn({name: reason for name, reason in reasons.items() if (name, reason) not in self._logged})
         return reasons
+
+    def _check_sharded(self) -> None:
+        for hooks in self._sharded:
+            reason = hooks.check()
+            for table in hooks.sharded.tables if reason else ():
+                self._by_key(table.name).make_whole(str(reason))
+
+    def _by_key(self, key: str) -> TableTracker:
+        return next(tracker for tracker in self._trackers.values() if tracker.table.key == key)
 
     def _warn(self, reasons: Mapping[str, str]) -> None:
         self._logged.update(reasons.items())
@@ -225,6 +253,8 @@ class Tracker:
             name: "rows with a gradient"
             if tracker.has_optimizer
             else "rows looked up in this interval or in the one before"
+            if tracker.updates_unseen
+            else "rows looked up"
             for name, tracker in self._trackers.items()
         }
 
@@ -262,7 +292,7 @@ class Tracker:
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
             for tracker in self._trackers.values():
-                tracker.begin_interval(carry_over=not tracker.has_optimizer)
+                tracker.begin_interval(carry_over=tracker.updates_unseen)
             self._stepped.forget()
             return flagged
         except BaseException:
@@ -303,6 +333,8 @@ class Tracker:
         """
         for name, tracker in self._trackers.items():
             weights = [module._parameters.get("weight") for module in tracker.table.modules]
+            if not weights:  # TorchRec's
+                continue
             weight = weights[0]
             if weight is None or any(other is not weight for other in weights):
                 raise ModelMismatchError(
