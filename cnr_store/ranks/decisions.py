@@ -49,10 +49,7 @@ class Decisions:
         try:
             self._keys.set(f"{prefix}/{self._rank}", encode({"phase": phase, "said": said}))
             self._keys.delete(f"decide/{self._number - 1}/{self._rank}")
-            if self._rank == 0:
-                verdict = self._lead(prefix, phase, judge)
-            else:
-                verdict = self._follow(prefix, phase)
+            verdict = self._lead(prefix, phase, judge) if self._rank == 0 else self._follow(prefix, phase)
         except RanksError as error:
             raise RanksError(f"{phase}: {error}") from error
         return _accepted(verdict)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import decode, encode, named, pauses
@@ -87,7 +88,9 @@ class SaveRound:
                 self._phase = phase
                 self._beaten = now
                 with self._heard(phase):
-                    self._keys.set(self._beat_key, encode({"count": self._count, "phase": phase}))
+                    self._keys.set(
+                        f"{self._prefix}/beat/{self._rank}", encode({"count": self._count, "phase": phase})
+                    )
             self.check()
 
     def check(self) -> None:
@@ -97,9 +100,11 @@ class SaveRound:
             if self._error is None and now - self._checked >= MIN_CHECK_SECONDS:
                 self._checked = now
                 with self._heard(self._phase):
-                    self._error = self._read_failure()
-                    if self._error is None:
+                    failure = self._keys.get(f"{self._prefix}/failure")
+                    if failure is None:
                         self._fail_silent()
+                    else:
+                        self._error = _error(decode(failure))
             if self._error is not None:
                 raise self._error
 
@@ -113,7 +118,7 @@ class SaveRound:
         message
             Why it failed.
         """
-        self._fail(self._rank, phase, f"failed: {message}")
+        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}"})
 
     def vote(self, document: Document) -> None:
         """Tell rank 0 that this rank's part is written. It need not beat any more."""
@@ -130,7 +135,7 @@ class SaveRound:
                     value = self._keys.get(f"{self._prefix}/vote/{rank}")
                     if value is not None:
                         found[rank] = decode(value)
-            self._watched -= found.keys()
+            self._watched = self._watched.difference(found)
             if len(found) == self._world:
                 break
             self.beat("vote")
@@ -138,10 +143,8 @@ class SaveRound:
 
     def conclude(self, document: Document) -> None:
         """Rank 0: tell what came of the save. A store that does not answer is passed over."""
-        try:
+        with suppress(RanksError):  # the others find out in the storage
             self._keys.set(f"{self._prefix}/outcome", encode(document))
-        except RanksError:
-            return  # the others find out in the storage
 
     def outcome(self) -> Document | None:
         """Other ranks: wait for what came of the save, also after a failure.
@@ -156,8 +159,7 @@ class SaveRound:
                 value = self._keys.get(f"{self._prefix}/outcome")
                 if value is not None:
                     return decode(value)
-                if self._watch.silent([0]):
-                    self._fail_silent()
+                if self._fail_silent():  # so that rank 0 sees it should it wake
                     return None
         except RanksError:
             return None
@@ -169,10 +171,6 @@ class SaveRound:
         for name in (*shared, f"vote/{self._rank}", f"beat/{self._rank}"):
             self._keys.delete(f"{self._prefix}/{name}")
 
-    @property
-    def _beat_key(self) -> str:
-        return f"{self._prefix}/beat/{self._rank}"
-
     def _awaited(self, name: str, phase: str) -> Document:
         for _ in pauses(FOREVER_SECONDS):
             with self._heard(phase):
@@ -181,3 +179,65 @@ class SaveRound:
                 return decode(value)
             self.beat(phase)
         raise AssertionError("pauses without end")
+
+    def _fail_silent(self) -> bool:
+        """Tell of the watched ranks that are gone, if there are some."""
+        gone = self._watch.silent(self._watched)
+        voted = [rank for rank in gone if self._keys.get(f"{self._prefix}/vote/{rank}") is not None]
+        self._watched = self._watched.difference(voted)
+        gone = {rank: phase for rank, phase in gone.items() if rank not in voted}
+        if gone:
+            message = f"made no progress for {self._timeout:g} s"
+            self._fail({"ranks": [*gone], "phase": next(iter(gone.values())), "message": message})
+        return bool(gone)
+
+    def _fail(self, failure: Document) -> None:
+        with suppress(RanksError):  # the store is gone: the others find out as this rank did
+            failure = decode(self._keys.compare_set(f"{self._prefix}/failure", encode(failure)))
+        with self._lock:
+            self._error = self._error or _error(failure)
+
+    @contextmanager
+    def _heard(self, phase: str) -> Iterator[None]:
+        """A store that does not answer is a failure of this rank, which the others learn from its silence."""
+        try:
+            yield
+        except RanksError as error:
+            self._error = RanksError(f"{phase}: rank {self._rank} failed: {error}")
+            raise self._error from error
+
+
+def _error(failure: Document) -> RanksError:
+    return RanksError(f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}")
+
+
+class _Watch:
+    """How long the beats of ranks have stood still, in time that this rank itself was awake."""
+
+    def __init__(self, keyvalue: KeyValue, prefix: str, timeout_seconds: float) -> None:
+        self._keys = keyvalue
+        self._prefix = prefix
+        self._timeout = timeout_seconds
+        self._looked = time.monotonic()
+        self._last: dict[int, bytes | None] = {}
+        self._silent_seconds: dict[int, float] = {}
+
+    def silent(self, ranks: Collection[int]) -> dict[int, str]:
+        """The ranks that have made no progress for the timeout, with the last phase of each."""
+        now = time.monotonic()
+        elapsed = now - self._looked
+        if elapsed < self._timeout / 20:
+            return {}
+        self._looked = now
+        gone = {}
+        for rank in ranks:
+            value = self._keys.get(f"{self._prefix}/beat/{rank}")
+            moved = value != self._last.get(rank)
+            self._last[rank] = value
+            # One that was stopped itself has seen nothing meanwhile: a look counts a quarter of the timeout at most.
+            self._silent_seconds[rank] = (
+                0 if moved else self._silent_seconds.get(rank, 0) + min(elapsed, self._timeout / 4)
+            )
+            if self._silent_seconds[rank] >= self._timeout:
+                gone[rank] = "begin" if value is None else str(decode(value)["phase"])
+        return gone

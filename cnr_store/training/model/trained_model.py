@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
-from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded, take_fused
+from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
+from cnr_store.training.distributed.torchrec_optimizers import take_fused
 from cnr_store.training.model.optimizer_state import as_list, row_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing

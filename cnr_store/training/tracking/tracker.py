@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import describe, summary
 from cnr_store.training.distributed.torchrec import ShardedModule
-from cnr_store.training.distributed.torchrec_hooks import Mark, hook_sharded
+from cnr_store.training.distributed.torchrec_lookups import LookupHooks, Mark
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -79,7 +79,9 @@ class Tracker:
         for tracker in self._trackers.values():
             for module in tracker.table.modules:
                 hook_lookups(module, tracker, hooks)
-        self._sharded = [hook_sharded(module, self._marker(), hooks) for module in sharded]
+        self._sharded = [LookupHooks(module, self._marker()) for module in sharded]
+        for each in self._sharded:
+            hooks.callback(each.remove)
         self._close = weakref.finalize(self, hooks.close)
         add_step_listener(self)
 
