@@ -80,6 +80,7 @@ def _fits(entry: ArrayEntry, doc: Doc | None) -> bool:
         and doc.get("shape") == list(entry.shape)
         and entry.kind == ("whole" if entry.base is None else "delta")
         and not entry.aliases
+        and not entry.boundaries
         and entry.stored is None
     )
 

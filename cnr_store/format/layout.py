@@ -21,9 +21,9 @@ NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
 ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
-"""The feature of versions that several ranks saved; and one that is reserved."""
+"""Features of versions that several ranks saved, and in which slots follow column shards."""
 
-FEATURES = frozenset({COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2, STATE_PARTS})
+FEATURES = frozenset({COLUMN_BOUNDARIES, COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2, STATE_PARTS})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

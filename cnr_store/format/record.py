@@ -13,6 +13,7 @@ from typing import Any
 
 from cnr_store.format.arrays import Doc
 from cnr_store.format.layout import (
+    COLUMN_BOUNDARIES,
     COMPACT_RECORD,
     FOLDS,
     NO_DOCUMENTS,
@@ -45,6 +46,9 @@ class ArrayEntry:
         Configuration of the row codec, None for dense arrays.
     aliases
         Other names of the same tensor in the model.
+    boundaries
+        Of optimizer state with a column for each column shard of its table: where in the table each begins, and behind
+        them the table's columns. Else empty.
     stored
         Path that its objects lie under, if that is not the plain path of its name (`stored_paths`).
     """
@@ -57,6 +61,7 @@ class ArrayEntry:
     nbytes: int = 0
     codec: Mapping[str, Any] | None = None
     aliases: tuple[str, ...] = ()
+    boundaries: tuple[int, ...] = ()
     stored: str | None = None
 
     def to_json(self) -> Doc:
@@ -71,13 +76,21 @@ class ArrayEntry:
             doc |= {"base": self.base, "rows": self.rows, "codec": dict(self.codec or {})}
         if self.aliases:
             doc["aliases"] = list(self.aliases)
+        if self.boundaries:
+            doc["boundaries"] = list(self.boundaries)
         return doc
 
 
 def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
     """Features that a reader must know of a version, or a fold, that is written now with these arrays."""
     has_rows = any(entry.kind != "dense" for entry in arrays.values())
-    return (COMPACT_RECORD, NO_DOCUMENTS, *((PAYLOAD_2,) if has_rows else ()))
+    has_boundaries = any(entry.boundaries for entry in arrays.values())
+    return (
+        COMPACT_RECORD,
+        NO_DOCUMENTS,
+        *((PAYLOAD_2,) if has_rows else ()),
+        *((COLUMN_BOUNDARIES,) if has_boundaries else ()),
+    )
 
 
 @dataclass(frozen=True)

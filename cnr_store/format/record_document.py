@@ -10,6 +10,7 @@ so that several attempts at a fold never touch each other's.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -153,7 +154,11 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
     if cnr["id"] != version:
         raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
     previous, requires = cnr["previous"], validate.texts(cnr["requires"], "requires")
-    arrays = _entries(_all_entries(cnr, nodes), escaped=ESCAPED_NAMES in requires)
+    arrays = _entries(
+        _all_entries(cnr, nodes),
+        escaped=ESCAPED_NAMES in requires,
+        bounded=layout.COLUMN_BOUNDARIES in requires,
+    )
     record = Record(
         id=version,
         nonce=validate.text(cnr["nonce"], "nonce"),
@@ -191,12 +196,12 @@ def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
     return arrays
 
 
-def _entries(arrays: Doc, *, escaped: bool) -> dict[str, ArrayEntry]:
+def _entries(arrays: Doc, *, escaped: bool, bounded: bool) -> dict[str, ArrayEntry]:
     entries: dict[str, ArrayEntry] = {}
     for stored, doc in arrays.items():
         path = stored
         try:
-            entry = _entry(validate.members(doc, "its entry"))
+            entry = _entry(validate.members(doc, "its entry"), bounded)
             if escaped and "name" in doc:
                 path = validate.text(doc["name"], "name")
                 check_stored(stored, path)
@@ -213,10 +218,10 @@ def _entries(arrays: Doc, *, escaped: bool) -> dict[str, ArrayEntry]:
     return entries
 
 
-def _entry(doc: Doc) -> ArrayEntry:
+def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
     """What `ArrayEntry.to_json` made, proven; ValueError or KeyError where it is malformed."""
     kind = validate.one_of(doc["kind"], "kind", KINDS)
-    if "boundaries" in doc:
+    if "boundaries" in doc and not bounded:
         raise ValueError(f"it has boundaries, and the record does not require {layout.COLUMN_BOUNDARIES}")
     aliases = validate.texts(doc.get("aliases", []), "aliases")
     nbytes, element = validate.natural(doc["bytes"], "bytes"), validate.text(doc["element"], "element")
@@ -236,7 +241,20 @@ def _entry(doc: Doc) -> ArrayEntry:
         nbytes,
         validate.members(doc["codec"], "codec"),
         aliases,
+        _boundaries(doc.get("boundaries", []), shape),
     )
+
+
+def _boundaries(value: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the columns of a slot begin in its table, and the table's columns."""
+    if value == []:
+        return ()
+    edges = validate.items(value, "boundaries")
+    numbers = tuple(validate.natural(edge, "boundaries") for edge in edges)
+    ascends = all(one < other for one, other in itertools.pairwise(numbers))
+    if len(shape) != 2 or len(numbers) != shape[1] + 1 or numbers[0] != 0 or not ascends:
+        raise ValueError(f"boundaries are {validate.shown(value)}, of an array of shape {shape}")
+    return numbers
 
 
 def _policy(policy: Doc) -> Doc:

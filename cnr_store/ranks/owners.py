@@ -7,10 +7,11 @@ processor.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,10 @@ from cnr_store.ranks.placement import Band, Placement
 
 SLACK = 1.1
 """How far above the least load an owner may get that has more of a shard's rows than others."""
+LIMIT = 1.5
+"""How many times the mean of all ranks an owner may write, where other ranks can."""
+_ROUNDS = 8
+"""Of passing shards on. Most often the first one finds nothing to move."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +60,21 @@ class _Holders(NamedTuple):
     cells: npt.NDArray[np.int64] | None
 
 
+class _Shard(NamedTuple):
+    """A shard that is written: its array, its number there, and the bytes expected of it."""
+
+    array: int
+    number: int
+    nbytes: float
+    holders: _Holders
+
+
 def assign(shares: Sequence[Share], world: int) -> list[npt.NDArray[np.int32]]:
     """Give each shard that is written an owner among the ranks that hold rows of it, so that bytes spread evenly.
 
-    Shards that fewer ranks hold come first, because their owners have the least choice; among as many holders, larger
-    shards come first. The holder with the least bytes so far gets the shard, or one with more of its rows whose bytes
-    stay within `SLACK` of that.
+    Shards that fewer ranks hold come first, because they have the least choice; among as many holders, larger shards
+    come first. The holder with the least bytes so far gets the shard, or one with more of its rows whose bytes stay
+    within `SLACK` of that. At last, ranks with more than `LIMIT` times the mean pass on what others can take.
 
     Parameters
     ----------
@@ -74,41 +88,39 @@ def assign(shares: Sequence[Share], world: int) -> list[npt.NDArray[np.int32]]:
     list
         int32 (shards,) for each share: the owners; -1 where nothing is written.
     """
+    written = [shard for array, share in enumerate(shares) for shard in _written(array, share)]
+    written.sort(key=lambda shard: (len(shard.holders.ranks), -shard.nbytes, shard.array, shard.number))
     owners = [np.full(len(share.shard_bytes), -1, np.int32) for share in shares]
-    work = [
-        (len(holders.ranks), -float(share.shard_bytes[shard]), number, shard, holders)
-        for number, share in enumerate(shares)
-        for shard, holders in _written(share)
-    ]
-    work.sort(key=lambda item: item[:4])
     loads = np.zeros(world)
-    for _, minus_bytes, number, shard, holders in work:
-        owner = _choose(holders, loads, -minus_bytes)
-        loads[owner] -= minus_bytes
-        owners[number][shard] = owner
+    for shard in written:
+        owner = _choose(shard.holders, loads, shard.nbytes)
+        loads[owner] += shard.nbytes
+        owners[shard.array][shard.number] = owner
+    _relieve(written, owners, loads)
     return owners
 
 
-def _written(share: Share) -> Iterator[tuple[int, _Holders]]:
-    """Each shard that is written, with its holders."""
+def _written(array: int, share: Share) -> Iterator[_Shard]:
+    """The shards of an array that are written."""
     bands = share.placement.bands
     shards = np.flatnonzero(share.shard_bytes)
     first_rows = np.array([band.first_row for band in bands], np.int64)
     begins = np.searchsorted(first_rows, shards * share.shard_rows, side="right") - 1
     ends = np.searchsorted(first_rows, (shards + 1) * share.shard_rows, side="left")
-    inside: dict[int, _Holders] = {}  # of shards inside one band
-    for shard, begin, end in zip(shards.tolist(), begins.tolist(), ends.tolist(), strict=True):
+    columns = (each.tolist() for each in (shards, share.shard_bytes[shards], begins, ends))
+    of_band: dict[int, _Holders] = {}  # of the shards inside one band
+    for number, nbytes, begin, end in zip(*columns, strict=True):
         if end - begin > 1:
-            rows = shard * share.shard_rows, (shard + 1) * share.shard_rows
-            yield shard, _holders(bands[begin:end], *rows)
-            continue
-        if begin not in inside:
-            inside[begin] = _holders([bands[begin]], bands[begin].first_row, bands[begin].end_row)
-        yield shard, inside[begin]
+            holders = _holders(bands[begin:end], number * share.shard_rows, (number + 1) * share.shard_rows)
+        elif begin in of_band:
+            holders = of_band[begin]
+        else:
+            holders = of_band[begin] = _holders(bands[begin:end], 0, share.placement.shape[0])
+        yield _Shard(array, number, nbytes, holders)
 
 
 def _holders(bands: Sequence[Band], first_row: int, end_row: int) -> _Holders:
-    """Who holds which share of the rows `first_row` ... `end_row` - 1, all of which are in `bands`."""
+    """Who holds how much of the rows `first_row` ... `end_row` - 1 of some bands."""
     cells: dict[int, int] = {}
     for band in bands:
         rows = min(band.end_row, end_row) - max(band.first_row, first_row)
@@ -125,11 +137,33 @@ def _choose(holders: _Holders, loads: npt.NDArray[np.float64], nbytes: float) ->
     ranks, cells = holders
     if len(ranks) == 1:
         return int(ranks[0])
-    after: npt.NDArray[Any] = loads[ranks] + nbytes
+    after: npt.NDArray[np.float64] = loads[ranks] + nbytes
     if cells is None:
         return int(ranks[after.argmin()])
     near = np.flatnonzero(after <= SLACK * after.min())
     return int(ranks[near[np.lexsort((after[near], -cells[near]))[0]]])
+
+
+def _relieve(
+    written: Sequence[_Shard], owners: Sequence[npt.NDArray[np.int32]], loads: npt.NDArray[np.float64]
+) -> None:
+    """Move shards from ranks above the limit to holders that then have less than those had."""
+    limit = LIMIT * math.fsum(loads) / len(loads)
+    for _ in range(_ROUNDS):
+        moves = 0
+        for shard in written:
+            owner = owners[shard.array][shard.number]
+            if loads[owner] <= limit:
+                continue
+            ranks = shard.holders.ranks
+            other = ranks[loads[ranks].argmin()]
+            if loads[other] + shard.nbytes < loads[owner]:
+                loads[owner] -= shard.nbytes
+                loads[other] += shard.nbytes
+                owners[shard.array][shard.number] = other
+                moves += 1
+        if not moves:
+            return
 
 
 def supplier(ranks: Sequence[int], owner: int, shard: int) -> int:

@@ -194,7 +194,7 @@ class Checkpointer:
         self._coordinator = Coordinator(
             ranks, trained, options, self._saves, self._upkeep, self._follow_model
         )
-        self._loader = Loader(reading, self._catalog, trained, options, self._saves)
+        self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
 
     def save(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cnr_backends import BackendError, Transfer
@@ -13,14 +14,17 @@ from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
+from cnr_store.ranks.group import Group
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
-from cnr_store.training.loading.load_result import Restored, warn_salvaged
+from cnr_store.training.loading.joint_load import load_jointly, on_all
+from cnr_store.training.loading.load_result import Restored, warn_resharded, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.stats import bytes_text
+from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.patient_backend import PatientBackend
 
@@ -42,6 +46,7 @@ class Loader:
     trained: TrainedModel
     options: Options
     saves: SaveQueue
+    group: Group
 
     @staticmethod
     def check_options(fallback: bool, selection: Selection) -> None:
@@ -67,8 +72,11 @@ class Loader:
             seen = fencing.look(self.catalog)
 
         try:
-            return find(
-                self.catalog, version, lambda record: self._load(record, selection, salvage, seen), look
+            return load_jointly(
+                self.group,
+                lambda attempt: find(self.catalog, version, attempt, look),
+                lambda get: self._load(get, selection, salvage, seen),
+                self.catalog.find,
             )
         except CorruptionError as error:
             self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
@@ -80,23 +88,37 @@ class Loader:
                 )
             raise
 
-    def _load(self, record: Record, selection: Selection, salvage: bool, seen: Seen) -> Restored:
+    def _load(self, get: Callable[[], Record], selection: Selection, salvage: bool, seen: Seen) -> Restored:
         trained, saves = self.trained, self.saves
         began, read_before = time.perf_counter(), self.backend.bytes_read
-        restore = Restore(self.catalog, record, trained, self.options.objects, selection, salvage)
-        before = self._lineage_before(record, salvage)
+
+        def prove() -> tuple[Record, Restore, Lineage]:
+            record = get()
+            restore = Restore(
+                self.catalog, record, trained, self.options.objects, selection, salvage, self.group
+            )
+            return record, restore, self._lineage_before(record, salvage)
+
+        record, restore, before = on_all(self.group, "load: the version and the model", prove)
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()
-        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-            restored, since_whole = restore.run(self.options.rng, transfer)
+
+        def read() -> tuple[Restored, dict[str, Bitmap]]:
+            with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+                return restore.run(self.options.rng, transfer)
+
+        restored, since_whole = on_all(self.group, "load: the rows", read)
         saves.writer.restart(record.id, seen)
         saves.tracker.clear()
         saves.audit.renew(trained.row_arrays())
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
-        saves.planner.continue_from(restore.trusted(lineage), {} if restore.is_damaged else since_whole)
+        if any(doc["alone"] for doc in self.group.gather("load: end", {"alone": lineage.past is None})):
+            lineage, since_whole = before.alone(), {}
+        saves.planner.continue_from(restore.trusted(lineage), since_whole)
         warn_salvaged(restored, self.catalog.backend.url)
+        warn_resharded(restored, self.catalog.backend.url)
         log.info(
             "loaded version %s, step %d: %s rows, %s read in %.1f s",
             *(record.id, record.step, f"{restore.rows:,}", bytes_text(self.backend.bytes_read - read_before)),

@@ -269,7 +269,7 @@ def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:
     values = np.empty((len(offsets), rows.columns), array_dtype(rows.element))
     filled = 0
     for part in parts:
-        cells = part.values(values.dtype)
+        cells = part.values.view(values.dtype)
         place = np.searchsorted(offsets, part.offsets)
         values[place, part.first_column : part.first_column + cells.shape[1]] = cells
         filled += cells.size

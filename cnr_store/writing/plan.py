@@ -64,6 +64,8 @@ class RowsWrite:
         Where their values come from and how they are encoded.
     aliases
         Other names of the same tensor in the model.
+    boundaries
+        As in `ArrayEntry`.
     held
         What this rank has of the array; None where it has all of it, and no other rank has any.
     """
@@ -76,6 +78,7 @@ class RowsWrite:
     source: RowSource
     codec: RowCodec
     aliases: tuple[str, ...] = ()
+    boundaries: tuple[int, ...] = ()
     held: Held | None = None
 
     @property

@@ -310,6 +310,7 @@ def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Tas
             0,
             rows.codec.get_config(),
             rows.aliases,
+            rows.boundaries,
         )
         if rows.rows_written:
             grid = rows.grid()

@@ -88,9 +88,9 @@ def error_document(error: BaseException) -> Document:
     return {"error": type(error).__name__, "text": str(error)}
 
 
-def error_from(doc: Document) -> CheckpointError:
+def error_from(doc: Document, otherwise: type[CheckpointError] = SaveError) -> CheckpointError:
     """The error that another rank met, of the same class if that is one of this package."""
     kind = getattr(errors, str(doc.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        kind = SaveError
+        kind = otherwise
     return kind(str(doc.get("text")))

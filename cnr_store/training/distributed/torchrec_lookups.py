@@ -111,7 +111,8 @@ class LookupHooks:
         values = ids.values()
         # Column shards of a table on one rank get the same ids.
         rows = {
-            place: values[start:end] for place, start, end in zip(positions, offsets, offsets[1:], strict=False)
+            place: values[start:end]
+            for place, start, end in zip(positions, offsets, offsets[1:], strict=False)
         }
         self._mark_rows(rows.items())
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -127,7 +128,9 @@ class LookupHooks:
         for (table, first_row, rows, _), ids in found:
             if rows and ids.numel():
                 # FBGEMM looks up the first row for an id out of range.
-                self._mark(self._names[table], first_row, torch.where((ids < 0) | (ids >= rows), 0, ids).long())
+                self._mark(
+                    self._names[table], first_row, torch.where((ids < 0) | (ids >= rows), 0, ids).long()
+                )
 
 
 class _Hook:

@@ -16,10 +16,11 @@ from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
+from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
-from cnr_store.training.loading.row_fill import AllRows, ChosenRows, Reader, Target, fill_all
+from cnr_store.training.loading.row_fill import AllRows, Blended, ChosenRows, Fill, Reader, Target, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import check_slots, check_tree
@@ -47,6 +48,8 @@ class Restore:
         The `state` objects of the checkpointer, by name.
     salvage
         Whether rows that are damaged or lost take older values.
+    group
+        The ranks that load together; None for this process alone.
 
     Attributes
     ----------
@@ -70,6 +73,7 @@ class Restore:
         objects: Mapping[str, Any],
         selection: Selection,
         salvage: bool = False,
+        group: Group | None = None,
     ) -> None:
         self.is_damaged = False
         self._salvage = salvage
@@ -86,7 +90,9 @@ class Restore:
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
         tree = decode_tree(catalog, record, catalog.state(record), self._match.where)
         self._state = check_tree(tree, self._match.where)
+        self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         self._fits = self._fit_optimizers() if trained.optimizers else []
+        self._fused = fit_fused(self._match, trained, self._fused_tree, record.arrays)
         if selection.everything:
             self._compare_rest()
         self._match.prove()
@@ -102,7 +108,7 @@ class Restore:
 
     def _fit_optimizers(self) -> list[OptimizerFit]:
         match, names = self._match, {*self._names.values()}
-        stored, given = self._state.optimizers, self._trained.optimizers
+        stored, given = self._stepping, self._trained.optimizers
         # Either may be longer than the other, which `fit_optimizers` tells.
         trees = [unwrap_tree(tree, one, names) for tree, one in zip(stored, given, strict=False)]
         trees += stored[len(given) :]
@@ -112,7 +118,8 @@ class Restore:
         fits = fit_optimizers(match, given, trees, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
-        check_slots(trees, match.rows, self._record.arrays, self._match.where)
+        fused = [] if self._fused_tree is None else [self._fused_tree]
+        check_slots([*trees, *fused], match.rows, self._record.arrays, self._match.where)
         for fit in fits:
             fit.take_slots(self._record.arrays)
         return fits
@@ -129,7 +136,7 @@ class Restore:
             )
         given = len(self._trained.optimizers)
         match.unexpected += [
-            f"state of optimizer {position}" for position in range(given, len(state.optimizers))
+            f"state of optimizer {position}" for position in range(given, len(self._stepping))
         ]
         match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
         try:
@@ -160,6 +167,7 @@ class Restore:
                 load_extra_state(self._trained.model, self._state.extra_state)
         for fit in self._fits:
             self._load_optimizer(fit)
+        self._fused.assign_settings(self._trained)
         if self._match.selection.everything:
             self._load_objects()
             if rng and self._state.rng is not None:
@@ -175,6 +183,7 @@ class Restore:
             grown=match.grown,
             cast=match.cast,
             salvaged=salvaged,
+            resharded=self._fused.resharded,
         )
         return restored, changed
 
@@ -189,8 +198,10 @@ class Restore:
             for path, fit, tensor in each.targets()
         ]
         exact: dict[str, AllRows] = {}
-        chosen: list[ChosenRows] = []
         salvagers: list[SalvageReader] = []
+        targets += [(slot.array.path, slot.fit, slot.array.parts) for slot in self._fused.slots]
+        blended = {slot.array.path: slot.weights for slot in self._fused.slots if slot.weights is not None}
+        others: list[Fill] = []
         for path, fit, parts in targets:
             reader: Reader
             if self._salvage:
@@ -199,11 +210,13 @@ class Restore:
             else:
                 reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
-            if fit.exact:
+            if path in blended:
+                others.append(Blended(reader, target, blended[path]))
+            elif fit.exact:
                 exact[path] = AllRows(reader, target)
             else:
-                chosen.append(ChosenRows(reader, target, fit.ids))
-        fill_all([*exact.values(), *chosen], transfer)
+                others.append(ChosenRows(reader, target, fit.ids))
+        fill_all([*exact.values(), *others], transfer)
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
@@ -241,7 +254,7 @@ class Restore:
 
         After a whole load all of it, else the arrays that are now as they are stored.
         """
-        if self._match.selection.whole:
+        if self._match.selection.whole and not self._fused.resharded:
             return lineage
         return replace(
             lineage, lines={path: line for path, line in lineage.lines.items() if path in self._exact}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cnr_backends import Transfer
@@ -109,6 +110,27 @@ class ChosenRows(Fill):
             if part.tensor.dtype is torch.bfloat16:
                 values = values.astype(np.float32)  # the array type of bfloat16
             assign_ids(part.tensor, start + offsets, values)
+
+
+class Blended(Fill):
+    """Takes every row that the target has, each column made of the numbers stored by `weights`.
+
+    Parameters
+    ----------
+    weights
+        (stored columns, columns of the array) float64.
+    """
+
+    def __init__(self, reader: Reader, target: Target, weights: npt.NDArray[np.float64]) -> None:
+        super().__init__(reader, target)
+        self._weights = weights
+
+    def fill(self, first: int, rows: int) -> None:
+        out = np.empty((rows, self.reader.columns), self.reader.dtype)
+        self.reader.read(first, out)
+        values = (out.astype(np.float64) @ self._weights).astype(self.reader.dtype)
+        for part in self.target.parts:
+            assign_rows(part.tensor, first - self.target.first_row, _columns(part, values))
 
 
 def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:

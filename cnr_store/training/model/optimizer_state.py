@@ -19,6 +19,8 @@ from cnr_store.training.model.wrappers import unwrap_optimizer
 Group = dict[str, Any]
 Tree = dict[str, Any]
 _SHOWN = 3
+FUSED = "torchrec.fused"
+"""What the class of TorchRec's optimizers is called in the store, whatever TorchRec calls it."""
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

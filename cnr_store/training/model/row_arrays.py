@@ -96,8 +96,10 @@ def row_arrays(
             for slot, kept in table.sharded.slots.items():
                 path = slot_path(table.name, slot)
                 parts = column_parts(table.name, kept.pieces)
+                # Where this process holds nothing of it, others tell the type.
+                dtype = kept.pieces[0].tensor.dtype if kept.pieces else torch.float32
                 arrays[path] = RowArray(
-                    table, path, kept.shape, dtype_name(kept.dtype), parts, boundaries=kept.boundaries
+                    table, path, kept.shape, dtype_name(dtype), parts, False, kept.boundaries
                 )
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():

@@ -186,7 +186,9 @@ def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, .
 
 def _memory(sharded: ShardedTable) -> torch.Tensor:
     """Some memory of the rows that this process holds: its changes are counted for all of them."""
-    return sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
+    return (
+        sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
+    )
 
 
 def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list[Table]:

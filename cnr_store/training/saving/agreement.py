@@ -143,7 +143,8 @@ class Layout:
         for rank, doc in enumerate(everything):
             for path, (shape, element, boxes) in doc["arrays"].items():
                 kind = (tuple(shape), element)
-                if arrays.setdefault(path, kind) != kind:
+                # A rank without rows need not know their type.
+                if boxes and arrays.setdefault(path, kind) != kind:
                     raise SaveError(
                         f"{path} is {kind} on rank {rank} and {arrays[path]} on others: give all ranks one model"
                     )

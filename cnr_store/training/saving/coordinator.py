@@ -23,7 +23,7 @@ from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
-from cnr_store.training.saving.snapshot import Snapshot, take_snapshot
+from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Coordinator:
             **self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
             "folded": None if folded is None else [folded.version, folded.bytes],
+            "settings": {
+                table.name: settings
+                for table in self._trained.fused_tables
+                if (settings := table.sharded.settings())
+            },
             "previous": lineage.version,
             "restores": lineage.restores,
         }
@@ -146,4 +151,7 @@ class Coordinator:
         self._layout.settle(said)
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.unsafe = merge_reasons(said)
+        if self._trained.fused_position is not None:
+            settings = {name: each for doc in said for name, each in doc["settings"].items()}
+            add_fused(snapshot, self._trained, settings)
         divide_dense(snapshot, self._group)

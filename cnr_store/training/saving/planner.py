@@ -288,6 +288,7 @@ class Planner:
             source=self._staging.stage(array, written, pending),
             codec=self._codec(array),
             aliases=table.tied_names if array.is_weight else (),
+            boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=self._held(array, None if written is None else counts),
         )
 

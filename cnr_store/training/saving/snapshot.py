@@ -18,7 +18,7 @@ from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import state_of, tensor_leaf
-from cnr_store.training.model.optimizer_state import optimizer_tree
+from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
@@ -206,6 +206,27 @@ def take_snapshot(
     own_dense: list[DenseWrite] = []
     part = _encode(own, own_dense, f"ranks.{rank:06d}.")
     return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, part, own_dense)
+
+
+def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the state that TorchRec's optimizers have beside rows, where they stood among those given.
+
+    Parameters
+    ----------
+    settings
+        By table: what its optimizer has on some rank that holds rows of it.
+    """
+    tables = trained.fused_tables
+    tree = {
+        "class": FUSED,
+        "param_groups": [
+            {**settings.get(table.name, {}), "params": [table.parameter_name]} for table in tables
+        ],
+        "state": {},
+        "slots": {table.name: sorted(table.sharded.slots) for table in tables if table.sharded.slots},
+        "other": {},
+    }
+    snapshot.state["optimizers"].insert(trained.fused_position, _encode(tree, snapshot.dense))
 
 
 def _encode(tree: Mapping[str, Any], dense: list[DenseWrite], prefix: str = "") -> Any:

@@ -1,0 +1,135 @@
+"""The state that TorchRec's optimizers keep for rows: what a version holds of it, and how it fits this job's sharding.
+
+A row-wise optimizer keeps one number for each row and column shard, so that state's shape depends on how the table is
+sharded. For other column shards than those that were saved, each gets the mean of what was saved for its columns,
+weighted by width: where shards are joined, their mean; where one is split, its number for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.errors import ModelMismatchError
+from cnr_store.format.layout import slot_path
+from cnr_store.format.record import ArrayEntry
+from cnr_store.training.loading.match import Match, TableFit
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.optimizer_state import FUSED, Tree
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class FusedSlot:
+    """State to read: for the columns of `array`, from what is stored.
+
+    Attributes
+    ----------
+    weights
+        (stored columns, columns): how the numbers stored make those of each column; None where they are the same.
+    """
+
+    array: RowArray
+    fit: TableFit
+    weights: npt.NDArray[np.float64] | None
+
+
+@dataclass
+class FusedFit:
+    """What TorchRec's optimizers are to get.
+
+    Attributes
+    ----------
+    slots
+        What is read by rows.
+    resharded
+        By ``TABLE/SLOT``, the column shards saved and those of now, where they differ.
+    """
+
+    slots: list[FusedSlot] = field(default_factory=list)
+    resharded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def assign_settings(self, trained: TrainedModel) -> None:
+        """Give the optimizers their learning rates, and what else they count."""
+        for table in trained.fused_tables:
+            if table.parameter_name in self._settings:
+                table.sharded.assign_settings(self._settings[table.parameter_name])
+
+
+def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
+    """The stored trees of optimizers that step, and that of TorchRec's."""
+    fused = next((tree for tree in trees if tree["class"] == FUSED), None)
+    return [tree for tree in trees if tree["class"] != FUSED], fused
+
+
+def fit_fused(
+    match: Match, trained: TrainedModel, tree: Tree | None, arrays: Mapping[str, ArrayEntry]
+) -> FusedFit:
+    """Compare what TorchRec's optimizers keep with what is stored; what differs goes into `match`.
+
+    Parameters
+    ----------
+    arrays
+        The version's.
+    """
+    fused, everything = FusedFit(), match.selection.everything
+    if trained.fused_position is None:
+        if tree is not None and everything:
+            match.unexpected.append("state of TorchRec's optimizer")
+        return fused
+    if tree is None:
+        match.lacks(
+            ["state of TorchRec's optimizer"],
+            f"{match.where} holds no state of TorchRec's optimizer; load without dmp.fused_optimizer, or {IGNORE} the "
+            "model without it",
+        )
+        return fused
+    if everything:
+        fused._settings = {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in tree["param_groups"]
+            for name in group["params"]
+        }
+    fits = {fit.table.name: fit for fit in match.tables}
+    for array in trained.row_arrays():
+        fit = fits.get(array.table.name)
+        if fit is None or array.is_weight or array.table not in trained.fused_tables:
+            continue
+        if array.slot not in tree["slots"].get(array.table.name, ()):
+            match.lacks(
+                [f"{array.table.name}/{array.slot}"],
+                f"{match.where} holds no {array.slot!r} of table {array.table.name!r}: another optimizer trained it; "
+                f"load without dmp.fused_optimizer, or {IGNORE} the rest",
+            )
+            continue
+        entry = arrays[slot_path(array.table.name, array.slot)]
+        fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry)))
+    return fused
+
+
+def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray[np.float64] | None:
+    width = array.table.dim
+    stored, now = entry.boundaries, _edges(array.boundaries, width)
+    if (stored or (0, width)) == now and entry.shape[1:] == array.shape[1:]:
+        return None
+    name = f"{array.table.name}/{array.slot}"
+    is_row_wise = bool(stored) or len(entry.shape) == 1
+    if not is_row_wise or (array.shape[1:] and not array.boundaries) or entry.element != array.element:
+        raise ModelMismatchError(
+            f"{name} is {array.shape} {array.element} in the model and stored as {entry.shape} {entry.element}: another "
+            "optimizer trained it; load without dmp.fused_optimizer"
+        )
+    stored = stored or (0, width)
+    fused.resharded[name] = len(stored) - 1, len(now) - 1
+    overlap = np.minimum.outer(stored[1:], now[1:]) - np.maximum.outer(stored[:-1], now[:-1])
+    shares = np.maximum(overlap, 0).astype(np.float64)
+    return shares / shares.sum(axis=0)
+
+
+def _edges(boundaries: Sequence[int], width: int) -> tuple[int, ...]:
+    return (*boundaries, width) if boundaries else (0, width)

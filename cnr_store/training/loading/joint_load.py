@@ -1,0 +1,99 @@
+"""Loads of many ranks: the first rank chooses the version, and all of them load it, or none counts it as loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from cnr_store.errors import CheckpointError, RanksError
+from cnr_store.format.record import Record
+from cnr_store.ranks.group import Document, Group
+from cnr_store.training.loading.load_result import Restored
+from cnr_store.writing.team import error_document, error_from
+
+T = TypeVar("T")
+Attempt = Callable[[Record], Restored]
+JointAttempt = Callable[[Callable[[], Record]], Restored]
+
+
+def on_all(group: Group, phase: str, work: Callable[[], T]) -> T:
+    """Do something on all ranks, which fails on all if it fails on one.
+
+    Raises
+    ------
+    CheckpointError
+        The error of this rank, or one of the class that another rank met.
+    """
+    if group.world == 1:
+        return work()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure = error
+    said = group.gather(phase, {} if failure is None else error_document(failure))
+    if failure is not None:
+        raise failure
+    for rank, doc in enumerate(said):
+        if "error" in doc:
+            raise error_from({**doc, "text": f"rank {rank}: {doc['text']}"}, RanksError)
+    return result  # type: ignore[return-value]  # there was no failure
+
+
+def load_jointly(
+    group: Group,
+    choose: Callable[[Attempt], Restored],
+    attempt: JointAttempt,
+    find: Callable[[str], Record],
+) -> Restored:
+    """Load on all ranks what the first one chooses.
+
+    Parameters
+    ----------
+    choose
+        Calls what it is given for the versions that it tries. Only the first rank runs it.
+    attempt
+        Loads one version, together with the other ranks. Gets a function that finds its record, which may fail.
+    find
+        The record of a version by its id.
+    """
+    if group.world == 1:
+        return choose(lambda record: attempt(lambda: record))
+    if group.rank > 0:
+        return _follow(group, attempt, find)
+
+    def try_together(record: Record) -> Restored:
+        _tell(group, {"try": record.id})
+        return attempt(lambda: record)
+
+    try:
+        restored = choose(try_together)
+    except Exception as error:
+        _tell(group, error_document(error))
+        raise
+    _tell(group, {"skipped": [list(each) for each in restored.skipped]})
+    return restored
+
+
+def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) -> Restored:
+    restored: Restored | None = None
+    while "try" in (told := _tell(group, {})):
+        try:
+            restored = attempt(partial(find, str(told["try"])))
+        except CheckpointError:
+            restored = None  # the first rank has heard of it, and decides what is tried next
+    if "error" in told or restored is None:
+        raise error_from(told, RanksError)
+    return restored
+
+
+def _tell(group: Group, said: Document) -> Document:
+    """What the first rank says."""
+
+    def first(documents: list[Any]) -> Document:
+        told: Document = documents[0]
+        return told
+
+    return group.decide("load", said, first)
