@@ -21,7 +21,7 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import member, shown
+from cnr_store.format.validate import member, shown, texts
 
 
 @dataclass(frozen=True)
@@ -310,12 +310,31 @@ class Catalog:
         with self.reading(record):
             data = self._proven(record, "state/main.json", record.state_sha256)
         state = loads(data, f"state of version {record.id}")
-        if isinstance(state, dict) and "ranks" in state:
+        has_parts = layout.STATE_PARTS in record.requires
+        if (isinstance(state, dict) and "ranks" in state) != has_parts:
             raise CorruptionError(
-                f"state of version {record.id}: it has parts of ranks, and the record does not require "
-                f"{layout.STATE_PARTS}; the object was altered"
+                f"state of version {record.id}: it has {'no ' if has_parts else ''}parts of ranks, and the record "
+                f"{'requires' if has_parts else 'does not require'} {layout.STATE_PARTS}; the object was altered"
             )
         return state
+
+    def state_part(self, record: Record, state: Any, rank: int) -> Any:
+        """What one rank alone has of the state, as tagged JSON.
+
+        Parameters
+        ----------
+        state
+            From `state`.
+
+        Raises
+        ------
+        CorruptionError, VersionNotFoundError
+            It is lost, altered or another one; the version was removed meanwhile.
+        """
+        digests = state_digests(record, state)
+        with self.reading(record):
+            data = self._proven(record, layout.state_part(rank), digests[rank])
+        return loads(data, f"state of rank {rank} in version {record.id}")
 
     def _proven(self, record: Record, name: str, sha256: str) -> bytes:
         key = record.key(name)
@@ -323,6 +342,25 @@ class Catalog:
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptionError(f"{record.home}: {key} is not what was committed (its digest differs)")
         return data
+
+
+def state_digests(record: Record, state: Any) -> tuple[str, ...]:
+    """The digests of the parts of a state, by rank; none if one process saved it.
+
+    Parameters
+    ----------
+    state
+        From `Catalog.state`.
+
+    Raises
+    ------
+    CorruptionError
+        They are malformed.
+    """
+    try:
+        return tuple(texts(state["ranks"], "ranks")) if "ranks" in state else ()
+    except (TypeError, ValueError) as error:
+        raise CorruptionError(f"state of version {record.id}: {error}") from error
 
 
 def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[Catalog, Record]:

@@ -188,9 +188,9 @@ def _only_weight(name: str) -> bool:
     return set(name.split(".")) == {"weight"}
 
 
-def state_part_key(version: str, rank: int) -> str:
-    """Key of what one rank alone has of a version's state."""
-    return version_key(version, f"state/ranks/{rank:06d}.json")
+def state_part(rank: int) -> str:
+    """Place in a version of what one rank alone has of its state."""
+    return f"state/ranks/{rank:06d}.json"
 
 
 def weight_path(table: str) -> str:

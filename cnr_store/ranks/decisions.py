@@ -31,24 +31,34 @@ class Decisions:
         The number of this rank, and of all ranks.
     timeout_seconds
         How long rank 0 waits for the others.
+    prefix
+        What begins the keys.
+
+    Attributes
+    ----------
+    number
+        How many decisions there were.
     """
 
-    def __init__(self, keyvalue: KeyValue, rank: int, world: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, keyvalue: KeyValue, rank: int, world: int, timeout_seconds: float, prefix: str = "decide"
+    ) -> None:
+        self.number = 0
         self._keys = keyvalue
+        self._prefix = prefix
         self._rank = rank
         self._world = world
         self._timeout = timeout_seconds
         self._margin = min(MAX_MARGIN_SECONDS, timeout_seconds / 4)
-        self._number = 0
         self._verdicts: list[str] = []
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `cnr_store.ranks.group.Group.decide`."""
-        self._number += 1
-        prefix = f"decide/{self._number}"
+        self.number += 1
+        prefix = f"{self._prefix}/{self.number}"
         try:
             self._keys.set(f"{prefix}/{self._rank}", encode({"phase": phase, "said": said}))
-            self._keys.delete(f"decide/{self._number - 1}/{self._rank}")
+            self._keys.delete(f"{self._prefix}/{self.number - 1}/{self._rank}")
             verdict = self._lead(prefix, phase, judge) if self._rank == 0 else self._follow(prefix, phase)
         except RanksError as error:
             raise RanksError(f"{phase}: {error}") from error
@@ -100,12 +110,7 @@ class Decisions:
         return self._conclude(prefix, self._absent(phase, [0], [self._rank]))
 
     def _absent(self, phase: str, absent: Iterable[int], present: Iterable[int]) -> Document:
-        return _failure(
-            RanksError(
-                f"{phase}: {named(absent)} did not answer within {self._timeout:g} s ({named(present)} did): "
-                "call the same on every rank, or restart the job if a rank ended or hangs"
-            )
-        )
+        return _failure(RanksError(f"{phase}: {absence(absent, present, self._timeout)}"))
 
     def _conclude(self, prefix: str, verdict: Document) -> Document:
         return decode(self._keys.compare_set(f"{prefix}/verdict", encode(verdict)))
@@ -122,6 +127,14 @@ def _accepted(verdict: Document) -> Document:
         raise getattr(errors, verdict["error"])(verdict["message"])
     found: Document = verdict["verdict"]
     return found
+
+
+def absence(absent: Iterable[int], present: Iterable[int], timeout_seconds: float) -> str:
+    """What to say of ranks that did not come."""
+    return (
+        f"{named(absent)} did not answer within {timeout_seconds:g} s ({named(present)} did): "
+        "call the same on every rank, or restart the job if a rank ended or hangs"
+    )
 
 
 def pauses(limit_seconds: float) -> Iterator[None]:

@@ -164,5 +164,6 @@ class Alone(Group):
 
 
 def joined(pieces: Sequence[Piece]) -> memoryview:
-    """The pieces of a message as one."""
-    return memoryview(b"".join(memoryview(piece).cast("B") for piece in pieces))
+    """The pieces of a message as one, which may be written into."""
+    views = [memoryview(piece) for piece in pieces]
+    return memoryview(bytearray().join(view.cast("B") for view in views if view.nbytes))

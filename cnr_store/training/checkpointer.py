@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +21,7 @@ from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
-from cnr_store.ranks.group import Alone
+from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
@@ -119,6 +120,11 @@ class Checkpointer:
     max_write_bytes_per_second
         How fast saves write in the background. `close`, a preemption and the end of the process lift it, and it does
         not hold for rows that are encoded before `save` returns. None sets no limit.
+    group
+        The ranks that train this model, as a process group of torch.distributed; by default all of the job. Every one
+        of them makes a checkpointer and calls its methods, in the same order.
+    timeout_seconds
+        How long a rank that does not come, or makes no progress, is waited for.
 
     Raises
     ------
@@ -153,8 +159,12 @@ class Checkpointer:
         max_failures: int = 3,
         retry_seconds: float = 300.0,
         max_write_bytes_per_second: float | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
-        ranks = self._group = Alone()
+        ranks = self._group = job_group(
+            arguments.check_group(group), number("timeout_seconds", timeout_seconds)
+        )
         if max_chain is not None:
             max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
         self._options = options = Options(
@@ -326,7 +336,7 @@ class Checkpointer:
                 self._catalog.backend.url,
             )
             return 0
-        restore_reader(restored, reader)
+        restore_reader(restored, reader, self._group.rank, self._group.world)
         return restored.step
 
     def explain(self) -> Explanation:
@@ -397,6 +407,7 @@ class Checkpointer:
                 self._saves.close()
                 self._upkeep.close()
                 self._saves.writer.close()
+                self._group.close()
             if latest is not None and not latest.result_taken:
                 latest.result()
 

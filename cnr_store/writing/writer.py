@@ -240,7 +240,7 @@ class Writer:
             staged = stage(self._backend, version, plan, transfer, team)
         if plan.part is not None:
             data = dumps(plan.part)
-            self._backend.put(layout.state_part_key(version, team.rank), data)
+            self._backend.put(layout.version_key(version, layout.state_part(team.rank)), data)
             staged.nbytes += len(data)
             staged.state_sha256 = hashlib.sha256(data).hexdigest()
         self.encoding_seconds += staged.encoding_seconds

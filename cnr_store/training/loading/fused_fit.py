@@ -121,8 +121,8 @@ def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray
     is_row_wise = bool(stored) or len(entry.shape) == 1
     if not is_row_wise or (array.shape[1:] and not array.boundaries) or entry.element != array.element:
         raise ModelMismatchError(
-            f"{name} is {array.shape} {array.element} in the model and stored as {entry.shape} {entry.element}: another "
-            "optimizer trained it; load without dmp.fused_optimizer"
+            f"{name} is {array.shape} {array.element} in the model and stored as {entry.shape} {entry.element}: "
+            "another optimizer trained it; load without dmp.fused_optimizer"
         )
     stored = stored or (0, width)
     fused.resharded[name] = len(stored) - 1, len(now) - 1

@@ -31,7 +31,7 @@ def on_all(group: Group, phase: str, work: Callable[[], T]) -> T:
     result: T | None = None
     try:
         result = work()
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         failure = error
     said = group.gather(phase, {} if failure is None else error_document(failure))
     if failure is not None:

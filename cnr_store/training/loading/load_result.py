@@ -43,6 +43,9 @@ class Restored:
         Optimizer state with a number for each row and column shard, by ``TABLE/SLOT``, whose table was saved in other
         column shards: how many, and how many there are now. Each number is now the mean of those saved for its
         columns.
+    readers
+        Of a version that another number of ranks saved, what each of them gave `save` as reader, by rank. `reader` is
+        None then. Empty where the number is that of now.
     """
 
     version: VersionInfo
@@ -56,6 +59,7 @@ class Restored:
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     salvaged: Mapping[str, SalvagedRows] = field(default_factory=dict)
     resharded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    readers: tuple[Any, ...] = ()
 
 
 def warn_left_out(restored: Restored, url: str) -> None:
@@ -72,8 +76,8 @@ def warn_resharded(restored: Restored, url: str) -> None:
     """Log which optimizer state could not be kept exactly, because tables have other column shards now."""
     for name, (stored, now) in restored.resharded.items():
         log.warning(
-            "version %s of %s: %s was saved for %d column shards, and there are %d now: each has the mean of the numbers "
-            "saved for its columns",
+            "version %s of %s: %s was saved for %d column shards, and there are %d now: each has the mean of "
+            "the numbers saved for its columns",
             *(restored.version.id, url, name, stored, now),
         )
 
@@ -87,15 +91,23 @@ def warn_salvaged(restored: Restored, url: str) -> None:
         )
 
 
-def restore_reader(restored: Restored, reader: Any) -> None:
+def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> None:
     """Give a reader its state back.
+
+    Parameters
+    ----------
+    rank, world
+        This process's number, and how many ranks there are.
 
     Raises
     ------
     OptionError
-        The version holds none.
+        The version holds none; or other ranks saved it, and the reader can't split what they had.
     """
     where = f"version {restored.version.id}, step {restored.step},"
+    if any(each is not None for each in restored.readers):
+        _split_readers(restored, reader, rank, world)
+        return
     if reader is not None and restored.reader is None:
         raise OptionError(
             f"{where} was saved without a reader, so nobody knows where its data stood: call resume() without one, "
@@ -108,3 +120,22 @@ def restore_reader(restored: Restored, reader: Any) -> None:
             "%s holds the state of a reader, which resume() was not given: the data begins where yours stands",
             where,
         )
+
+
+def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> None:
+    """Give a reader its share of what the readers of another number of ranks had left."""
+    where = f"version {restored.version.id}, step {restored.step},"
+    others = len(restored.readers)
+    if reader is None:
+        log.warning(
+            "%s holds the state of %d ranks' readers, which resume() was not given: the data begins where yours stands",
+            *(where, others),
+        )
+        return
+    if not callable(split := getattr(reader, "split_state", None)):
+        raise OptionError(
+            f"{where} was saved by {others} ranks, each with a reader of its own, and this job has {world}: "
+            f"{type(reader).__name__} has no split_state(states, rank, world) that tells where each of them goes on. "
+            "Give it one, or call resume() without a reader, and place it yourself"
+        )
+    reader.load_state_dict(split(list(restored.readers), rank, world))

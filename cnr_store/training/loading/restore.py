@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.catalog.catalog import Catalog, VersionInfo, state_digests
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
+from cnr_store.ranks.group import Alone, Group
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
@@ -23,7 +24,13 @@ from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizer
 from cnr_store.training.loading.row_fill import AllRows, Blended, ChosenRows, Fill, Reader, Target, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
-from cnr_store.training.loading.validate_state import check_slots, check_tree
+from cnr_store.training.loading.validate_state import (
+    StoredState,
+    check_slots,
+    check_tree,
+    with_other_parts,
+    with_own_part,
+)
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
 from cnr_store.training.model.names import parameter_names
@@ -88,8 +95,7 @@ class Restore:
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
-        tree = decode_tree(catalog, record, catalog.state(record), self._match.where)
-        self._state = check_tree(tree, self._match.where)
+        self._state = self._read_state(group or Alone())
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         self._fits = self._fit_optimizers() if trained.optimizers else []
         self._fused = fit_fused(self._match, trained, self._fused_tree, record.arrays)
@@ -97,6 +103,22 @@ class Restore:
             self._compare_rest()
         self._match.prove()
         self._match.warn()
+
+    def _read_state(self, group: Group) -> StoredState:
+        """The state, with what this rank saved; or, if there were others, with what all of them saved."""
+        catalog, record, where = self._catalog, self._record, self._match.where
+        doc = catalog.state(record)
+        state = check_tree(decode_tree(catalog, record, doc, where), where)
+        saved_by = len(state_digests(record, doc))
+        if not saved_by:
+            return state
+
+        def part(rank: int) -> Any:
+            return decode_tree(catalog, record, catalog.state_part(record, doc, rank), where)
+
+        if saved_by == group.world:
+            return with_own_part(state, part(group.rank), where)
+        return with_other_parts(state, [part(rank) for rank in range(saved_by)], where)
 
     @property
     def rows(self) -> int:
@@ -184,6 +206,7 @@ class Restore:
             cast=match.cast,
             salvaged=salvaged,
             resharded=self._fused.resharded,
+            readers=self._state.readers,
         )
         return restored, changed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class StoredState:
     extra_state
         Of the model's modules, by name.
     rng
-        For `set_rng_state`; None if it was not saved.
+        For `set_rng_state`; None if it was not saved, or other ranks saved it.
+    readers
+        Of a version that another number of ranks saved, where the data of each stood.
     """
 
     reader: Any
@@ -44,6 +46,7 @@ class StoredState:
     optimizers: Sequence[Tree]
     extra_state: Mapping[str, Any]
     rng: Mapping[str, Any] | None
+    readers: tuple[Any, ...] = ()
 
 
 def check_tree(tree: object, where: str) -> StoredState:
@@ -75,6 +78,40 @@ def check_tree(tree: object, where: str) -> StoredState:
             f"{where}: the state of the random number generators is malformed: {error}"
         ) from error
     return StoredState(doc["reader"], doc["objects"], doc["optimizers"], doc["extra_state"], doc["rng"])
+
+
+def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
+    """A state with what this rank alone has, proven.
+
+    Raises
+    ------
+    CorruptionError
+        Naming what is malformed.
+    """
+    reader, rng = _own_members(part, where)
+    return replace(state, reader=reader, rng=rng)
+
+
+def with_other_parts(state: StoredState, parts: Sequence[object], where: str) -> StoredState:
+    """A state with the readers of a job of another number of ranks.
+
+    Raises
+    ------
+    CorruptionError
+        Naming what is malformed.
+    """
+    return replace(state, readers=tuple(_own_members(part, where)[0] for part in parts))
+
+
+def _own_members(part: object, where: str) -> tuple[Any, Mapping[str, Any] | None]:
+    try:
+        doc = members(part, "the state of a rank")
+        reader, rng = doc["reader"], doc["rng"]
+        if rng is not None:
+            check_rng_state(members(rng, "rng"))
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CorruptionError(f"{where}: the state of a rank is malformed: {error}") from error
+    return reader, rng
 
 
 def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:

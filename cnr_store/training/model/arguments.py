@@ -39,6 +39,20 @@ def check_callback(name: str, function: Callable[..., object] | None) -> Callabl
     return function
 
 
+def check_group(group: object) -> torch.distributed.ProcessGroup | None:
+    """A process group of torch.distributed that this process is in, or None for all ranks.
+
+    Raises
+    ------
+    OptionError
+    """
+    if group is None:
+        return None
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        return group
+    raise OptionError(f"group={group!r}: give a process group of torch.distributed that this process is in, or None")
+
+
 def check_count(name: str, value: object, minimum: int) -> int:
     """An integer from `minimum` to what a commit record can hold."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= MOST:
