@@ -28,7 +28,7 @@ class Team:
     """
 
     def __init__(self, group: Group, number: int) -> None:
-        self._group = group
+        self._group, self._number = group, number
         self.round = SaveRound(group.keyvalue, group.rank, group.world, number, group.timeout_seconds)
 
     @classmethod
@@ -71,7 +71,9 @@ class Team:
             A rank failed, or does not answer.
         """
         self.round.beat("exchange")
-        return self._group.exchange(messages, expected, self.round.check)
+        return self._group.exchange(
+            messages, expected, self._number, lambda: self.round.beat("exchange")
+        )
 
     def votes(self) -> list[Document]:
         """What each of the other ranks has put, in rank order. The first rank waits for them."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from cnr_store.errors import UnsupportedModelError
+
+Boxes: TypeAlias = Iterator[tuple[Sequence[int], torch.Tensor]]
+"""Offsets in the whole, and the memory there."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,12 @@ def local_pieces(value: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[
     UnsupportedModelError
         There are no plain values in this process's memory, or they are partial sums.
     """
-    shape = tuple(value.shape)
     if is_a(value, "ShardedTensor"):
-        boxes: Iterator[tuple[Sequence[int], torch.Tensor]] = (
-            (shard.metadata.shard_offsets, shard.tensor) for shard in _shards(value)
-        )
+        shape, boxes = _shards(value)
     elif is_a(value, "DTensor"):
-        boxes = _boxes(value, name)
+        shape, boxes = tuple(value.shape), _boxes(value, name)
     else:
-        return shape, [LocalPiece(0, 0, _plain(value, name))]
+        return tuple(value.shape), [LocalPiece(0, 0, _plain(value, name))]
     return shape, [_piece(offsets, _plain(part, name), name) for offsets, part in boxes if part.numel()]
 
 
@@ -70,11 +70,13 @@ def is_a(value: object, name: str) -> bool:
     return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
 
 
-def _shards(value: Any) -> Any:
-    return value.local_shards()
+def _shards(value: Any) -> tuple[tuple[int, ...], Boxes]:
+    """The shape of a ``ShardedTensor``, whose own ``shape`` warns, and offsets and memory of its local shards."""
+    boxes = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
+    return tuple(value.metadata().size), boxes
 
 
-def _boxes(value: Any, name: str) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+def _boxes(value: Any, name: str) -> Boxes:
     """The offsets and memory of what this process holds of a ``DTensor``."""
     if any(placement.is_partial() for placement in value.placements):
         raise UnsupportedModelError(

@@ -87,6 +87,8 @@ class ShardedTable:
         The key of its weight in the model's state dict, without what wrappers add.
     shape
         ``(rows, dim)`` of the whole.
+    dtype
+        Element type of the rows.
     features
         Whose ids are looked up in it.
     boxes
@@ -106,6 +108,7 @@ class ShardedTable:
 
     name: str
     shape: tuple[int, int]
+    dtype: torch.dtype
     features: tuple[str, ...]
     boxes: tuple[Box, ...]
     replicated: bool
@@ -283,6 +286,7 @@ def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
     return ShardedTable(
         name,
         shape,
+        _dtype(first, name),
         tuple(first.feature_names),
         boxes,
         replicated=first.local_metadata is None,
@@ -290,6 +294,13 @@ def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
         optimizer=optimizer,
         slots=slots,
     )
+
+
+def _dtype(shard: Any, name: str) -> torch.dtype:
+    names = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+    if (kind := shard.data_type.name) not in names:
+        raise UnsupportedModelError(f"table {name!r} is of {kind}; tables are of {', '.join(names)}")
+    return names[kind]
 
 
 def first_of(shard: Any) -> tuple[int, int]:

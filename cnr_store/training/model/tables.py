@@ -315,7 +315,10 @@ def note_sharing(
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             table = by_parameter.get(id(parameter))
-            if table is not None and not (module in table.modules and attribute == "weight"):
+            if table is None or (module in table.modules and attribute == "weight"):
+                continue
+            name = clean_name(f"{path}.{attribute}" if path else attribute, wrappers)
+            if not (isinstance(table, SpreadTable) and name == table.key):
                 table.share_with(clean_name(path, wrappers) if path else attribute)
     own = {clean_name(key, wrappers): tensor for key, tensor in _own_tensors(model)}
     named = {**own, **(entries or {})}
