@@ -1,0 +1,308 @@
+"""Which rank holds which part of a table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, Self
+
+from cnr_store.errors import UnsupportedModelError
+
+MAX_RANKS = 1 << 16
+"""Of a placement that another rank sent: a damaged one must not fill the memory."""
+MAX_ROWS = 1 << 62
+
+
+class Piece(NamedTuple):
+    """A box of a (rows, columns) array on one rank. It may be empty. An array of shape (rows,) has one column.
+
+    Pieces are ordered by their rows, then by their columns, then by rank.
+    """
+
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+    rank: int
+
+
+class Span(NamedTuple):
+    """Columns of a band.
+
+    Attributes
+    ----------
+    first_column, columns
+        Which columns.
+    ranks
+        Ascending: all of them hold these columns of the band's rows.
+    """
+
+    first_column: int
+    columns: int
+    ranks: tuple[int, ...]
+
+
+class Band(NamedTuple):
+    """Rows that are cut alike in columns.
+
+    Attributes
+    ----------
+    first_row, rows
+        Which rows.
+    spans
+        Ascending. They cover all columns.
+    """
+
+    first_row: int
+    rows: int
+    spans: tuple[Span, ...]
+
+    @property
+    def end_row(self) -> int:
+        """The first row behind the band."""
+        return self.first_row + self.rows
+
+    @property
+    def is_full_width(self) -> bool:
+        """Whether each of its ranks holds whole rows."""
+        return len(self.spans) == 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ascending: the ranks that hold any part of it."""
+        if self.is_full_width:
+            return self.spans[0].ranks
+        return tuple(sorted({rank for span in self.spans for rank in span.ranks}))
+
+    @property
+    def counting_rank(self) -> int:
+        """The one rank that counts the dirty rows of the band."""
+        return self.spans[0].ranks[0]
+
+    @property
+    def needs_or(self) -> bool:
+        """Whether several ranks hold parts of the same rows, so that each of them may have changed a row."""
+        return len(self.ranks) > 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds which part of a table.
+
+    Attributes
+    ----------
+    name
+        Of the table, for messages.
+    shape
+        (rows, columns).
+    bands
+        Ascending. They cover all rows.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    bands: tuple[Band, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, int], pieces: Iterable[Piece]) -> Self:
+        """Join the pieces of all ranks. Their order does not matter; equal boxes on several ranks are replicas.
+
+        Raises
+        ------
+        UnsupportedModelError
+            Pieces that overlap without being equal, that leave a gap, lie outside of the table, or cut its rows
+            differently in different columns.
+        """
+        # By rows first, so that the pieces of a band stand together; then by columns, for those of a span.
+        ordered = sorted(pieces)
+        _check_inside(name, shape, ordered)
+        ordered = [piece for piece in ordered if piece.rows and piece.columns]
+        groups = [(rows, list(group)) for rows, group in groupby(ordered, itemgetter(0, 1))]
+        end, before = 0, list[Piece]()
+        for (first_row, rows), group in groups:
+            if first_row < end:
+                raise _clash(name, before, group)
+            if first_row > end:
+                raise _gap(name, (end, first_row), (0, shape[1]))
+            end, before = first_row + rows, group
+        if end < shape[0]:
+            raise _gap(name, (end, shape[0]), (0, shape[1]))
+        # Only now is it known that no other piece has rows of a band.
+        bands = tuple(Band(first, rows, _spans(name, shape[1], group)) for (first, rows), group in groups)
+        return cls(name, shape, bands)
+
+    @classmethod
+    def replicated(cls, name: str, shape: tuple[int, int], ranks: Iterable[int]) -> Self:
+        """A table that each of `ranks` holds whole."""
+        return cls.of(name, shape, [Piece(0, shape[0], 0, shape[1], rank) for rank in ranks])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ascending: the ranks that hold any part of it."""
+        return tuple(sorted({rank for band in self.bands for span in band.spans for rank in span.ranks}))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of its ranks holds all of it, one rank or many."""
+        return len(self.bands) <= 1 and all(band.is_full_width for band in self.bands)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks hold all of it, and none holds less."""
+        return self.is_whole and len(self.ranks) > 1
+
+    @property
+    def needs_or(self) -> bool:
+        """Whether any row is held by more than one rank, so that bitmaps of changed rows must be OR-ed."""
+        return any(band.needs_or for band in self.bands)
+
+    def overlapping(self, first_row: int, end_row: int) -> Sequence[Band]:
+        """The bands that hold any of the rows `first_row` ... `end_row` - 1."""
+        if first_row >= end_row:
+            return ()
+        begin = bisect_right(self.bands, first_row, key=lambda band: band.end_row)
+        return self.bands[begin : bisect_left(self.bands, end_row, key=lambda band: band.first_row)]
+
+    def of_rank(self, rank: int) -> list[Piece]:
+        """The pieces of a rank, ascending."""
+        return [
+            Piece(band.first_row, band.rows, span.first_column, span.columns, rank)
+            for band in self.bands
+            for span in band.spans
+            if rank in span.ranks
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object: the rows of each band and, for each of its spans, the columns and runs of ranks."""
+        bands = [
+            [band.rows, *([span.columns, *_runs(span.ranks)] for span in band.spans)] for band in self.bands
+        ]
+        return {"name": self.name, "shape": list(self.shape), "bands": bands}
+
+    @classmethod
+    def from_json(cls, doc: object) -> Self:
+        """What `to_json` gave.
+
+        Raises
+        ------
+        ValueError
+            `doc` is anything else.
+        """
+        if not isinstance(doc, dict) or doc.keys() != {"name", "shape", "bands"}:
+            raise ValueError("a placement is an object with name, shape and bands")
+        name, shape = doc["name"], [_count(size, 0) for size in _list(doc["shape"])]
+        if type(name) is not str or len(shape) != 2:
+            raise ValueError("a placement has a name, and a shape of rows and columns")
+        bands, end_row = [], 0
+        for rows, *spans in map(_list, _list(doc["bands"])):
+            bands.append(Band(end_row, _count(rows), _parse_spans(spans, shape[1])))
+            end_row += rows
+        if end_row != shape[0]:
+            raise ValueError(f"the bands of {name!r} have {end_row} rows of {shape[0]}")
+        return cls(name, (shape[0], shape[1]), tuple(bands))
+
+
+def _check_inside(name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        first_row, rows, first_column, columns, rank = piece
+        end_row, end_column = first_row + rows, first_column + columns
+        if min(piece) < 0 or (rows and columns and (end_row > shape[0] or end_column > shape[1])):
+            raise UnsupportedModelError(
+                f"table {name!r} has shape {shape}, and {_box(piece)} of it on rank {rank} are outside of that: "
+                "give the same shape on all ranks"
+            )
+
+
+def _spans(name: str, all_columns: int, band: Sequence[Piece]) -> tuple[Span, ...]:
+    """The spans of a band, from its pieces in order."""
+    spans, end, before = [], 0, list[Piece]()
+    begin_row, end_row = band[0].first_row, band[0].first_row + band[0].rows
+    for (first_column, columns), group in groupby(band, itemgetter(2, 3)):
+        replicas = list(group)
+        if first_column < end:
+            raise _clash(name, before, replicas)
+        if first_column > end:
+            raise _gap(name, (begin_row, end_row), (end, first_column))
+        ranks = tuple(piece.rank for piece in replicas)
+        if len(set(ranks)) < len(ranks):
+            rank = next(one for one, other in pairwise(ranks) if one == other)
+            raise UnsupportedModelError(
+                f"rank {rank} names {_box(replicas[0])} of table {name!r} twice: a rank holds a box once"
+            )
+        spans.append(Span(first_column, columns, ranks))
+        end, before = first_column + columns, replicas
+    if end < all_columns:
+        raise _gap(name, (begin_row, end_row), (end, all_columns))
+    return tuple(spans)
+
+
+def _box(piece: Piece) -> str:
+    """Where a piece is, for messages."""
+    first_row, rows, first_column, columns, _ = piece
+    return f"rows {first_row}:{first_row + rows}, columns {first_column}:{first_column + columns}"
+
+
+def _gap(name: str, rows: tuple[int, int], columns: tuple[int, int]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"no rank holds rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]} of table {name!r}: "
+        "every rank of the group has to give its shards of the table"
+    )
+
+
+def _clash(name: str, before: Sequence[Piece], after: Sequence[Piece]) -> UnsupportedModelError:
+    """Why pieces with some rows in common can't stand beside one another."""
+    for one in before:
+        for other in after:
+            if _overlap(one, other):
+                return UnsupportedModelError(
+                    f"shards of table {name!r} overlap without being equal: rank {one.rank} holds {_box(one)}, "
+                    f"rank {other.rank} {_box(other)}"
+                )
+    one, other = before[0], after[0]
+    return UnsupportedModelError(
+        f"table {name!r} is cut into other rows in some columns than in others: rank {one.rank} holds {_box(one)}, "
+        f"rank {other.rank} {_box(other)}; cut all columns of a row alike"
+    )
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    rows, columns = (
+        min(one[at] + one[at + 1], other[at] + other[at + 1]) - max(one[at], other[at]) for at in (0, 2)
+    )
+    return rows > 0 and columns > 0
+
+
+def _runs(ranks: Sequence[int]) -> list[int]:
+    """Ascending ranks as first and end of each run of neighbours."""
+    cuts = [number for number in range(1, len(ranks)) if ranks[number] != ranks[number - 1] + 1]
+    bounds = pairwise([0, *cuts, len(ranks)])
+    return [edge for begin, end in bounds for edge in (ranks[begin], ranks[end - 1] + 1)]
+
+
+def _parse_spans(spans: Iterable[object], all_columns: int) -> tuple[Span, ...]:
+    parsed, end_column = [], 0
+    for columns, *runs in map(_list, spans):
+        edges = [_count(edge, 0, MAX_RANKS) for edge in runs]
+        if not edges or len(edges) % 2 or any(one >= other for one, other in pairwise(edges)):
+            raise ValueError("ranks are ascending runs, each with its first rank and its end")
+        ranks = chain.from_iterable(map(range, edges[::2], edges[1::2]))
+        parsed.append(Span(end_column, _count(columns), tuple(ranks)))
+        end_column += parsed[-1].columns
+    if not parsed or end_column != all_columns:
+        raise ValueError(f"a band has {end_column} columns of {all_columns}")
+    return tuple(parsed)
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{type(value).__name__} in place of a list in a placement")
+    return value
+
+
+def _count(value: object, minimum: int = 1, maximum: int = MAX_ROWS) -> int:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{type(value).__name__} in place of an integer from {minimum} to {maximum}")
+    return value
