@@ -84,7 +84,13 @@ Fragment: TypeAlias = EncodedChunk | RawRows
 
 
 def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
-    """The pieces of a message, in order. Payloads and values are not copied."""
+    """The pieces of a message, in order. Payloads and values are not copied.
+
+    Raises
+    ------
+    ValueError
+        Raw rows have another number of offsets than of rows.
+    """
     entries, bodies = bytearray(), list[BytesLike]()
     for fragment in fragments:
         where = fragment.write, fragment.shard, fragment.slot
@@ -93,10 +99,8 @@ def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
             entries += _ENTRY.pack(_ENCODED, *where, 0, 0, len(payload))
             parts = [payload]
         else:
-            rows, values = len(fragment.offsets), _flat(fragment.values)
-            size = len(values) // rows if rows else 0
-            entries += _ENTRY.pack(_RAW, *where, fragment.first_column, rows, size)
-            parts = [_flat(np.ascontiguousarray(fragment.offsets, _OFFSET)), values]
+            parts = [_flat(fragment.offsets.astype(_OFFSET, copy=False)), _flat(fragment.values)]
+            entries += _ENTRY.pack(_RAW, *where, fragment.first_column, *_rows_and_size(fragment))
         for part in parts:
             bodies += [part, bytes(-len(part) % _ALIGNMENT)]
     bodies = [body for body in bodies if len(body)]
@@ -104,6 +108,16 @@ def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
     head = _HEAD.pack(_MAGIC, nbytes, len(fragments))
     checksum = _CHECKSUM.pack(_crc([head, entries, *bodies]))
     return [head + checksum + entries, *bodies]
+
+
+def _rows_and_size(raw: RawRows) -> tuple[int, int]:
+    """How many rows there are, and the bytes of the values of one."""
+    rows = len(raw.offsets)
+    if raw.values.ndim != 2 or len(raw.values) != rows:
+        raise ValueError(
+            f"values of shape {raw.values.shape} for {rows} rows of chunk {raw.slot} of shard {raw.shard}"
+        )
+    return rows, raw.values.nbytes // rows if rows else 0
 
 
 def unpack(data: BytesLike) -> list[Fragment]:
@@ -182,7 +196,9 @@ def _read(reader: _Reader, entry: tuple[int, ...]) -> Fragment:
 
 
 def _flat(data: BytesLike | npt.NDArray[Any]) -> memoryview:
-    """The bytes of a buffer in C order."""
+    """The bytes of a buffer, in C order."""
+    if isinstance(data, np.ndarray):  # also of types that no memoryview casts
+        return data.reshape(-1).view(np.uint8).data
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
