@@ -8,6 +8,8 @@
     │   ├── VersionNotFoundError  (KeyError)      no such version, step or array
     │   ├── FormatError           (ValueError)    not a checkpoint store, or a newer format
     │   └── CorruptionError       (OSError)       an object is lost, cut, swapped or altered
+    ├── ranks: call the same on every rank, or restart the job
+    │   └── RanksError            (RuntimeError)  ranks disagree, or some failed or did not answer
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
     │   │   ├── SkippedError                      another save was under way; the next save has its rows
@@ -51,6 +53,10 @@ class FormatError(CheckpointError, ValueError):
 
 class CorruptionError(CheckpointError, OSError):
     """An object of a committed version is lost, cut, swapped or altered."""
+
+
+class RanksError(CheckpointError, RuntimeError):
+    """The ranks of a job disagree, or some of them failed or did not answer. Every rank that called raises it."""
 
 
 class SaveError(CheckpointError, OSError):

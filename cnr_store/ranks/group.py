@@ -1,0 +1,160 @@
+"""The ranks of a job: what they decide together, and what they send to one another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cnr_store.ranks.keyvalue import KeyValue, MemoryKeyValue
+
+Document: TypeAlias = Mapping[str, Any]
+"""A JSON object."""
+Judge: TypeAlias = Callable[[list[Document]], Document]
+"""From the documents of all ranks, in rank order, to what they decide. A pure function."""
+Piece: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""A part of a message. Arrays are contiguous."""
+
+
+class Group(ABC):
+    """The ranks that save and load together.
+
+    All ranks call `decide`, `gather`, `sum`, `either` and `broadcast` from the training thread, in the same order.
+    `exchange` is called from a background thread, in the same rounds on all ranks, and may run beside the others.
+
+    Attributes
+    ----------
+    rank
+        The number of this process, from 0.
+    world
+        The number of ranks.
+    timeout_seconds
+        How long a rank that does not come or makes no progress is waited for.
+    keyvalue
+        The keys that the ranks share, for `cnr_store.ranks.protocol.SaveRound`.
+    """
+
+    rank: int
+    world: int
+    timeout_seconds: float
+    keyvalue: KeyValue
+
+    @abstractmethod
+    def decide(self, phase: str, said: Document, judge: Judge) -> Document:
+        """Decide alike on all ranks.
+
+        Parameters
+        ----------
+        phase
+            What the ranks are about to do, such as ``"save"``. Ranks that are in different phases fail at once.
+        said
+            What this rank has to say.
+        judge
+            Makes the verdict of all documents, in rank order. Rank 0 runs it. A `CheckpointError` that it raises is
+            raised on every rank.
+
+        Returns
+        -------
+        Mapping
+            The verdict, the same on all ranks.
+
+        Raises
+        ------
+        RanksError
+            Ranks did not answer in time, or are in another phase. All that called raise the same.
+        """
+
+    def gather(self, phase: str, said: Document) -> list[Document]:
+        """Tell every rank what every rank says, in rank order. See `decide`."""
+        documents: list[Document] = self.decide(phase, said, lambda found: {"documents": found})["documents"]
+        return documents
+
+    @abstractmethod
+    def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Add arrays of one shape over all ranks, right after a `decide`."""
+
+    @abstractmethod
+    def either(self, bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """OR the bits of arrays of one shape over all ranks, right after a `decide`."""
+
+    @abstractmethod
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Send the bytes of rank 0 to every rank, right after a `decide`. Other ranks pass None."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        messages: Mapping[int, Sequence[Piece]],
+        expected: Collection[int],
+        still_alive: Callable[[], None] = lambda: None,
+    ) -> dict[int, memoryview]:
+        """Send a message to each of some ranks, and receive one from each of some others.
+
+        Parameters
+        ----------
+        messages
+            Per receiving rank, the pieces of its message, which arrives as one. May hold this rank itself.
+        expected
+            The ranks that have a message for this one.
+        still_alive
+            Called many times a second while waiting. What it raises ends the exchange, and the group sends no more
+            until the next `decide`.
+
+        Returns
+        -------
+        dict
+            Per sending rank, its message.
+
+        Raises
+        ------
+        RanksError
+            A rank died or made no progress for ``timeout_seconds``.
+        """
+
+    def close(self) -> None:
+        """Release what the group holds. Must come last."""
+
+
+class Alone(Group):
+    """A job of one rank."""
+
+    rank = 0
+    world = 1
+
+    def __init__(self, timeout_seconds: float = 600) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.keyvalue = MemoryKeyValue()
+
+    def decide(self, phase: str, said: Document, judge: Judge) -> Document:
+        """Judge the one document."""
+        return judge([said])
+
+    def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The values themselves."""
+        return values
+
+    def either(self, bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The bits themselves."""
+        return bits
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The bytes themselves."""
+        assert data is not None
+        return data
+
+    def exchange(
+        self,
+        messages: Mapping[int, Sequence[Piece]],
+        expected: Collection[int],
+        still_alive: Callable[[], None] = lambda: None,
+    ) -> dict[int, memoryview]:
+        """Receive what this rank sent to itself."""
+        return {rank: joined(messages[rank]) for rank in expected}
+
+
+def joined(pieces: Sequence[Piece]) -> memoryview:
+    """The pieces of a message as one."""
+    return memoryview(b"".join(memoryview(piece).cast("B") for piece in pieces))

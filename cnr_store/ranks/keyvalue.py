@@ -1,0 +1,72 @@
+"""The small store of keys that the ranks of a job share, for control messages."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+
+class KeyValue(Protocol):
+    """Keys with values, seen by every rank.
+
+    No call blocks for another rank. A store that fails or does not answer raises `cnr_store.RanksError`.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, over one that is there."""
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None where there is none."""
+
+    def compare_set(self, key: str, value: bytes) -> bytes:
+        """Write a value where there is none, and return what is there now. Values are not empty."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key, which may be missing."""
+
+
+class MemoryKeyValue:
+    """Keys within one process, for ranks that are threads.
+
+    Attributes
+    ----------
+    requests
+        Calls so far.
+    sent_bytes
+        Bytes of the values written and read so far.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.sent_bytes = 0
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, over one that is there."""
+        with self._lock:
+            self._count(value)
+            self._values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None where there is none."""
+        with self._lock:
+            value = self._values.get(key)
+            self._count(value or b"")
+            return value
+
+    def compare_set(self, key: str, value: bytes) -> bytes:
+        """Write a value where there is none, and return what is there now."""
+        with self._lock:
+            self._count(value)
+            return self._values.setdefault(key, value)
+
+    def delete(self, key: str) -> None:
+        """Remove a key, which may be missing."""
+        with self._lock:
+            self._count(b"")
+            self._values.pop(key, None)
+
+    def _count(self, value: bytes) -> None:
+        self.requests += 1
+        self.sent_bytes += len(value)
