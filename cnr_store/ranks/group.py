@@ -89,7 +89,8 @@ class Group(ABC):
         self,
         messages: Mapping[int, Sequence[Piece]],
         expected: Collection[int],
-        still_alive: Callable[[], None] = lambda: None,
+        number: int = 0,
+        still_alive: Callable[[], None] | None = None,
     ) -> dict[int, memoryview]:
         """Send a message to each of some ranks, and receive one from each of some others.
 
@@ -99,9 +100,11 @@ class Group(ABC):
             Per receiving rank, the pieces of its message, which arrives as one. May hold this rank itself.
         expected
             The ranks that have a message for this one.
+        number
+            The number of the save. Messages of one save never reach an exchange of another.
         still_alive
-            Called many times a second while waiting. What it raises ends the exchange, and the group sends no more
-            until the next `decide`.
+            Called many times a second while waiting, such as a `SaveRound.beat`. What it raises ends the exchange.
+            Without it, an exchange ends after ``timeout_seconds`` without a message.
 
         Returns
         -------
@@ -111,9 +114,10 @@ class Group(ABC):
         Raises
         ------
         RanksError
-            A rank died or made no progress for ``timeout_seconds``.
+            A rank died or sent nothing in time. No exchange works then until the next `decide`.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the group holds. Must come last."""
 
@@ -149,12 +153,17 @@ class Alone(Group):
         self,
         messages: Mapping[int, Sequence[Piece]],
         expected: Collection[int],
-        still_alive: Callable[[], None] = lambda: None,
+        number: int = 0,
+        still_alive: Callable[[], None] | None = None,
     ) -> dict[int, memoryview]:
         """Receive what this rank sent to itself."""
         return {rank: joined(messages[rank]) for rank in expected}
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 def joined(pieces: Sequence[Piece]) -> memoryview:
-    """The pieces of a message as one."""
-    return memoryview(b"".join(memoryview(piece).cast("B") for piece in pieces))
+    """The pieces of a message as one, which may be written into."""
+    views = [memoryview(piece) for piece in pieces]
+    return memoryview(bytearray().join(view.cast("B") for view in views if view.nbytes))

@@ -1,0 +1,171 @@
+"""Decisions of all ranks over shared keys, with a deadline that names who is absent."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cnr_store import errors
+from cnr_store.errors import CheckpointError, RanksError
+from cnr_store.ranks.group import Document, Judge
+from cnr_store.ranks.keyvalue import KeyValue
+
+MAX_PAUSE_SECONDS = 0.2
+MAX_MARGIN_SECONDS = 5.0
+"""How much longer than rank 0 the others wait, so that its verdict reaches them."""
+
+
+class Decisions:
+    """The decisions of one group, numbered alike on all ranks.
+
+    Each rank writes its document, rank 0 reads them and writes the verdict, the others read that. A verdict is
+    written once, by `KeyValue.compare_set`: where others have given up rank 0, it finds their verdict and believes it.
+
+    Parameters
+    ----------
+    keyvalue
+        Keys that nobody else uses.
+    rank, world
+        The number of this rank, and of all ranks.
+    timeout_seconds
+        How long rank 0 waits for the others.
+    prefix
+        What begins the keys.
+
+    Attributes
+    ----------
+    number
+        How many decisions there were.
+    """
+
+    def __init__(
+        self, keyvalue: KeyValue, rank: int, world: int, timeout_seconds: float, prefix: str = "decide"
+    ) -> None:
+        self.number = 0
+        self._keys = keyvalue
+        self._prefix = prefix
+        self._rank = rank
+        self._world = world
+        self._timeout = timeout_seconds
+        self._margin = min(MAX_MARGIN_SECONDS, timeout_seconds / 4)
+        self._verdicts: list[str] = []
+
+    def decide(self, phase: str, said: Document, judge: Judge) -> Document:
+        """See `cnr_store.ranks.group.Group.decide`."""
+        self.number += 1
+        prefix = f"{self._prefix}/{self.number}"
+        try:
+            self._keys.set(f"{prefix}/{self._rank}", encode({"phase": phase, "said": said}))
+            self._keys.delete(f"{self._prefix}/{self.number - 1}/{self._rank}")
+            verdict = self._lead(prefix, phase, judge) if self._rank == 0 else self._follow(prefix, phase)
+        except RanksError as error:
+            raise RanksError(f"{phase}: {error}") from error
+        return _accepted(verdict)
+
+    def _lead(self, prefix: str, phase: str, judge: Judge) -> Document:
+        found: dict[int, Document] = {}
+        for _ in pauses(self._timeout):
+            if self._keys.get(f"{prefix}/verdict") is not None:
+                break
+            missing = [rank for rank in range(self._world) if rank not in found]
+            values = {rank: self._keys.get(f"{prefix}/{rank}") for rank in missing}
+            found |= {rank: json.loads(value) for rank, value in values.items() if value is not None}
+            if len(found) == self._world:
+                break
+            if any(document["phase"] != phase for document in found.values()):
+                break
+        verdict = self._judged(phase, dict(sorted(found.items())), judge)
+        current = self._conclude(prefix, verdict)
+        if len(found) == self._world:  # all have read the earlier verdicts
+            while self._verdicts:
+                self._keys.delete(self._verdicts.pop())
+        self._verdicts.append(f"{prefix}/verdict")
+        return current
+
+    def _judged(self, phase: str, found: dict[int, Document], judge: Judge) -> Document:
+        phases = {document["phase"] for document in found.values()}
+        if len(phases) > 1:
+            where = "; ".join(
+                f"{named(rank for rank in found if found[rank]['phase'] == each)} in {each}"
+                for each in sorted(phases)
+            )
+            return _failure(RanksError(f"ranks are in different calls: {where}: call the same on every rank"))
+        if len(found) < self._world:
+            return self._absent(phase, (rank for rank in range(self._world) if rank not in found), found)
+        try:
+            return {"verdict": judge([document["said"] for document in found.values()])}
+        except CheckpointError as error:
+            return _failure(error)
+
+    def _follow(self, prefix: str, phase: str) -> Document:
+        for _ in range(2):
+            for _ in pauses(self._timeout + self._margin):
+                value = self._keys.get(f"{prefix}/verdict")
+                if value is not None:
+                    return decode(value)
+            if self._keys.get(f"{prefix}/0") is None:  # else it came late, and waits for the others in turn
+                break
+        return self._conclude(prefix, self._absent(phase, [0], [self._rank]))
+
+    def _absent(self, phase: str, absent: Iterable[int], present: Iterable[int]) -> Document:
+        return _failure(RanksError(f"{phase}: {absence(absent, present, self._timeout)}"))
+
+    def _conclude(self, prefix: str, verdict: Document) -> Document:
+        return decode(self._keys.compare_set(f"{prefix}/verdict", encode(verdict)))
+
+
+def _failure(error: CheckpointError) -> Document:
+    """An error as a verdict. Of a class that `cnr_store.errors` lacks, the nearest one it has is told."""
+    name = next(base.__name__ for base in type(error).__mro__ if hasattr(errors, base.__name__))
+    return {"error": name, "message": str(error)}
+
+
+def _accepted(verdict: Document) -> Document:
+    if "error" in verdict:
+        raise getattr(errors, verdict["error"])(verdict["message"])
+    found: Document = verdict["verdict"]
+    return found
+
+
+def absence(absent: Iterable[int], present: Iterable[int], timeout_seconds: float) -> str:
+    """What to say of ranks that did not come."""
+    return (
+        f"{named(absent)} did not answer within {timeout_seconds:g} s ({named(present)} did): "
+        "call the same on every rank, or restart the job if a rank ended or hangs"
+    )
+
+
+def pauses(limit_seconds: float) -> Iterator[None]:
+    """Return at once, then after pauses that grow from 1 ms; end when the limit has passed."""
+    deadline = time.monotonic() + limit_seconds
+    pause = 0.001
+    longest = min(MAX_PAUSE_SECONDS, limit_seconds / 10)
+    while True:
+        before = time.monotonic()
+        yield
+        now = time.monotonic()
+        if before >= deadline:
+            return
+        pause = min(pause * 1.5, longest)
+        # A look at many keys takes its time: the store is at rest for as long.
+        time.sleep(max(0, min(max(pause, now - before), deadline - now)))
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks in words, such as ``rank 2`` or ``ranks 0, 1``."""
+    found = sorted(ranks)
+    shown = ", ".join(map(str, found[:20])) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+    return f"rank{'s' * (len(found) != 1)} {shown or 'none'}"
+
+
+def encode(document: Document) -> bytes:
+    """Bytes of a document."""
+    return json.dumps(document).encode()
+
+
+def decode(value: bytes) -> dict[str, Any]:
+    """The document of some bytes."""
+    document: dict[str, Any] = json.loads(value)
+    return document

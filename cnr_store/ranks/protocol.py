@@ -1,0 +1,238 @@
+"""The background part of one save over many ranks: who failed, who makes progress, and what came of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from cnr_store.errors import RanksError
+from cnr_store.ranks.decisions import decode, encode, named, pauses
+from cnr_store.ranks.group import Document
+from cnr_store.ranks.keyvalue import KeyValue
+
+MAX_BEAT_SECONDS = 0.5
+MIN_CHECK_SECONDS = 0.05
+FOREVER_SECONDS = 1e9
+
+
+class SaveRound:
+    """One save on one rank, after the ranks have agreed to it.
+
+    ::
+
+        rank 0     announce  beat ...        votes  beat ...  conclude
+        others     announced beat ...  vote                   outcome
+
+    Any rank may `fail`; the first failure wins, and every later call but `outcome` raises it on every rank. A rank
+    whose beats stop for ``timeout_seconds`` has failed, too: rank 0 watches all that have not voted, all watch rank 0.
+
+    Parameters
+    ----------
+    keyvalue
+        The keys that the ranks share.
+    rank, world
+        The number of this rank, and of all ranks.
+    number
+        The number of the save, alike on all ranks and never used twice.
+    timeout_seconds
+        How long a rank may make no progress.
+    """
+
+    def __init__(
+        self, keyvalue: KeyValue, rank: int, world: int, number: int, timeout_seconds: float
+    ) -> None:
+        self._keys = keyvalue
+        self._rank = rank
+        self._world = world
+        self._prefix = f"save/{number}"
+        self._timeout = timeout_seconds
+        # Beats of thousands of ranks must not keep the store busy.
+        self._beat_seconds = min(timeout_seconds / 6, max(MAX_BEAT_SECONDS, world / 500))
+        self._lock = threading.RLock()
+        self._phase = "begin"
+        self._count = 0
+        self._beaten = self._checked = -FOREVER_SECONDS
+        self._error: RanksError | None = None
+        self._watch = _Watch(keyvalue, self._prefix, timeout_seconds)
+        self._watched = frozenset(range(1, world)) if rank == 0 else frozenset([0])
+
+    def announce(self, document: Document) -> None:
+        """Rank 0: tell the others, such as the id of the version that this save makes."""
+        self.beat("announce")
+        with self._heard("announce"):
+            self._keys.set(f"{self._prefix}/announced", encode(document))
+
+    def announced(self) -> Document:
+        """Other ranks: wait for what rank 0 announces."""
+        return self._awaited("announced", "announce")
+
+    def beat(self, phase: str) -> None:
+        """Tell that this rank makes progress, or waits and is well; then `check`. Cheap to call often.
+
+        Parameters
+        ----------
+        phase
+            What it works on. An error names the last phase of a rank that is gone.
+        """
+        with self._lock:
+            self._count += 1
+            now = time.monotonic()
+            if phase != self._phase or now - self._beaten >= self._beat_seconds:
+                self._phase = phase
+                self._beaten = now
+                with self._heard(phase):
+                    self._keys.set(
+                        f"{self._prefix}/beat/{self._rank}", encode({"count": self._count, "phase": phase})
+                    )
+            self.check()
+
+    def check(self) -> None:
+        """Raise `RanksError` if a rank has failed or is gone. Asks at most 20 times a second."""
+        with self._lock:
+            now = time.monotonic()
+            if self._error is None and now - self._checked >= MIN_CHECK_SECONDS:
+                self._checked = now
+                with self._heard(self._phase):
+                    failure = self._keys.get(f"{self._prefix}/failure")
+                    if failure is None:
+                        self._fail_silent()
+                    else:
+                        self._error = _error(decode(failure))
+            if self._error is not None:
+                raise self._error
+
+    def fail(self, phase: str, message: str) -> None:
+        """Tell every rank that this one failed. Only the first failure of all ranks counts.
+
+        Parameters
+        ----------
+        phase
+            What it worked on.
+        message
+            Why it failed.
+        """
+        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}"})
+
+    def vote(self, document: Document) -> None:
+        """Tell rank 0 that this rank's part is written. It need not beat any more."""
+        self.beat("vote")
+        with self._heard("vote"):
+            self._keys.set(f"{self._prefix}/vote/{self._rank}", encode(document))
+
+    def votes(self) -> list[Document]:
+        """Rank 0: wait for the votes of all ranks, its own among them, in rank order."""
+        found: dict[int, Document] = {}
+        for _ in pauses(FOREVER_SECONDS):
+            with self._heard("vote"):
+                for rank in sorted(set(range(self._world)) - found.keys()):
+                    value = self._keys.get(f"{self._prefix}/vote/{rank}")
+                    if value is not None:
+                        found[rank] = decode(value)
+            self._watched = self._watched.difference(found)
+            if len(found) == self._world:
+                break
+            self.beat("vote")
+        return [found[rank] for rank in range(self._world)]
+
+    def conclude(self, document: Document) -> None:
+        """Rank 0: tell what came of the save. A store that does not answer is passed over."""
+        with suppress(RanksError):  # the others find out in the storage
+            self._keys.set(f"{self._prefix}/outcome", encode(document))
+
+    def outcome(self) -> Document | None:
+        """Other ranks: wait for what came of the save, also after a failure.
+
+        Returns
+        -------
+        Mapping or None
+            None where rank 0 made no progress for ``timeout_seconds``, or the store does not answer.
+        """
+        try:
+            for _ in pauses(FOREVER_SECONDS):
+                value = self._keys.get(f"{self._prefix}/outcome")
+                if value is not None:
+                    return decode(value)
+                if self._fail_silent():  # so that rank 0 sees it should it wake
+                    return None
+        except RanksError:
+            return None
+        raise AssertionError("pauses without end")
+
+    def forget(self) -> None:
+        """Remove this rank's keys, once all ranks are known to be done with the save."""
+        shared = ("announced", "failure", "outcome") if self._rank == 0 else ()
+        for name in (*shared, f"vote/{self._rank}", f"beat/{self._rank}"):
+            self._keys.delete(f"{self._prefix}/{name}")
+
+    def _awaited(self, name: str, phase: str) -> Document:
+        for _ in pauses(FOREVER_SECONDS):
+            with self._heard(phase):
+                value = self._keys.get(f"{self._prefix}/{name}")
+            if value is not None:
+                return decode(value)
+            self.beat(phase)
+        raise AssertionError("pauses without end")
+
+    def _fail_silent(self) -> bool:
+        """Tell of the watched ranks that are gone, if there are some."""
+        gone = self._watch.silent(self._watched)
+        voted = [rank for rank in gone if self._keys.get(f"{self._prefix}/vote/{rank}") is not None]
+        self._watched = self._watched.difference(voted)
+        gone = {rank: phase for rank, phase in gone.items() if rank not in voted}
+        if gone:
+            message = f"made no progress for {self._timeout:g} s"
+            self._fail({"ranks": [*gone], "phase": next(iter(gone.values())), "message": message})
+        return bool(gone)
+
+    def _fail(self, failure: Document) -> None:
+        with suppress(RanksError):  # the store is gone: the others find out as this rank did
+            failure = decode(self._keys.compare_set(f"{self._prefix}/failure", encode(failure)))
+        with self._lock:
+            self._error = self._error or _error(failure)
+
+    @contextmanager
+    def _heard(self, phase: str) -> Iterator[None]:
+        """A store that does not answer is a failure of this rank, which the others learn from its silence."""
+        try:
+            yield
+        except RanksError as error:
+            self._error = RanksError(f"{phase}: rank {self._rank} failed: {error}")
+            raise self._error from error
+
+
+def _error(failure: Document) -> RanksError:
+    return RanksError(f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}")
+
+
+class _Watch:
+    """How long the beats of ranks have stood still, in time that this rank itself was awake."""
+
+    def __init__(self, keyvalue: KeyValue, prefix: str, timeout_seconds: float) -> None:
+        self._keys = keyvalue
+        self._prefix = prefix
+        self._timeout = timeout_seconds
+        self._looked = time.monotonic()
+        self._last: dict[int, bytes | None] = {}
+        self._silent_seconds: dict[int, float] = {}
+
+    def silent(self, ranks: Collection[int]) -> dict[int, str]:
+        """The ranks that have made no progress for the timeout, with the last phase of each."""
+        now = time.monotonic()
+        elapsed = now - self._looked
+        if elapsed < self._timeout / 20:
+            return {}
+        self._looked = now
+        gone = {}
+        for rank in ranks:
+            value = self._keys.get(f"{self._prefix}/beat/{rank}")
+            moved = value != self._last.get(rank)
+            self._last[rank] = value
+            # One that was stopped itself has seen nothing meanwhile: a look counts a quarter of the timeout at most.
+            self._silent_seconds[rank] = (
+                0 if moved else self._silent_seconds.get(rank, 0) + min(elapsed, self._timeout / 4)
+            )
+            if self._silent_seconds[rank] >= self._timeout:
+                gone[rank] = "begin" if value is None else str(decode(value)["phase"])
+        return gone

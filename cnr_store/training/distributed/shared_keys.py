@@ -1,0 +1,101 @@
+"""The keys of a torch.distributed store, read without ever blocking for good."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from cnr_store.errors import RanksError
+
+T = TypeVar("T")
+
+MAX_PART_BYTES = 4 << 20
+"""Of one value. A TCPStore ends the connection over values of more than 8 MiB, which training then lacks, too."""
+_Call = tuple[Callable[..., Any], tuple[Any, ...], "Future[Any]"]
+
+
+class TorchKeyValue:
+    """A `KeyValue` over a store of torch.distributed.
+
+    A store whose process is stopped blocks whoever asks it. So one thread asks, and the caller gives up in time.
+
+    Parameters
+    ----------
+    store
+        The store.
+    prefix
+        What begins all keys.
+    timeout_seconds
+        How long one request may take.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, timeout_seconds: float) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._timeout = timeout_seconds
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=_answer, args=(self._calls,), name="cnr-keys", daemon=True).start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, over one that is there."""
+        self._ask(self._store.set, key, self._put_parts(key, value))
+
+    def get(self, key: str) -> bytes | None:
+        """Read a value; None where there is none."""
+        value = self._ask(_get, self._store, key)
+        return None if value is None else self._whole(value)
+
+    def compare_set(self, key: str, value: bytes) -> bytes:
+        """Write a value where there is none, and return what is there now."""
+        return self._whole(self._ask(self._store.compare_set, key, "", self._put_parts(key, value)))
+
+    def delete(self, key: str) -> None:
+        """Remove a key, which may be missing."""
+        self._ask(self._store.delete_key, key)
+
+    def _put_parts(self, key: str, value: bytes) -> bytes:
+        """What to write for a value: itself, or the names of its parts, which are written first."""
+        if len(value) <= MAX_PART_BYTES:
+            return b"=" + value
+        names = []
+        for start in range(0, len(value), MAX_PART_BYTES):
+            names.append(f"{key}/{uuid.uuid4().hex}")
+            self._ask(self._store.set, names[-1], value[start : start + MAX_PART_BYTES])
+        return b"/" + " ".join(names).encode()
+
+    def _whole(self, value: bytes) -> bytes:
+        if value[:1] == b"=":
+            return value[1:]
+        return b"".join(self._ask(self._store.get, name) for name in value[1:].decode().split(" "))
+
+    def close(self) -> None:
+        """End the thread that asks."""
+        self._calls.put(None)
+
+    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
+        answer: Future[T] = Future()
+        self._calls.put((call, arguments, answer))
+        try:
+            return answer.result(self._timeout)
+        except (RuntimeError, TimeoutError) as error:  # a store that ended, or is stopped
+            raise RanksError(
+                f"the store of the process group did not answer ({error or type(error).__name__}): "
+                "restart the job if its process ended or hangs"
+            ) from error
+
+
+def _get(store: dist.Store, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
+
+
+def _answer(calls: queue.SimpleQueue[_Call | None]) -> None:
+    for call, arguments, answer in iter(calls.get, None):
+        try:
+            answer.set_result(call(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            answer.set_exception(error)
