@@ -1,1 +1,1 @@
-"""What this process holds of a model that is shared over ranks."""
+"""What is particular to torch.distributed: process groups and the store they share."""

@@ -1,0 +1,214 @@
+"""Ranks of a torch.distributed job as real processes, which a test stops, kills and wakes at named points.
+
+The store that the ranks share lives in the test's process, so that a killed rank never takes it along.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.paths import ROOT
+
+PRELOAD = ("torch.distributed", "cnr_store.training.distributed.torch_group", __name__)
+_context = multiprocessing.get_context("forkserver")
+_pipe: connection.Connection | None = None
+"""In a rank: to the test."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank.
+
+    Attributes
+    ----------
+    value
+        What its function returned.
+    error
+        The name of the class of what it raised.
+    text
+        The message of that.
+    where
+        The traceback of that.
+    signal
+        What killed it, or -1 where it ended otherwise without an answer.
+    seconds
+        How long its function ran.
+    """
+
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    where: str = ""
+    signal: int = 0
+    seconds: float = 0
+
+
+def reach(point: str) -> None:
+    """In a rank: tell the test that a point is reached, and go on when it has sent its signals. Else nothing."""
+    if _pipe is not None:
+        _pipe.send(point)
+        _pipe.recv()
+
+
+def preload(*modules: str) -> None:
+    """Let ranks started from now on have some modules imported from the start, such as torchrec."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it keeps to what it was started with
+    _context.set_forkserver_preload([*PRELOAD, *modules])
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any] | str,
+    *arguments: Any,
+    signals: Mapping[tuple[int, str], Sequence[tuple[int, int]]] | None = None,
+    deadline_seconds: float = 60,
+    wake: bool = False,
+) -> list[Outcome]:
+    """Run a function on each rank of a gloo job, and wait until all have ended.
+
+    Parameters
+    ----------
+    world
+        The number of ranks.
+    function
+        A function of a module, or ``"package.module:function"``.
+    arguments
+        Of the function, alike on all ranks. Its rank is ``dist.get_rank()``.
+    signals
+        For a rank that reaches a point (see `reach`), the ranks to send a signal, and which.
+    deadline_seconds
+        When to kill the ranks that still run.
+    wake
+        Whether a rank left stopped goes on when the others have ended. Else it is killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    pipes, processes = [], []
+    with _server_environment():
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            call = (theirs, function, rank, world, store.port, arguments)
+            processes.append(_context.Process(target=_run, args=call, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+    try:
+        return _watch(processes, pipes, dict(signals or {}), time.monotonic() + deadline_seconds, wake)
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+
+
+def _watch(
+    processes: Sequence[Any],
+    pipes: Sequence[connection.Connection],
+    signals: dict[tuple[int, str], Sequence[tuple[int, int]]],
+    deadline: float,
+    wake: bool,
+) -> list[Outcome]:
+    found: dict[int, Outcome] = {}
+    stopped: set[int] = set()
+
+    def send(rank: int, number: int) -> None:
+        os.kill(processes[rank].pid, number)
+        (stopped.add if number == signal.SIGSTOP else stopped.discard)(rank)
+
+    while len(found) < len(processes) and time.monotonic() < deadline:
+        running = [rank for rank in range(len(processes)) if rank not in found]
+        if set(running) == stopped:
+            for rank in running:
+                send(rank, signal.SIGCONT if wake else signal.SIGKILL)
+        ready = connection.wait([pipes[rank] for rank in running], timeout=0.1)
+        for rank in running:
+            if pipes[rank] not in ready:
+                continue
+            try:
+                message = pipes[rank].recv()
+            except (EOFError, ConnectionResetError):
+                processes[rank].join()
+                found[rank] = Outcome(signal=-processes[rank].exitcode or -1)
+                continue
+            if isinstance(message, Outcome):
+                found[rank] = message
+                continue
+            for other, number in signals.get((rank, message), ()):
+                if other not in found:
+                    send(other, number)
+            try:
+                pipes[rank].send("go")
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # the rank was killed: its end is read next
+    late = [rank for rank in range(len(processes)) if rank not in found]
+    assert not late, f"ranks {late} did not end; the others: {found}"
+    return [found[rank] for rank in range(len(processes))]
+
+
+@contextmanager
+def _server_environment() -> Iterator[None]:
+    """What the process that forks ranks is started with."""
+    changed = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    if not forkserver._forkserver._preload_modules[1:]:  # type: ignore[attr-defined]  # nobody asked for more
+        _context.set_forkserver_preload([*PRELOAD])
+    try:
+        forkserver.ensure_running()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run(
+    pipe: connection.Connection,
+    function: Callable[..., Any] | str,
+    rank: int,
+    world: int,
+    port: int,
+    arguments: Sequence[Any],
+) -> None:
+    global _pipe
+    _pipe = pipe
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+    start = time.monotonic()
+    try:
+        outcome = Outcome(function(*arguments), seconds=time.monotonic() - start)
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        outcome = Outcome(
+            error=type(error).__name__,
+            text=str(error),
+            where=traceback.format_exc(),
+            seconds=time.monotonic() - start,
+        )
+    pipe.send(outcome)
+    # A rank that ended would look like one that died to those that still run.
+    pipe.poll(None)
