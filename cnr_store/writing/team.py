@@ -71,9 +71,7 @@ class Team:
             A rank failed, or does not answer.
         """
         self.round.beat("exchange")
-        return self._group.exchange(
-            messages, expected, self._number, lambda: self.round.beat("exchange")
-        )
+        return self._group.exchange(messages, expected, self._number, lambda: self.round.beat("exchange"))
 
     def votes(self) -> list[Document]:
         """What each of the other ranks has put, in rank order. The first rank waits for them."""

@@ -50,7 +50,9 @@ def check_group(group: object) -> torch.distributed.ProcessGroup | None:
         return None
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
         return group
-    raise OptionError(f"group={group!r}: give a process group of torch.distributed that this process is in, or None")
+    raise OptionError(
+        f"group={group!r}: give a process group of torch.distributed that this process is in, or None"
+    )
 
 
 def check_count(name: str, value: object, minimum: int) -> int:

@@ -207,7 +207,7 @@ class Planner:
         lineage = self.lineage
         reasons = self._whole_reasons(decision, snapshot, changed)
         whole = {table.name for table in self._tables} if decision.full else reasons.keys()
-        rows = self._rows(decision, snapshot, changed, whole, pending)
+        rows = self.rows(decision, snapshot, changed, whole, pending)
         policy = asdict(decision)
         if reasons:
             policy["whole"] = summary(reasons)
@@ -225,7 +225,7 @@ class Planner:
             parent_paths=lineage.paths,
         )
 
-    def _rows(
+    def rows(
         self,
         decision: Decision,
         snapshot: Snapshot,

@@ -43,7 +43,7 @@ class Job:
         self.random = np.random.default_rng(seed)
         self.forgets = forgets
         self.arrays = arrays_of()
-        self.values = self.arrays[0].tensor.detach().numpy()
+        self.values = self.arrays[0].parts[0].tensor.detach().numpy()
         self.order = self.random.permutation(ROWS)
         self.audit = Audit(limit_bytes=64 << 10, seed=seed)
         self.forgotten = 0
@@ -103,7 +103,7 @@ _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reaso
 def test_a_changed_bit_of_a_sampled_row_is_named_with_its_table(dtype: torch.dtype, device: str) -> None:
     arrays, audit, distrusted = arrays_of(9, 3, dtype, device), Audit(), []
     audit.renew(arrays)
-    arrays[0].tensor.data.view(torch.uint8)[[2, 4, 7], 1] ^= 1
+    arrays[0].parts[0].tensor.data.view(torch.uint8)[[2, 4, 7], 1] ^= 1
     flagged = empty_bitmap(9)
     mark(flagged, 9, np.array([4]))
     with pytest.raises(TrackingError, match=r"table 't': rows 2, 7 of tables/t/weight.*touch"):
