@@ -1,1 +1,1 @@
-"""Many ranks: who holds which rows, who writes which shard, and what ranks send one another. Imports no torch."""
+"""Many ranks of one training job: how they talk, and who writes what."""
