@@ -196,9 +196,9 @@ def _read(reader: _Reader, entry: tuple[int, ...]) -> Fragment:
 
 
 def _flat(data: BytesLike | npt.NDArray[Any]) -> memoryview:
-    """The bytes of a buffer, in C order."""
+    """The bytes of a buffer, in C order. Copies an array only where it is not contiguous."""
     if isinstance(data, np.ndarray):  # also of types that no memoryview casts
-        return data.reshape(-1).view(np.uint8).data
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 

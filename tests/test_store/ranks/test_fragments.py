@@ -76,6 +76,14 @@ def test_payloads_and_values_are_not_copied() -> None:
         assert np.shares_memory(message, view)
 
 
+def test_slices_of_columns_are_sent_as_they_are() -> None:
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    (raw,) = unpack(joined([RawRows(0, 0, 0, 2, np.arange(8, dtype=np.uint32)[::2], values[:, 2:5])]))
+    assert isinstance(raw, RawRows)
+    assert raw.offsets.tolist() == [0, 2, 4, 6]
+    assert raw.values.view(np.float32).tolist() == values[:, 2:5].tolist()
+
+
 def test_views_are_aligned() -> None:
     fragments: list[Fragment] = [
         EncodedChunk(0, 0, 0, b"abc"),
