@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from cnr_store.training.importing.import_file import import_file
     from cnr_store.training.loading.load_result import Restored
     from cnr_store.training.once import load, save
-    from cnr_store.training.preemption import Preemption
+    from cnr_store.training.process.preemption import Preemption
     from cnr_store.training.saving.explanation import ExplainedTable
     from cnr_store.training.saving.pending_save import PendingSave
     from cnr_store.training.saving.stats import SaveStats

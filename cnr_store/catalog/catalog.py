@@ -21,7 +21,7 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import member, shown, texts
+from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Catalog:
         """
         with suppress(KeyError):
             return self._manifests[record.prefix, record.id]
-        data = self._proven(record, "manifest", record.manifest_sha256)
+        data = self.proven(record, "manifest", record.manifest_sha256)
         plain = {stored: path for path, stored in record.moved.items()}
         manifest = decode_manifest(data, record.id).renamed(plain)
         self._manifests[record.prefix, record.id] = manifest
@@ -308,7 +308,7 @@ class Catalog:
             It is lost, altered or another one; the version was removed meanwhile.
         """
         with self.reading(record):
-            data = self._proven(record, "state/main.json", record.state_sha256)
+            data = self.proven(record, "state/main.json", record.state_sha256)
         state = loads(data, f"state of version {record.id}")
         has_parts = layout.STATE_PARTS in record.requires
         if (isinstance(state, dict) and "ranks" in state) != has_parts:
@@ -318,49 +318,19 @@ class Catalog:
             )
         return state
 
-    def state_part(self, record: Record, state: Any, rank: int) -> Any:
-        """What one rank alone has of the state, as tagged JSON.
-
-        Parameters
-        ----------
-        state
-            From `state`.
+    def proven(self, record: Record, name: str, sha256: str) -> bytes:
+        """An object of a version that has this digest.
 
         Raises
         ------
-        CorruptionError, VersionNotFoundError
-            It is lost, altered or another one; the version was removed meanwhile.
+        CorruptionError
+            It is lost, or has another.
         """
-        digests = state_digests(record, state)
-        with self.reading(record):
-            data = self._proven(record, layout.state_part(rank), digests[rank])
-        return loads(data, f"state of rank {rank} in version {record.id}")
-
-    def _proven(self, record: Record, name: str, sha256: str) -> bytes:
         key = record.key(name)
         data = read_object(self.backend, key, record.home)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptionError(f"{record.home}: {key} is not what was committed (its digest differs)")
         return data
-
-
-def state_digests(record: Record, state: Any) -> tuple[str, ...]:
-    """The digests of the parts of a state, by rank; none if one process saved it.
-
-    Parameters
-    ----------
-    state
-        From `Catalog.state`.
-
-    Raises
-    ------
-    CorruptionError
-        They are malformed.
-    """
-    try:
-        return tuple(texts(state["ranks"], "ranks")) if "ranks" in state else ()
-    except (TypeError, ValueError) as error:
-        raise CorruptionError(f"state of version {record.id}: {error}") from error
 
 
 def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[Catalog, Record]:

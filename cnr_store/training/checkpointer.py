@@ -26,7 +26,8 @@ from cnr_store.training.loading.load_result import Restored, restore_reader, war
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.preemption import Preemption, watch_signals
+from cnr_store.training.process.preemption import Preemption, watch_signals
+from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
@@ -34,7 +35,6 @@ from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure

@@ -16,7 +16,7 @@ from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.format.state import dumps
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.stage import Staged
+from cnr_store.writing.staged import Staged
 
 
 def finish_record(

@@ -8,9 +8,9 @@ put.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import google_crc32c
@@ -18,12 +18,10 @@ import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
 from cnr_codecs import array_dtype, zarr_codecs
-from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
     add_node,
-    dense_document,
     dense_grid,
     document_bytes,
     rows_document,
@@ -34,6 +32,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
+from cnr_store.writing.staged import Staged
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
@@ -59,66 +58,6 @@ class _Home:
 
     def seal(self, path: str, first_row: int) -> int:
         return layout.seal(self.version, self.moved.get(path, path), first_row, 0)
-
-
-@dataclass
-class Staged:
-    """What has been put so far, and the seconds that all threads have spent on encoding it.
-
-    Attributes
-    ----------
-    own, state_sha256
-        Of many ranks: the dense arrays that only this one knows of, and the digest of its part of the state.
-    """
-
-    arrays: dict[str, ArrayEntry] = field(default_factory=dict)
-    nodes: dict[str, Doc] = field(default_factory=dict)
-    parts: dict[str, dict[int, Part]] = field(default_factory=dict)
-    nbytes: int = 0
-    encoding_seconds: float = 0.0
-    own: list[list[Any]] = field(default_factory=list)
-    state_sha256: str | None = None
-
-    def to_vote(self) -> dict[str, Any]:
-        """What this rank put, for the rank that commits."""
-        parts = {
-            path: [[index, part.nbytes, part.tail] for index, part in sorted(parts.items())]
-            for path, parts in self.parts.items()
-        }
-        return {"parts": parts, "nbytes": self.nbytes, "own": self.own, "state": self.state_sha256}
-
-    def add(self, vote: Mapping[str, Any]) -> None:
-        """Add what another rank put.
-
-        Raises
-        ------
-        SaveError
-            Both put the same object.
-        """
-        for path, parts in vote["parts"].items():
-            own = self.parts.setdefault(path, {})
-            for index, nbytes, tail in parts:
-                if index in own:
-                    raise SaveError(f"{path}: two ranks have written object {index}")
-                own[index] = Part(nbytes, tail)
-        self.nbytes += vote["nbytes"]
-        for path, shape, dtype, torch_dtype in vote["own"]:
-            self.note_dense(DenseWrite(path, _shaped(shape, dtype), torch_dtype))
-
-    def note_dense(self, dense: DenseWrite) -> Doc:
-        """Note a dense array; its document."""
-        grid = dense_grid(dense.values.shape, dense.values.dtype)
-        doc = dense_document(grid, layout.decode_name(dense.path.rsplit("/", 1)[-1]), dense.torch_dtype)
-        add_node(self.nodes, dense.path, doc)
-        self.arrays[dense.path] = ArrayEntry(
-            "dense", dense.values.shape, grid.dtype.name, aliases=dense.aliases
-        )
-        return doc
-
-
-def _shaped(shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
-    """An array of that shape and type without memory of its own."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 def stage(

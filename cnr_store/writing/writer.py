@@ -30,7 +30,8 @@ from cnr_store.writing.commit import commit, finish_record
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.stage import Staged, stage
+from cnr_store.writing.stage import stage
+from cnr_store.writing.staged import Staged
 from cnr_store.writing.team import Team, error_document, error_from
 
 log = logging.getLogger("cnr_store")

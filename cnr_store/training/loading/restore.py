@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog, VersionInfo, state_digests
+from cnr_store.catalog.catalog import Catalog, VersionInfo
+from cnr_store.catalog.state_parts import read_state_part, state_digests
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
@@ -114,7 +115,7 @@ class Restore:
             return state
 
         def part(rank: int) -> Any:
-            return decode_tree(catalog, record, catalog.state_part(record, doc, rank), where)
+            return decode_tree(catalog, record, read_state_part(catalog, record, doc, rank), where)
 
         if saved_by == group.world:
             return with_own_part(state, part(group.rank), where)

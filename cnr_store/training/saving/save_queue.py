@@ -21,12 +21,12 @@ from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
+from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.planner import Planner
-from cnr_store.training.saving.process_exit import finish_before_exit, is_exiting
-from cnr_store.training.saving.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.saving.tally import Tally

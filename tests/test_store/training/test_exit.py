@@ -44,7 +44,7 @@ threading._register_atexit(lambda: holds.is_set() or ends.set())  # after the ch
 # Ctrl-C, so many times, while the interpreter waits for the save; each once the one before was noticed.
 _INTERRUPTS = """
 import logging
-from cnr_store.training.saving import process_exit
+from cnr_store.training.process import process_exit
 
 class Noticed(logging.StreamHandler):
     def emit(self, record):
