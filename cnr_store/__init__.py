@@ -62,7 +62,7 @@ _TRAINING = {
     "PendingSave": "saving.pending_save",
     "SaveStats": "saving.stats",
     "ExplainedTable": "saving.explanation",
-    "Preemption": "preemption",
+    "Preemption": "process.preemption",
     "save": "once",
     "load": "once",
     "Restored": "loading.load_result",
