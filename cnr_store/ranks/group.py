@@ -165,5 +165,5 @@ class Alone(Group):
 
 def joined(pieces: Sequence[Piece]) -> memoryview:
     """The pieces of a message as one, which may be written into."""
-    views = [memoryview(piece) for piece in pieces]
+    views = [piece.data if isinstance(piece, np.ndarray) else memoryview(piece) for piece in pieces]
     return memoryview(bytearray().join(view.cast("B") for view in views if view.nbytes))

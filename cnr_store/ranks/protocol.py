@@ -183,9 +183,10 @@ class SaveRound:
     def _fail_silent(self) -> bool:
         """Tell of the watched ranks that are gone, if there are some."""
         gone = self._watch.silent(self._watched)
-        voted = [rank for rank in gone if self._keys.get(f"{self._prefix}/vote/{rank}") is not None]
-        self._watched = self._watched.difference(voted)
-        gone = {rank: phase for rank, phase in gone.items() if rank not in voted}
+        if self._rank == 0:  # which need not beat any more
+            voted = [rank for rank in gone if self._keys.get(f"{self._prefix}/vote/{rank}") is not None]
+            self._watched = self._watched.difference(voted)
+            gone = {rank: phase for rank, phase in gone.items() if rank not in voted}
         if gone:
             message = f"made no progress for {self._timeout:g} s"
             self._fail({"ranks": [*gone], "phase": next(iter(gone.values())), "message": message})

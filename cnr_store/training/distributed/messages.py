@@ -91,7 +91,7 @@ class Messages:
                 raise
             raise RanksError(f"exchange: the connection between the ranks broke ({error})") from error
         received |= {rank: memoryview(b"") for rank in others}
-        received |= {each.rank: memoryview(each.tensor.numpy()) for each in arriving}
+        received |= {each.rank: each.tensor.numpy().data for each in arriving}
         self._unfinished.clear()
         return received
 

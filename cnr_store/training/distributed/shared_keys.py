@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MAX_PART_BYTES = 4 << 20
 """Of one value. A TCPStore ends the connection over values of more than 8 MiB, which training then lacks, too."""
+Store: TypeAlias = Any
+"""A `torch.distributed.Store`, which the types of torch do not export."""
 _Call = tuple[Callable[..., Any], tuple[Any, ...], "Future[Any]"]
 
 
@@ -35,8 +37,8 @@ class TorchKeyValue:
         How long one request may take.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, timeout_seconds: float) -> None:
-        self._store = dist.PrefixStore(prefix, store)
+    def __init__(self, store: Store, prefix: str, timeout_seconds: float) -> None:
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # public, if its types do not say so
         self._timeout = timeout_seconds
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._calls,), name="cnr-keys", daemon=True).start()
@@ -84,12 +86,12 @@ class TorchKeyValue:
             return answer.result(self._timeout)
         except (RuntimeError, TimeoutError) as error:  # a store that ended, or is stopped
             raise RanksError(
-                f"the store of the process group did not answer ({error or type(error).__name__}): "
+                f"the store of the process group did not answer ({str(error) or type(error).__name__}): "
                 "restart the job if its process ended or hangs"
             ) from error
 
 
-def _get(store: dist.Store, key: str) -> bytes | None:
+def _get(store: Store, key: str) -> bytes | None:
     return store.get(key) if store.check([key]) else None
 
 

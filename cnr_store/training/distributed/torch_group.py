@@ -11,14 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import distributed_c10d
 
 from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import Decisions
 from cnr_store.ranks.group import Alone, Document, Group, Judge, Piece
 from cnr_store.training.distributed.hello import agree_on_token
 from cnr_store.training.distributed.messages import Messages, break_connections
-from cnr_store.training.distributed.shared_keys import TorchKeyValue
+from cnr_store.training.distributed.shared_keys import Store, TorchKeyValue
 
 ROLL_CALL_SECONDS = 2.0
 
@@ -112,8 +111,8 @@ class TorchGroup(Group):
         try:
             return sent.exchange(messages, expected, number, still_alive)
         except BaseException:
-            # Of groups that were replaced meanwhile, nothing is broken.
-            self._broken = self._broken or sent is self._messages
+            if sent is self._messages:  # else the groups were replaced meanwhile
+                self._broken = True
             raise
 
     def close(self) -> None:
@@ -194,7 +193,7 @@ def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: f
     return TorchGroup(process_group, timeout_seconds)
 
 
-def _own_connection(group: dist.ProcessGroup) -> dist.Store:
+def _own_connection(group: dist.ProcessGroup) -> Store:
     """The store of a group, over a connection of its own where this torch can clone it: training may block its own."""
-    store: dist.Store = distributed_c10d._get_process_group_store(group)
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store.clone() if hasattr(store, "clone") else store

@@ -137,7 +137,7 @@ def test_a_store_that_ended_is_an_error_with_the_phase() -> None:
     keys = StoppedStore(MemoryKeyValue(), RanksError("the store did not answer"))
     keys.stopped = True
     with pytest.raises(RanksError, match="save: the store did not answer"):
-        Decisions(keys, 0, 2, SECONDS).decide("save", {}, total)  # type: ignore[arg-type]
+        Decisions(keys, 0, 2, SECONDS).decide("save", {}, total)
 
 
 def test_one_rank_talks_to_itself() -> None:

@@ -43,7 +43,7 @@ def all_verbs() -> list[Any]:
     none = group.sum(np.empty(0, np.int64))
     bits = group.either(np.array([1 << rank, 0], np.uint8))
     sent = [group.broadcast(data if rank == 0 else None) for data in (b"from 0", b"")]
-    messages = {
+    messages: dict[int, list[Piece]] = {
         other: [f"{rank} to {other}".encode(), np.arange(3, dtype=np.uint8)] for other in range(WORLD)
     }
     del messages[(rank + 1) % WORLD]

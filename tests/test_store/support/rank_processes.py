@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, if its types do not say so
 
 from tests.paths import ROOT
 
@@ -95,7 +96,7 @@ def run_ranks(
     wake
         Whether a rank left stopped goes on when the others have ended. Else it is killed.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     pipes, processes = [], []
     with _server_environment():
         for rank in range(world):
@@ -182,6 +183,14 @@ def _server_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _found(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
 def _run(
     pipe: connection.Connection,
     function: Callable[..., Any] | str,
@@ -194,14 +203,11 @@ def _run(
     _pipe = pipe
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    if isinstance(function, str):
-        module, _, name = function.partition(":")
-        function = getattr(importlib.import_module(module), name)
     start = time.monotonic()
     try:
-        outcome = Outcome(function(*arguments), seconds=time.monotonic() - start)
+        outcome = Outcome(_found(function)(*arguments), seconds=time.monotonic() - start)
     except BaseException as error:  # noqa: BLE001 - told to the test
         outcome = Outcome(
             error=type(error).__name__,
