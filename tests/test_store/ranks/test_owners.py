@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cnr_store.ranks.owners import LIMIT, SLACK, Share, assign, split_by_size, supplier
 from cnr_store.ranks.placement import Piece, Placement
-from tests.test_store.ranks.placements import RANKS, cells, placed
+from tests.test_store.ranks.support.placements import RANKS, cells, placed
 
 Pieces = list[tuple[tuple[int, int], list[Piece]]]
 nbytes = st.one_of(st.just(0.0), st.floats(0.5, 100.0), st.sampled_from([1.0, 2.0, 64.0]))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cnr_store import UnsupportedModelError
 from cnr_store.ranks.placement import Band, Piece, Placement, Span
-from tests.test_store.ranks.placements import cells, placed
+from tests.test_store.ranks.support.placements import cells, placed
 
 Cells = dict[tuple[int, int], set[int]]
 

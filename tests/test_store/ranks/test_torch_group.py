@@ -18,7 +18,7 @@ from cnr_store import RanksError
 from cnr_store.ranks.group import Piece
 from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.distributed.torch_group import TorchGroup, job_group
-from tests.test_store.support.rank_processes import Outcome, reach, run_ranks
+from tests.test_store.ranks.support.rank_processes import Outcome, reach, run_ranks
 
 WORLD = 3
 SECONDS = 1.0
