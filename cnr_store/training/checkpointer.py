@@ -22,7 +22,7 @@ from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
-from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
+from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
@@ -300,10 +300,9 @@ class Checkpointer:
             load another version.
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
-        restored = self._load_version(version, fallback, selection, salvage)
-        if selection.whole:
-            warn_left_out(restored, self._catalog.backend.url)
-        warn_live_writer(self._catalog)
+        restored = self._load_to_go_on(version, fallback, selection, salvage)
+        if selection.everything and self._group.rank == 0:
+            warn_readers(restored, self._catalog.backend.url, self._group.world)
         return restored
 
     def resume(self, reader: Any = None) -> int:
@@ -329,7 +328,7 @@ class Checkpointer:
         """
         arguments.check_reader(reader)
         try:
-            restored = self.load(fallback=True)
+            restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
         except EmptyStoreError:
             log.warning(
                 "%s holds no version: training starts at step 0. If you expected one, check the URL",
@@ -352,6 +351,15 @@ class Checkpointer:
             self._check_open()
             self._follow_model()
             return self._saves.explain(self._trained.row_arrays())
+
+    def _load_to_go_on(
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool
+    ) -> Restored:
+        restored = self._load_version(version, fallback, selection, salvage)
+        if selection.whole:
+            warn_left_out(restored, self._catalog.backend.url)
+        warn_live_writer(self._catalog)
+        return restored
 
     def _load_version(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
