@@ -16,7 +16,7 @@ import torch
 
 import cnr_store
 from cnr_backends import Transfer, open_backend
-from cnr_store import Checkpointer, CorruptionError
+from cnr_store import Checkpointer, CorruptionError, OptionError
 from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.app import main
 from cnr_store.format import layout
@@ -254,6 +254,38 @@ def test_a_load_by_one_process_warns_of_readers(saved: Saved, caplog: pytest.Log
         caplog.clear()
         checkpointer.load(tables="emb")
         assert "saved readers" not in caplog.text
+
+
+class Place:
+    """A reader that any number of ranks can go on with."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+    def split_state(self, states: list[Any], rank: int, world: int) -> Any:
+        return [state["rank"] for state in states], rank, world
+
+
+class Fixed:
+    load_state_dict = Place.load_state_dict
+
+
+def test_a_reader_that_can_be_divided_goes_on(saved: Saved, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = make()
+    with Checkpointer(saved.folder, model, optimizer) as checkpointer:
+        place = Place()
+        assert checkpointer.resume(place) == STEPS - 1
+        assert place.state == ([0, 1], 0, 1)
+        assert "reader" not in caplog.text
+        with pytest.raises(
+            OptionError, match=r"readers of another number of ranks \(2, .*: Fixed has no split_state"
+        ):
+            checkpointer.resume(Fixed())
+        checkpointer.resume()
+        assert caplog.text.count("resume() was given none: the data begins where yours stands") == 1
 
 
 def test_a_repaired_version_has_the_parts_of_all_ranks(saved: Saved, folder: Path) -> None:
