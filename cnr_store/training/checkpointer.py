@@ -267,7 +267,9 @@ class Checkpointer:
         minutes ago. It is a `SupersededError` if another process saves or claims the store after this load.
 
         An optimizer or an object of `state` that the version holds and this checkpointer was not given is left out. It
-        is listed in ``unexpected`` of the result and logged, because the next save will drop it.
+        is listed in ``unexpected`` of the result and logged, because the next save will drop it. If another number of
+        ranks saved the version, random number generators are seeded anew, and readers are left to `resume`, or to you:
+        both is logged.
 
         Parameters
         ----------
@@ -313,7 +315,8 @@ class Checkpointer:
         Parameters
         ----------
         reader
-            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`.
+            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`. Where
+            another number of ranks saved, its `split_state(states, rank, world)` makes that of what they were given.
 
         Returns
         -------
@@ -322,7 +325,8 @@ class Checkpointer:
         Raises
         ------
         OptionError
-            `reader` has no `load_state_dict` (nothing was loaded), or the version was saved without a reader.
+            `reader` has no `load_state_dict` (nothing was loaded); or the version was saved without a reader, or by
+            another number of ranks, whose readers this one can't divide.
         ModelMismatchError, UnsupportedModelError, CorruptionError
             As for `load`.
         """
