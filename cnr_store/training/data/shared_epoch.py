@@ -18,11 +18,11 @@ def sharding_of(batches: Any) -> dict[str, Any] | None:
     `DistributedSampler` shuffles alike on all ranks, and each takes every so many-th sample. When all have taken as
     many, these are the first ones of the shuffled epoch, whatever the number of ranks.
     """
-    sampler = batches.sampler if type(batches) is BatchSampler else None
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else None
     if type(sampler) is not DistributedSampler:
         return None
     return {
-        "samples": len(sampler.dataset),  # type: ignore[arg-type]  # the sampler has asked for it, too
+        "samples": len(sampler.dataset),
         "batch_size": batches.batch_size,
         "ranks": sampler.num_replicas,
         "shuffle": sampler.shuffle,
