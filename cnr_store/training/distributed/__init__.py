@@ -1,0 +1,1 @@
+"""What this process holds of a model that is shared over ranks."""

@@ -1,0 +1,341 @@
+"""Embedding tables that TorchRec shards over ranks.
+
+TorchRec groups tables into lookups, one for each way to shard. A lookup has kernels, and each kernel holds the local
+shards of some tables, with the state of the optimizer that changes them in the backward pass. Classes are looked up
+among the modules that are imported already, because importing TorchRec takes long and it may not be installed. Nothing
+here communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
+from cnr_store.training.distributed.pieces import LocalPiece
+
+_KERNELS = {"fused", "fused_uvm", "fused_uvm_caching", "dense"}
+_COLLECTIONS = {
+    "ShardedEmbeddingBagCollection": "embedding_bags",
+    "ShardedEmbeddingCollection": "embeddings",
+}
+"""Classes that are known, with what stands before a table's name in their state dicts."""
+_OUTER = {"ShardedFeatureProcessedEmbeddingBagCollection"}
+"""Classes that leave rows to a known one inside them."""
+_WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a shard of a table lies.
+
+    Attributes
+    ----------
+    rank
+        In the group of ranks that the table is sharded over.
+    first_row
+        Of the table.
+    first_column
+        Of the table.
+    rows
+        How many.
+    columns
+        How many.
+    """
+
+    rank: int
+    first_row: int
+    first_column: int
+    rows: int
+    columns: int
+
+
+@dataclass
+class Slot:
+    """State of an optimizer that follows a table's rows, as a store has it: the same on every number of ranks.
+
+    Attributes
+    ----------
+    shape
+        ``(rows, dim)``; ``(rows,)`` of a number a row; ``(rows, shards)`` of a number a row and column shard.
+    boundaries
+        Of ``(rows, shards)``: the first column of the table in each column shard, ascending. Else empty.
+    pieces
+        What this process holds. Each is a live view.
+    """
+
+    shape: tuple[int, ...]
+    boundaries: tuple[int, ...] = ()
+    pieces: list[LocalPiece] = field(default_factory=list)
+
+
+@dataclass
+class ShardedTable:
+    """A table, and what this process holds of it.
+
+    Attributes
+    ----------
+    name
+        The key of its weight in the model's state dict, without what wrappers add.
+    shape
+        ``(rows, dim)`` of the whole.
+    features
+        Whose ids are looked up in it.
+    boxes
+        All shards, on all ranks. One each for every rank that trains with the whole table by itself.
+    pieces
+        The live memory of this process's shards, without empty ones.
+    replicated
+        Whether each rank has the whole table, and its optimizer is one like those of dense parameters.
+    cached
+        Whether rows may be newer in a cache than in `pieces`: `ShardedModule.flush` before each read, and
+        `ShardedModule.purge` after each write.
+    optimizer
+        What changes rows in the backward pass. None where an optimizer outside the module does it.
+    slots
+        The optimizer's state by name: ``"momentum1"``. The names are the same on all ranks.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    features: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    replicated: bool
+    cached: bool
+    optimizer: FusedOptimizer | None
+    slots: dict[str, Slot]
+    pieces: list[LocalPiece] = field(default_factory=list)
+    _kernels: list[Any] = field(default_factory=list, repr=False)
+
+    def moves_untouched_rows(self) -> str | None:
+        """Why rows may change that were not looked up with gradients. None if none does."""
+        if self.optimizer is None:
+            return "an optimizer outside the module changes it"
+        return self.optimizer.moves_untouched_rows()
+
+    def settings(self) -> dict[str, float]:
+        """What the optimizer has beside slots, by name: ``"lr"`` at least. Nothing on ranks without a shard."""
+        return self.optimizer.settings(self._kernels[0]) if self.optimizer and self._kernels else {}
+
+    def assign_settings(self, settings: Mapping[str, float]) -> None:
+        """Have the optimizer use what `settings` returned. Tables of one kernel share them."""
+        for kernel in self._kernels if self.optimizer else ():
+            FusedOptimizer.assign(kernel, settings)
+
+
+@dataclass
+class ShardedModule:
+    """A module of TorchRec with tables that ranks share.
+
+    Attributes
+    ----------
+    path
+        In the model, without what wrappers add.
+    module
+        The ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
+    tables
+        In the module's order.
+    """
+
+    path: str
+    module: nn.Module
+    tables: list[ShardedTable]
+
+    def flush(self) -> None:
+        """Write what a cache has back to the tables."""
+        for lookup in bare_lookups(self.module):
+            lookup.flush()
+
+    def purge(self) -> None:
+        """Empty caches, so that rows which were written to the tables are the ones looked up."""
+        for lookup in bare_lookups(self.module):
+            lookup.purge()
+
+
+def find_sharded(model: nn.Module) -> list[ShardedModule]:
+    """The modules of `model` whose tables TorchRec shards, with their live memory.
+
+    Parameters
+    ----------
+    model
+        A ``DistributedModelParallel``, a module that has or is in one, or any other module, which has none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A table is not in plain memory, or rows are changed by more than lookups.
+    """
+    base = getattr(sys.modules.get("torchrec.distributed.embedding_types"), "ShardedEmbeddingModule", None)
+    if base is None:
+        return []
+    found = []
+    for path, module in _named_modules(model):
+        kind = type(module).__name__
+        if kind == "DMPCollection":
+            raise UnsupportedModelError(
+                "DMPCollection holds replicas of tables that differ between its syncs; use DistributedModelParallel"
+            )
+        if not isinstance(module, base) or kind in _OUTER:
+            continue
+        if kind not in _COLLECTIONS:
+            raise UnsupportedModelError(
+                f"{path or 'the model'} is a {kind}, which changes rows by more than lookups; shard an "
+                "EmbeddingBagCollection or an EmbeddingCollection"
+            )
+        tables = _tables(module, ".".join(filter(None, (path, _COLLECTIONS[kind]))))
+        found.append(ShardedModule(path, module, tables))
+    return found
+
+
+def bare_lookups(module: nn.Module) -> list[Any]:
+    """The lookups of a sharded module, without the wrapper of those that every rank has whole."""
+    return [
+        lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups(module)
+    ]
+
+
+def lookups(module: nn.Module) -> list[nn.Module]:
+    """The modules of a sharded module that get ids and return embeddings. They are not among its children."""
+    return list(_attribute(module, "_lookups"))
+
+
+def _attribute(owner: object, *names: str) -> Any:
+    """The first attribute of these names: no public name has it."""
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    version = getattr(sys.modules.get("torchrec"), "__version__", "")
+    raise UnsupportedModelError(
+        f"{type(owner).__name__} of TorchRec {version} has no {' or '.join(names)}; install TorchRec 1.8"
+    )
+
+
+def _named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules by their paths without what wrappers add. The first path of a module counts."""
+    seen: set[int] = set()
+    stack = [(path, model)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        for name, child in reversed(list(module.named_children())):
+            wrapped = name in ("_dmp_wrapped_module", "_orig_mod") or (
+                name == "module" and isinstance(module, _WRAPPERS)
+            )
+            stack.append((path if wrapped else f"{path}.{name}" if path else name, child))
+
+
+def _tables(module: nn.Module, prefix: str) -> list[ShardedTable]:
+    tables: dict[str, ShardedTable] = {}
+    shards: dict[str, list[tuple[int, Any]]] = {}
+    for rank, shard in _all_shards(module):
+        shards.setdefault(shard.name, []).append((rank, shard))
+    for name, found in shards.items():
+        tables[name] = _table(f"{prefix}.{name}.weight", found)
+    for lookup in bare_lookups(module):
+        for kernel in lookup.modules():
+            if hasattr(kernel, "emb_module") and hasattr(kernel, "split_embedding_weights"):
+                _add_memory(tables, kernel)
+    return list(tables.values())
+
+
+def _all_shards(module: nn.Module) -> Iterator[tuple[int, Any]]:
+    """The ``ShardedEmbeddingTable`` of each rank's shards, rank by rank for each way to shard."""
+    found = _attribute(module, "_embedding_shardings", "_sharding_type_to_sharding")
+    for sharding in found.values() if isinstance(found, Mapping) else found:
+        for rank, groups in enumerate(_attribute(sharding, "_grouped_embedding_configs_per_rank")):
+            for group in groups:
+                for shard in group.embedding_tables:
+                    yield rank, shard
+
+
+def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
+    """A table without local memory so far."""
+    _, first = shards[0]
+    kernel = first.compute_kernel.value
+    if kernel not in _KERNELS or first.use_virtual_table:
+        raise UnsupportedModelError(
+            f"table {name!r} has the compute kernel {kernel!r}, whose rows are not in plain memory; "
+            f"use one of {', '.join(sorted(_KERNELS))}"
+        )
+    shape = (first.num_embeddings, first.embedding_dim)
+    boxes = tuple(Box(rank, *first_of(shard), shard.local_rows, shard.local_cols) for rank, shard in shards)
+    optimizer = None if kernel == "dense" else FusedOptimizer.of(first.fused_params or {}, name)
+    slots = {}
+    columns = tuple(sorted({box.first_column for box in boxes}))
+    for slot, rowwise in optimizer.slots.items() if optimizer else ():
+        if not rowwise:
+            slots[slot] = Slot(shape)
+        elif len(columns) == 1:
+            slots[slot] = Slot(shape[:1])
+        else:
+            slots[slot] = Slot((shape[0], len(columns)), columns)
+    return ShardedTable(
+        name,
+        shape,
+        tuple(first.feature_names),
+        boxes,
+        replicated=first.local_metadata is None,
+        cached=kernel == "fused_uvm_caching",
+        optimizer=optimizer,
+        slots=slots,
+    )
+
+
+def first_of(shard: Any) -> tuple[int, int]:
+    """The first row and column of a ``ShardedEmbeddingTable``."""
+    if shard.local_metadata is None:
+        return 0, 0
+    row, column = shard.local_metadata.shard_offsets
+    return row, column
+
+
+def _add_memory(tables: dict[str, ShardedTable], kernel: Any) -> None:
+    """Add the live memory of a kernel's shards to their tables."""
+    shards = kernel.config.embedding_tables
+    weights = kernel.split_embedding_weights()
+    for shard, weight in zip(shards, weights, strict=True):
+        table = tables[shard.name]
+        if weight.is_meta or tuple(weight.shape) != (shard.local_rows, shard.local_cols):
+            raise UnsupportedModelError(
+                f"a shard of table {table.name!r} lies on {weight.device} with the shape {tuple(weight.shape)}, not "
+                f"{(shard.local_rows, shard.local_cols)} in memory; move the model to its device first"
+            )
+        if weight.numel():
+            table.pieces.append(LocalPiece(*first_of(shard), weight.detach()))
+        if kernel not in table._kernels:
+            table._kernels.append(kernel)
+    if not hasattr(kernel, "fused_optimizer"):
+        return
+    for shard, state in zip(shards, kernel.emb_module.get_optimizer_state(), strict=False):
+        _add_state(tables[shard.name], shard, list(state.items()))
+
+
+def _add_state(table: ShardedTable, shard: Any, state: list[tuple[str, torch.Tensor]]) -> None:
+    """Add the live state of a shard's optimizer. There is none of plain gradient descent."""
+    row, column = first_of(shard)
+    # TorchRec gives the first state this name, whatever FBGEMM calls it.
+    named = {"momentum1" if place == 0 else key: value for place, (key, value) in enumerate(state)}
+    named.pop("iter", None)  # a number for all rows
+    if named.keys() != table.slots.keys():
+        raise UnsupportedModelError(
+            f"the optimizer of table {table.name!r} has the state {sorted(named)}, not {sorted(table.slots)} as its "
+            "settings say; install the FBGEMM release that belongs to TorchRec 1.8"
+        )
+    for name, value in named.items():
+        slot, value = table.slots[name], value.detach()
+        if slot.boundaries:
+            column_shard = slot.boundaries.index(column)
+            slot.pieces.append(LocalPiece(row, column_shard, value.unsqueeze(1)))
+        elif value.numel():
+            slot.pieces.append(LocalPiece(row, column if value.ndim == 2 else 0, value))
