@@ -101,7 +101,7 @@ class LookupHooks:
         output: object,
     ) -> None:
         """Mark what was looked up, and again in the backward pass if a save lies between the two."""
-        if not torch.is_grad_enabled():
+        if not (positions and torch.is_grad_enabled()):  # without tables, `output` is one tensor for ever
             return
         ids = [*args, *kwargs.values()][0]
         offsets = ids.offset_per_key()

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
 from cnr_store.training.distributed.torchrec_lookups import LookupHooks, hook_lookups
@@ -21,6 +24,7 @@ from tests.test_store.support.sharded_model import (
     FEW,
     ROWS,
     SEQUENCES,
+    EmbeddingComputeKernel,
     KeyedJaggedTensor,
     TrainPipelineSparseDist,
     batch,
@@ -145,6 +149,9 @@ def pieces_are_live() -> None:
             columns = torch.arange(piece.tensor.shape[1]) + piece.first_column
             rows = torch.arange(len(piece.tensor)) + piece.first_row
             piece.tensor.copy_(rows.unsqueeze(1) * 10 + columns)
+    for each in find_sharded(model):
+        each.purge()
+        each.flush()
     ids = batch(5 + dist.get_rank())
     with torch.no_grad():
         bags = model.module.bags(ids)
@@ -314,6 +321,36 @@ def _variable_batch() -> Any:
     )
 
 
+def what_lookups_do_not_tell_is_refused() -> None:
+    """Known by names, since these run on GPUs only."""
+    model = sharded_model(dist.get_world_size())
+    shards = [shard for _, shard in torchrec._all_shards(model.module.bags) if shard.name == "B"]
+    for shard in shards:
+        shard.compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
+    assert [name for name, table in _tables(model).items() if table.cached] == ["B"]
+    for shard in shards:
+        shard.compute_kernel = EmbeddingComputeKernel.SSD_VIRTUAL_TABLE
+    with pytest.raises(UnsupportedModelError, match=r"B\.weight' has the compute kernel 'ssd_virtual_table'"):
+        find_sharded(model)
+    bags = model.module.bags
+    bags.__class__ = type("ShardedManagedCollisionEmbeddingBagCollection", (type(bags),), {})
+    with pytest.raises(UnsupportedModelError, match=r"bags is a ShardedManagedCollision.* more than lookups"):
+        find_sharded(model)
+    model.__class__ = type("DMPCollection", (type(model),), {})
+    with pytest.raises(UnsupportedModelError, match="DMPCollection holds replicas"):
+        find_sharded(model)
+
+
+def ranks_without_tables_keep_nothing() -> None:
+    """A lookup without tables returns the same tensor for ever, which gets no hooks."""
+    model = sharded_model(dist.get_world_size())
+    marked = Marked(model)
+    _step(model, 0)
+    for each in marked.sharded:
+        for lookup in torchrec.bare_lookups(each.module):
+            assert not lookup._dummy_embs_tensor._backward_hooks
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "tile": pieces_tile,
     "tile adagrad": lambda: pieces_tile("EXACT_ADAGRAD"),
@@ -331,6 +368,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "out of range": ids_out_of_range_are_marked,
     "pipeline": pipelined_steps_are_marked,
     "variable": variable_batches_are_marked,
+    "refused": what_lookups_do_not_tell_is_refused,
+    "nothing kept": ranks_without_tables_keep_nothing,
 }
 
 

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.types import ShardingPlan
 
-__all__ = ["KeyedJaggedTensor", "TrainPipelineSparseDist"]
+__all__ = ["EmbeddingComputeKernel", "KeyedJaggedTensor", "TrainPipelineSparseDist"]
 
 ROWS = 103
 """Of each table: no number of ranks divides it."""

@@ -33,6 +33,8 @@ NAMES = [
     "out of range",
     "pipeline",
     "variable",
+    "refused",
+    "nothing kept",
 ]
 
 needs_torchrec = pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec")
