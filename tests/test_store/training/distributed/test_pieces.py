@@ -9,8 +9,8 @@ import torch
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import local_pieces
-from tests.test_store.support import spread_checks
-from tests.test_store.support.ranks import group, run_ranks
+from tests.test_store.support.distributed import spread_checks
+from tests.test_store.support.distributed.ranks import group, run_ranks
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2), (0, 2), (2, 3, 4)])
@@ -41,4 +41,4 @@ def test_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_over_ranks(world: int, tmp_path: Path) -> None:
-    run_ranks("tests.test_store.support.spread_checks", world, tmp_path)
+    run_ranks("tests.test_store.support.distributed.spread_checks", world, tmp_path)

@@ -13,9 +13,9 @@ from torch import nn
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.torchrec import find_sharded
-from tests.test_store.support.ranks import group, run_ranks
+from tests.test_store.support.distributed.ranks import group, run_ranks
 
-CHECKS = "tests.test_store.support.sharded_checks"
+CHECKS = "tests.test_store.support.distributed.sharded_checks"
 NAMES = [
     "tile",
     "tile adagrad",

@@ -16,8 +16,8 @@ from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
 from cnr_store.training.distributed.torchrec_lookups import LookupHooks, hook_lookups
-from tests.test_store.support.ranks import run_checks
-from tests.test_store.support.sharded_model import (
+from tests.test_store.support.distributed.ranks import run_checks
+from tests.test_store.support.distributed.sharded_model import (
     BAGS,
     DIM,
     FEATURES,

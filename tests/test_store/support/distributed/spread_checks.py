@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
-from tests.test_store.support.ranks import run_checks
+from tests.test_store.support.distributed.ranks import run_checks
 
 
 def _whole(rows: int, columns: int) -> torch.Tensor:
