@@ -26,6 +26,7 @@ from cnr_store.training.loading.load_result import Restored, restore_reader, war
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.process.joint_preemption import JointPreemption
 from cnr_store.training.process.preemption import Preemption, watch_signals
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.resumption import Loader
@@ -198,6 +199,7 @@ class Checkpointer:
         self._catalog.check_format()
         self._upkeep = BackgroundMaintenance(backend, options)
         self._closed = False
+        self._preemptions = 0
         self._guard = ReentrantGuard()
         callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
         self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks, ranks)
@@ -415,7 +417,8 @@ class Checkpointer:
         """Turn termination signals into a flag, so that training can save and stop between two steps.
 
         Inside the ``with`` block, a signal only makes the `Preemption` true. Test it between two steps; once it is
-        true, save and leave the loop. The previous handlers don't run inside the block and are restored after it.
+        true, save and leave the loop. Of many ranks each tests it once a step: a signal on any of them makes it true
+        on all at the same step. The previous handlers don't run inside the block and are restored after it.
 
         Raises
         ------
@@ -427,12 +430,18 @@ class Checkpointer:
 
     @contextmanager
     def _watch(self, signals: Iterable[int]) -> Iterator[Preemption]:
-        with watch_signals(signals) as preempted:
-            self._saves.is_preempted = preempted.__bool__
+        with watch_signals(signals, self._new_preemption) as preempted:
+            self._saves.is_preempted = lambda: preempted.signal is not None
             try:
                 yield preempted
             finally:
                 self._saves.is_preempted = bool
+
+    def _new_preemption(self) -> Preemption:
+        if self._group.world == 1:
+            return Preemption()
+        self._preemptions += 1
+        return JointPreemption(self._group, self._preemptions)
 
     def _follow_model(self) -> None:
         self._structure.check()
