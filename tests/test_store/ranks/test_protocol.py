@@ -12,7 +12,7 @@ import pytest
 from cnr_store import RanksError
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.ranks.protocol import SaveRound
-from tests.test_store.support.rank_threads import StoppedStore, on_threads
+from tests.test_store.ranks.rank_threads import StoppedStore, on_threads
 
 SECONDS = 0.5
 PHASES = ("announce", "encode", "put", "vote", "record")
