@@ -68,7 +68,10 @@ class Group(ABC):
         """
 
     def gather(self, phase: str, said: Document) -> list[Document]:
-        """Tell every rank what every rank says, in rank order. See `decide`."""
+        """Tell every rank what every rank says, in rank order. See `decide`.
+
+        The store answers every rank with all documents: where a verdict will do, `decide` costs less.
+        """
         documents: list[Document] = self.decide(phase, said, lambda found: {"documents": found})["documents"]
         return documents
 

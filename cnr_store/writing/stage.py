@@ -258,9 +258,9 @@ def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Tas
                 rows.path,
                 rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)[1:]),
             )
-            is_shared = shared is not None and rows.held is not None
-            shards = shared.local_shards(rows.path) if is_shared else range(grid.shard_grid[0])
-            yield from _shards(rows, grid, shards)
+            every = range(grid.shard_grid[0])
+            own = every if shared is None or rows.held is None else shared.local_shards(rows.path)
+            yield from _shards(rows, grid, own)
     for moved in plan.moved:
         staged.arrays[moved.path] = moved.entry
         add_node(staged.nodes, moved.path, moved.document)

@@ -195,5 +195,8 @@ def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: f
 
 def _own_connection(group: dist.ProcessGroup) -> Store:
     """The store of a group, over a connection of its own where this torch can clone it: training may block its own."""
-    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    if hasattr(group, "get_group_store"):
+        store = group.get_group_store()
+    else:  # torch < 2.6
+        store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store

@@ -148,7 +148,10 @@ class Layout:
                     raise SaveError(
                         f"{path} is {kind} on rank {rank} and {arrays[path]} on others: give all ranks one model"
                     )
-                pieces.setdefault(path, []).extend(Piece(*box, rank) for box in boxes)
+                pieces.setdefault(path, []).extend(
+                    Piece(first_row, rows, first_column, columns, rank)
+                    for first_row, rows, first_column, columns in boxes
+                )
         self.placements.clear()
         for path, (shape, _element) in arrays.items():
             self.placements[path] = Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path])

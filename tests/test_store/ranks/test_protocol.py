@@ -12,7 +12,11 @@ import pytest
 from cnr_store import RanksError
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.ranks.protocol import SaveRound
+<<<<<<< HEAD
 from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
+=======
+from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
+>>>>>>> group
 
 SECONDS = 0.5
 PHASES = ("announce", "encode", "put", "vote", "record")
