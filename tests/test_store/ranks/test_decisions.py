@@ -14,11 +14,7 @@ from cnr_store.errors import CheckpointError
 from cnr_store.ranks.decisions import Decisions
 from cnr_store.ranks.group import Alone, Document
 from cnr_store.ranks.keyvalue import MemoryKeyValue
-<<<<<<< HEAD
 from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
-=======
-from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
->>>>>>> group
 
 SECONDS = 0.5
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
