@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -137,19 +138,31 @@ def fail_in(verb: str, victim: int) -> Any:
     return timed(calls[verb])
 
 
-@pytest.mark.parametrize(
-    ("verb", "victim", "number"),
-    [
-        ("decide", 1, signal.SIGKILL),
-        ("decide", 0, signal.SIGSTOP),
-        ("sum", 2, signal.SIGKILL),
-        ("either", 0, signal.SIGSTOP),
-        ("exchange", 1, signal.SIGKILL),
-        ("exchange", 1, signal.SIGSTOP),
-    ],
-)
-def test_a_lost_rank_is_named(verb: str, victim: int, number: int) -> None:
-    found = run_ranks(WORLD, fail_in, verb, victim, signals={(victim, "victim"): [(victim, number)]})
+LOST = [
+    ("decide", 1, signal.SIGKILL),
+    ("decide", 0, signal.SIGSTOP),
+    ("sum", 2, signal.SIGKILL),
+    ("either", 0, signal.SIGSTOP),
+    ("exchange", 1, signal.SIGKILL),
+    ("exchange", 1, signal.SIGSTOP),
+]
+Lost = dict[tuple[str, int, int], list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def lost() -> Lost:
+    """All of `LOST`, some at once, since they wait most of the time."""
+
+    def run(verb: str, victim: int, number: int) -> list[Outcome]:
+        return run_ranks(WORLD, fail_in, verb, victim, signals={(victim, "victim"): [(victim, number)]})
+
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(LOST, pool.map(run, *zip(*LOST, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize(("verb", "victim", "number"), LOST)
+def test_a_lost_rank_is_named(lost: Lost, verb: str, victim: int, number: int) -> None:
+    found = lost[verb, victim, number]
     assert found.pop(victim).signal == signal.SIGKILL
     for text, seconds in values(found):
         assert verb in text or "save" in text
