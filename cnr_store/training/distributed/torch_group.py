@@ -59,7 +59,11 @@ class TorchGroup(Group):
             hello.close()
         self.keyvalue: TorchKeyValue = TorchKeyValue(store, f"cnr/{token}/", timeout_seconds)
         self._decisions = Decisions(self.keyvalue, self.rank, self.world, timeout_seconds)
-        self._connect()
+        try:
+            self._connect()
+        except RanksError:
+            self.close()
+            raise
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `Group.decide`. Connects the ranks anew where a connection broke since the last decision."""
