@@ -110,7 +110,7 @@ def test_an_interrupt_at_any_line_forgets_no_row(tmp_path: Path, what: str) -> N
         job.step()
         lines_of(call, places)
     reached = 0
-    struck = sample(places, 80)
+    struck = sample(places, 40)
     for place in struck:
         job.step()
         reached += interrupt(call, place)
