@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cnr_store
+from tests.nightly import at_night
 from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -61,7 +62,7 @@ def test_movielens_ranks_alike_from_the_store(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain_torch", "movielens_adagrad"])
+@pytest.mark.parametrize("name", ["plain_torch", at_night("movielens_adagrad")])
 def test_an_example_without_arguments_tells_its_usage(name: str) -> None:
     ended = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py"],
