@@ -70,7 +70,9 @@ def select(features: Features, samples: Any) -> tuple[torchrec.KeyedJaggedTensor
     values, lengths = [], []
     for name, column in features.columns.items():
         ids = torch.from_numpy(column[samples]).reshape(len(samples), -1)
-        used = ids != 0 if name in BAGS else torch.ones_like(ids, dtype=torch.bool)  # bags are filled up with 0
+        used = (
+            ids != 0 if name in BAGS else torch.ones_like(ids, dtype=torch.bool)
+        )  # bags are filled up with 0
         values.append(ids[used])
         lengths.append(used.sum(dim=1))
     ids = torchrec.KeyedJaggedTensor(
@@ -106,7 +108,9 @@ def main(url: str, steps: int = 500) -> None:
     torch.manual_seed(1)
     features = load_features(find_data(say=print if rank == 0 else lambda _: None))
     model = shard(Dlrm(features, "meta"), world)
-    dense = torch.optim.Adagrad(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.02)
+    dense = torch.optim.Adagrad(
+        dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.02
+    )
     reader = SharedReader(features.train, BATCH)
     with cnr_store.Checkpointer(url, model, [model.fused_optimizer, dense], bits=8) as checkpointer:
         resumed = checkpointer.resume(reader=reader)
