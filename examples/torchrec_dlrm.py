@@ -57,7 +57,7 @@ class Dlrm(nn.Module):
 
 
 class SharedReader(TimeOrderedReader):
-    """The same batches on all ranks, of which each takes its part. So any number of ranks goes on where others stood."""
+    """The same batches on all ranks, of which each takes its part: any number of ranks goes on where others stood."""
 
     @staticmethod
     def split_state(states: list[Any], rank: int, world: int) -> Any:
