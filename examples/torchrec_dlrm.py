@@ -30,7 +30,7 @@ from cnr_store.demo.data import Features, find_data, load_features
 from cnr_store.demo.model import BAGS, auc
 from cnr_store.demo.train import TimeOrderedReader
 
-DIM, BATCH, STEPS_PER_SAVE, WIDE_ROWS = 16, 32, 50, 4_096
+DIM, BATCH, STEPS_PER_SAVE, WIDE_ROWS = 16, 48, 50, 4_096
 
 
 class Dlrm(nn.Module):
@@ -117,7 +117,9 @@ def main(url: str, steps: int = 500) -> None:
         if rank == 0:
             print(f"{world} ranks go on from step {resumed}", flush=True)
         for step in range(resumed + 1, steps + 1):
-            ids, labels = select(features, np.array_split(next(reader), world)[rank])
+            samples = next(reader)
+            part = len(samples) // world  # the same on all ranks, as TorchRec wants it
+            ids, labels = select(features, samples[rank * part : (rank + 1) * part])
             loss: Any = binary_cross_entropy_with_logits(model(ids), labels)
             dense.zero_grad()
             loss.backward()
