@@ -7,7 +7,6 @@ later; if it can't tell, it removes nothing. No other version ever uses an attem
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import time
@@ -24,9 +23,8 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
-from cnr_store.format.state import dumps
 from cnr_store.ranks.group import Document
-from cnr_store.writing.commit import commit, finish_record
+from cnr_store.writing.commit import commit, finish_record, put_state_parts
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
@@ -174,12 +172,10 @@ class Writer:
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
-            votes = team.votes()
-            for vote in votes:
+            for vote in team.votes():
                 staged.add(vote)
             team.round.beat("record")
-            parts = [staged.state_sha256, *(vote["state"] for vote in votes)]
-            record = finish_record(self._backend, version, plan, staged, nonce, parts)
+            record = finish_record(self._backend, version, plan, staged, nonce)
 
             def attempt() -> Record:
                 nonlocal sent
@@ -237,13 +233,11 @@ class Writer:
 
     def _stage(self, version: str, plan: Plan, team: Team) -> Staged:
         team.round.beat("encode")
+        began = time.perf_counter()
         with Transfer(self._workers, 2 * self._workers) as transfer:
             staged = stage(self._backend, version, plan, transfer, team)
-        if plan.part is not None:
-            data = dumps(plan.part)
-            self._backend.put(layout.version_key(version, layout.state_part(team.rank)), data)
-            staged.nbytes += len(data)
-            staged.state_sha256 = hashlib.sha256(data).hexdigest()
+        put_state_parts(self._backend, version, plan, staged)
+        staged.ranks[team.rank] = staged.nbytes, time.perf_counter() - began
         self.encoding_seconds += staged.encoding_seconds
         return staged
 

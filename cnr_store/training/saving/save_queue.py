@@ -248,6 +248,7 @@ class SaveQueue:
             seconds_encoding=writer.encoding_seconds - encoding,
             seconds_putting=writer.putting_seconds - putting,
             seconds_waiting=self._patience.seconds_waited,
+            ranks=record.policy.get("ranks"),
         )
         return record
 
