@@ -64,8 +64,8 @@ def draw_cut(random: Random, rows: int, dim: int, world: int) -> Cut:
     for (begin, end), own in zip(bands, holders, strict=True):
         for left, right in pairwise((*columns, dim)):
             count = random.integers(len(own)) + 1 if replicates else 1
-            for rank in random.choice(own, count, replace=False).tolist():
-                pieces.append(Piece(begin, end - begin, left, right - left, rank))
+            chosen = random.choice(own, count, replace=False).tolist()
+            pieces += [Piece(begin, end - begin, left, right - left, rank) for rank in chosen]
     return Cut(columns, tuple(pieces))
 
 

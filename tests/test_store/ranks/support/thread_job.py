@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -63,16 +64,20 @@ class ThreadJob:
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:
         """Call a function on all ranks at once."""
+        found = self.attempt(call)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+    def attempt(self, call: Callable[[int], Any]) -> list[Any]:
+        """The same, with what was raised among what was returned."""
 
         def run(rank: int) -> Any:
             _here.group = self._groups[rank]
             return call(rank)
 
-        found = on_threads(*(lambda rank=rank: run(rank) for rank in range(self.world)))
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
+        return on_threads(*(partial(run, rank) for rank in range(self.world)))
 
     def save(self, step: int, full: bool = False, wait: bool = True) -> None:
         def save(rank: int) -> None:
@@ -82,8 +87,8 @@ class ThreadJob:
 
         self.each(save)
 
-    def load(self) -> list[Restored]:
-        return self.each(lambda rank: self.checkpointers[rank].load())
+    def load(self, version: str | int = "latest", **options: Any) -> list[Restored]:
+        return self.each(lambda rank: self.checkpointers[rank].load(version, **options))
 
     def new_truth(self, random: Random) -> Truth:
         """Values for all arrays."""
@@ -115,7 +120,7 @@ class ThreadJob:
 
     def change(self, table: str, ids: Array, truth: Truth, marks: Random) -> None:
         """Give rows of a table, and what is kept for them, the values of `truth`, and tell some holder of each row."""
-        for rank, model in enumerate(self.models):
+        for model in self.models:
             for key, (_, pieces) in model.arrays().items():
                 for piece in pieces if key[0] == table else ():
                     held = _held(ids, piece)
