@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import decode, encode, named, pauses
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.keyvalue import KeyValue
+from cnr_store.ranks.watch import FOREVER_SECONDS, Watch
 
 MAX_BEAT_SECONDS = 0.5
 MIN_CHECK_SECONDS = 0.05
-FOREVER_SECONDS = 1e9
 
 
 class SaveRound:
@@ -55,7 +55,7 @@ class SaveRound:
         self._count = 0
         self._beaten = self._checked = -FOREVER_SECONDS
         self._error: RanksError | None = None
-        self._watch = _Watch(keyvalue, self._prefix, timeout_seconds)
+        self._watch = Watch(keyvalue, self._prefix, timeout_seconds)
         self._watched = frozenset(range(1, world)) if rank == 0 else frozenset([0])
 
     @property
@@ -210,35 +210,3 @@ class SaveRound:
 
 def _error(failure: Document) -> RanksError:
     return RanksError(f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}")
-
-
-class _Watch:
-    """How long the beats of ranks have stood still, in time that this rank itself was awake."""
-
-    def __init__(self, keyvalue: KeyValue, prefix: str, timeout_seconds: float) -> None:
-        self._keys = keyvalue
-        self._prefix = prefix
-        self._timeout = timeout_seconds
-        self._looked = time.monotonic()
-        self._last: dict[int, bytes | None] = {}
-        self._silent_seconds: dict[int, float] = {}
-
-    def silent(self, ranks: Collection[int]) -> dict[int, str]:
-        """The ranks that have made no progress for the timeout, with the last phase of each."""
-        now = time.monotonic()
-        elapsed = now - self._looked
-        if elapsed < self._timeout / 20:
-            return {}
-        self._looked = now
-        gone = {}
-        for rank in ranks:
-            value = self._keys.get(f"{self._prefix}/beat/{rank}")
-            moved = value != self._last.get(rank)
-            self._last[rank] = value
-            # One that was stopped itself has seen nothing meanwhile: a look counts a quarter of the timeout at most.
-            self._silent_seconds[rank] = (
-                0 if moved else self._silent_seconds.get(rank, 0) + min(elapsed, self._timeout / 4)
-            )
-            if self._silent_seconds[rank] >= self._timeout:
-                gone[rank] = "begin" if value is None else str(decode(value)["phase"])
-        return gone
