@@ -55,6 +55,7 @@ class SaveRound:
         self._count = 0
         self._beaten = self._checked = -FOREVER_SECONDS
         self._error: RanksError | None = None
+        self._kind = ""
         self._watch = Watch(keyvalue, self._prefix, timeout_seconds)
         self._watched = frozenset(range(1, world)) if rank == 0 else frozenset([0])
 
@@ -62,6 +63,16 @@ class SaveRound:
     def phase(self) -> str:
         """What this rank works on."""
         return self._phase
+
+    @property
+    def beats(self) -> int:
+        """How often `beat` was called."""
+        return self._count
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """What this rank knows of a failure: the class of the error, "" where a rank was silent, and the message."""
+        return self._kind, "" if self._error is None else str(self._error)
 
     def announce(self, document: Document) -> None:
         """Rank 0: tell the others, such as the id of the version that this save makes."""
@@ -104,11 +115,11 @@ class SaveRound:
                     if failure is None:
                         self._fail_silent()
                     else:
-                        self._error = _error(decode(failure))
+                        self._note(decode(failure))
             if self._error is not None:
                 raise self._error
 
-    def fail(self, phase: str, message: str) -> None:
+    def fail(self, phase: str, message: str, kind: str = "") -> None:
         """Tell every rank that this one failed. Only the first failure of all ranks counts.
 
         Parameters
@@ -117,8 +128,10 @@ class SaveRound:
             What it worked on.
         message
             Why it failed.
+        kind
+            The class of the error.
         """
-        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}"})
+        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
 
     def vote(self, document: Document) -> None:
         """Tell rank 0 that this rank's part is written. It need not beat any more."""
@@ -196,7 +209,12 @@ class SaveRound:
         with suppress(RanksError):  # the store is gone: the others find out as this rank did
             failure = decode(self._keys.compare_set(f"{self._prefix}/failure", encode(failure)))
         with self._lock:
-            self._error = self._error or _error(failure)
+            self._note(failure)
+
+    def _note(self, failure: Document) -> None:
+        if self._error is None:
+            text = f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}"
+            self._error, self._kind = RanksError(text), failure.get("kind", "")
 
     @contextmanager
     def _heard(self, phase: str) -> Iterator[None]:
@@ -206,7 +224,3 @@ class SaveRound:
         except RanksError as error:
             self._error = RanksError(f"{phase}: rank {self._rank} failed: {error}")
             raise self._error from error
-
-
-def _error(failure: Document) -> RanksError:
-    return RanksError(f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}")

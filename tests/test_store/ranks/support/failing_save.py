@@ -12,7 +12,9 @@ import torch.distributed as dist
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.errors import RanksError
 from cnr_store.ranks.protocol import SaveRound
+from cnr_store.training.distributed.shared_keys import TorchKeyValue
 from cnr_store.training.distributed.torch_group import TorchGroup
 from cnr_store.training.saving import coordinator
 from cnr_store.writing import writer
@@ -62,7 +64,7 @@ class Trouble:
             return
         self.struck = True
         if self._raises:
-            raise OSError("injected")
+            raise RanksError("injected")
         reach(POINT)
 
     def before(self, owner: Any, name: str, applies: Callable[..., bool] = lambda *_: True) -> None:
@@ -102,7 +104,7 @@ def prepare(url: str, phase: str, how: str, rank: int) -> tuple[Trouble, FaultyB
     if phase == "":
         pass
     elif phase == "agree":
-        trouble.before(TorchGroup, "decide", lambda _, phase, *__: phase.startswith("save of step"))
+        trouble.before(TorchKeyValue, "set", lambda _, key, *__: key.startswith("decide/"))
     elif phase == "snapshot":
         trouble.before(coordinator, "take_snapshot")
     elif phase == "claim":
@@ -114,7 +116,7 @@ def prepare(url: str, phase: str, how: str, rank: int) -> tuple[Trouble, FaultyB
     elif phase == "put":
         storage = trouble.in_storage("put", "/c/", "before")
     elif phase == "vote":
-        trouble.before(SaveRound, "vote")
+        trouble.before(TorchKeyValue, "set", lambda _, key, *__: "/vote/" in key)
     elif rank == 0:
         if phase == "outcome":
             trouble.before(SaveRound, "conclude")
@@ -122,11 +124,10 @@ def prepare(url: str, phase: str, how: str, rank: int) -> tuple[Trouble, FaultyB
             place = {"record": ("put", "manifest"), "commit": ("create", "zarr.json")}
             storage = trouble.in_storage(*place[phase], "before")
     elif phase == "record":
-        trouble.before(SaveRound, "outcome")
-    elif phase == "commit":
-        storage = trouble.in_storage("get", "zarr.json", "unreachable")
+        trouble.before(TorchKeyValue, "get", lambda _, key: key.endswith("/outcome"))
     else:
-        trouble.before(writer, "decode_record")
+        kind: Fault = "unreachable" if phase == "commit" else "unanswered"
+        storage = trouble.in_storage("get", "zarr.json", kind)
     return trouble, FaultyBackend(open_backend(url), storage, reads=True)
 
 

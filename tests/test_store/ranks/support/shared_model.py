@@ -49,7 +49,9 @@ class SharedModel(nn.Module):
         edges = [ITEMS * each // world for each in range(world + 1)]
         self.first = edges[rank]
         items = torch.arange(ITEMS * DIM, dtype=torch.float32).reshape(ITEMS, DIM) / 7
-        self.items = items[self.first : edges[rank + 1]].clone()  # no parameter: torch knows nothing of shards
+        self.items = items[
+            self.first : edges[rank + 1]
+        ].clone()  # no parameter: torch knows nothing of shards
         self.optimizer = Adagrad([*self.users.parameters(), *self.top.parameters()], lr=0.3)
 
     def table(self) -> Table:
