@@ -27,7 +27,11 @@ _SHOWN = 5
 
 
 def together(
-    group: Group, phase: str, prepare: Callable[[], T], say: Callable[[T], Document]
+    group: Group,
+    phase: str,
+    prepare: Callable[[], T],
+    say: Callable[[T], Document],
+    progress: Callable[[], int],
 ) -> tuple[T, list[Document]]:
     """Prepare on all ranks, and tell each what the others have to say.
 
@@ -37,6 +41,8 @@ def together(
         What may fail on a rank.
     say
         The rank's document, once it is prepared.
+    progress
+        Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
 
     Returns
     -------
@@ -53,12 +59,16 @@ def together(
     prepared: T | None = None
     said: Document = {}
     try:
-        prepared = prepare()
-        said = say(prepared)
+        with group.working(phase, progress):
+            prepared = prepare()
+            said = say(prepared)
     except Exception as error:
         if group.world == 1:
             raise
         failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
     documents = group.gather(phase, said)
     if failure is not None:
         raise failure

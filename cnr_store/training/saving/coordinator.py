@@ -78,7 +78,15 @@ class Coordinator:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
-        ready, said = together(self._group, phase, lambda: self._prepare(request), self._say)
+        try:
+            ready, said = together(
+                self._group, phase, lambda: self._prepare(request), self._say, self._saves.progress
+            )
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt, before or after the others have begun
+            self._saves.new_team(self._saves.number + 1).fail(error)
+            raise
         check_alike(phase, said, ("step", "full", "overlap"))
         if ready.snapshot is None or any(doc["skips"] is not None for doc in said):
             under_way = next(doc["skips"] for doc in said if doc["skips"] is not None)
@@ -86,8 +94,13 @@ class Coordinator:
         check_alike(phase, said, ("dense",))
         pending = PendingSave(ready.step)
         pending.began = began
-        self._settle(ready.snapshot, said)
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements)
+        team = self._saves.new_team(1 + max(doc["number"] for doc in said))
+        try:
+            self._settle(ready.snapshot, said)
+        except BaseException as error:
+            team.fail(error)
+            raise
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -134,6 +147,7 @@ class Coordinator:
                 for table in self._trained.fused_tables
                 if (settings := table.sharded.settings())
             },
+            "number": self._saves.number,
             "previous": lineage.version,
             "restores": lineage.restores,
         }
