@@ -192,7 +192,8 @@ class Checkpointer:
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
         self._structure = ModelStructure(model)
         options.codecs.check_tables([table.name for table in trained.tables])
-        options.codecs.warn_unknown_slots(trained.table_slots)
+        if ranks.rank == 0:
+            options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)
         reading = PatientBackend(backend, Patience())
         self._catalog = Catalog(reading)
@@ -303,9 +304,10 @@ class Checkpointer:
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
         restored = self._load_version(version, fallback, selection, salvage)
-        if selection.whole:
-            warn_left_out(restored, self._catalog.backend.url)
-        warn_live_writer(self._catalog)
+        if self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
         return restored
 
     def resume(self, reader: Any = None) -> int:
@@ -333,10 +335,11 @@ class Checkpointer:
         try:
             restored = self.load(fallback=True)
         except EmptyStoreError:
-            log.warning(
-                "%s holds no version: training starts at step 0. If you expected one, check the URL",
-                self._catalog.backend.url,
-            )
+            if self._group.rank == 0:
+                log.warning(
+                    "%s holds no version: training starts at step 0. If you expected one, check the URL",
+                    self._catalog.backend.url,
+                )
             return 0
         restore_reader(restored, reader, self._group.rank, self._group.world)
         return restored.step

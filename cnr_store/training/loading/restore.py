@@ -103,7 +103,8 @@ class Restore:
         if selection.everything:
             self._compare_rest()
         self._match.prove()
-        self._match.warn()
+        if group is None or group.rank == 0:
+            self._match.warn()
 
     def _read_state(self, group: Group) -> StoredState:
         """The state, with what this rank saved; or, if there were others, with what all of them saved."""
