@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cnr_store
 
+PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "cnr_store", __name__)
+"""What takes long to import: torch imports its compiler for each of these."""
 ROWS, DIM = 403, 6
 """No number of ranks divides the rows."""
 
@@ -76,9 +78,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def digests(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
     """By name, the bits of all that training has: the same on all ranks."""
-    found = {
-        name.removeprefix("module."): digest(value) for name, value in model.state_dict().items()
-    }
+    found = {name.removeprefix("module."): digest(value) for name, value in model.state_dict().items()}
     names = {id(value): name.removeprefix("module.") for name, value in model.named_parameters()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
