@@ -447,6 +447,7 @@ class Checkpointer:
         return JointPreemption(self._group, self._preemptions)
 
     def _follow_model(self) -> None:
+        self._trained.reshard()
         self._structure.check()
         self._saves.tracker.adopt_replaced()
         self._trained.note_sharing()

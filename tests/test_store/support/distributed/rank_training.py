@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cnr_store
@@ -88,13 +90,18 @@ def digests(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> di
     return found
 
 
+def model_is_dense(model: nn.Module) -> bool:
+    """Whether no table has sparse gradients."""
+    return not any(getattr(module, "sparse", False) for module in model.modules())
+
+
 def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """What trains it. Rows of a table that has sparse gradients get none of other classes."""
-    if kind == "adam":
+    if kind == "adam" and not model_is_dense(model):
         sparse = [value for name, value in model.named_parameters() if "items" in name]
         others = [value for name, value in model.named_parameters() if "items" not in name]
         return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.Adam(others, lr=0.1)]
-    made = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[kind]
+    made = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[kind]
     return [made(model.parameters(), lr=0.1)]
 
 
@@ -121,11 +128,30 @@ class Lines(logging.Handler):
         self.lines.append(f"{record.levelname}: {record.getMessage()}")
 
 
-def train_ddp(url: Path, kind: str, sparse: bool, steps: int) -> dict[str, Any]:
+def spread(model: nn.Module, how: str) -> nn.Module:
+    """A model as ``ddp``, ``fsdp`` or ``hsdp`` has it, or as it is (``bare``)."""
+    if how == "bare":
+        return model
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    world = dist.get_world_size()
+    names = ("replicas", "shards")
+    mesh = (
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+        if how == "hsdp"
+        else init_device_mesh("cpu", (world,))
+    )
+    for part in (model.items, model.over):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(url: Path, how: str, kind: str, sparse: bool, steps: int) -> dict[str, Any]:
     """Go on from what is stored, train, and save after each step. Returns what this rank has then."""
     warnings.simplefilter("error")
     lines, reader = Lines(), Reader()
-    model: nn.Module = DistributedDataParallel(Net(sparse))
+    model = spread(Net(sparse), how)
     optimizers = optimizers_of(kind, model)
     torch.manual_seed(dist.get_rank())
     with cnr_store.Checkpointer(
@@ -152,9 +178,9 @@ def train_ddp(url: Path, kind: str, sparse: bool, steps: int) -> dict[str, Any]:
     }
 
 
-def load_once(url: Path, kind: str, sparse: bool) -> dict[str, str]:
+def load_once(url: Path, how: str, kind: str, sparse: bool) -> dict[str, str]:
     """The bits of the newest version, as `cnr_store.load` brings them onto each rank."""
-    model: nn.Module = DistributedDataParallel(Net(sparse))
+    model = spread(Net(sparse), how)
     optimizers = optimizers_of(kind, model)
     with torch.no_grad():
         for value in model.parameters():

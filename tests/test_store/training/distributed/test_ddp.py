@@ -28,7 +28,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 def test_every_number_of_ranks_loads_what_some_saved(
     tmp_path: Path, world: int, kind: str, sparse: bool
 ) -> None:
-    saved = values(run_ranks(world, rank_training.train_ddp, tmp_path, kind, sparse, 3))
+    saved = values(run_ranks(world, rank_training.train, tmp_path, "ddp", kind, sparse, 3))
     first, *later = saved[0]["rows"]
     assert first == 3 * rank_training.ROWS
     if kind == "adam":  # Adam moves every row of the table that it trains
@@ -36,15 +36,15 @@ def test_every_number_of_ranks_loads_what_some_saved(
     else:
         assert all(0 < rows <= 2 * world * 15 for rows in later)
     for other in (1, 2, 3):
-        loaded = values(run_ranks(other, rank_training.load_once, tmp_path, kind, sparse))
+        loaded = values(run_ranks(other, rank_training.load_once, tmp_path, "ddp", kind, sparse))
         assert loaded == [saved[0]["trained"]] * other
 
 
 @pytest.mark.parametrize(("kind", "sparse"), [("sgd", True), ("adagrad", False)])
 def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path, kind: str, sparse: bool) -> None:
-    whole = values(run_ranks(2, rank_training.train_ddp, tmp_path / "whole", kind, sparse, 4))
-    before = values(run_ranks(2, rank_training.train_ddp, tmp_path / "parts", kind, sparse, 2))
-    after = values(run_ranks(2, rank_training.train_ddp, tmp_path / "parts", kind, sparse, 2))
+    whole = values(run_ranks(2, rank_training.train, tmp_path / "whole", "ddp", kind, sparse, 4))
+    before = values(run_ranks(2, rank_training.train, tmp_path / "parts", "ddp", kind, sparse, 2))
+    after = values(run_ranks(2, rank_training.train, tmp_path / "parts", "ddp", kind, sparse, 2))
     for rank in (0, 1):
         assert after[rank]["start"] == after[rank]["count"] == 2
         assert after[rank]["loaded"] == before[rank]["trained"]
@@ -55,15 +55,15 @@ def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path, kind: str, sparse
 
 
 def test_other_ranks_split_the_readers(tmp_path: Path) -> None:
-    values(run_ranks(3, rank_training.train_ddp, tmp_path, "sgd", True, 2))
-    after = values(run_ranks(2, rank_training.train_ddp, tmp_path, "sgd", True, 1))
+    values(run_ranks(3, rank_training.train, tmp_path, "ddp", "sgd", True, 2))
+    after = values(run_ranks(2, rank_training.train, tmp_path, "ddp", "sgd", True, 1))
     assert [each["count"] for each in after] == [2, 2]
     assert max(after[0]["rows"]) <= 60
 
 
 def test_the_first_rank_alone_speaks_of_the_job(tmp_path: Path) -> None:
-    saved = values(run_ranks(2, rank_training.train_ddp, tmp_path, "adam", True, 2))
-    again = values(run_ranks(2, rank_training.train_ddp, tmp_path, "adam", True, 0))
+    saved = values(run_ranks(2, rank_training.train, tmp_path, "ddp", "adam", True, 2))
+    again = values(run_ranks(2, rank_training.train, tmp_path, "ddp", "adam", True, 0))
     for ranks, expected in (
         (saved, ["holds no version", "table 'bags' is saved whole: Adam", "step 1: ", "step 2: "]),
         (again, ["loaded version"]),
