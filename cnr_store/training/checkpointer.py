@@ -192,7 +192,8 @@ class Checkpointer:
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
         self._structure = ModelStructure(model)
         options.codecs.check_tables([table.name for table in trained.tables])
-        options.codecs.warn_unknown_slots(trained.table_slots)
+        if ranks.rank == 0:
+            options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)
         reading = PatientBackend(backend, Patience())
         self._catalog = Catalog(reading)
@@ -336,10 +337,11 @@ class Checkpointer:
         try:
             restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
         except EmptyStoreError:
-            log.warning(
-                "%s holds no version: training starts at step 0. If you expected one, check the URL",
-                self._catalog.backend.url,
-            )
+            if self._group.rank == 0:
+                log.warning(
+                    "%s holds no version: training starts at step 0. If you expected one, check the URL",
+                    self._catalog.backend.url,
+                )
             return 0
         restore_reader(restored, reader, self._group.rank, self._group.world)
         return restored.step
@@ -362,9 +364,10 @@ class Checkpointer:
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
     ) -> Restored:
         restored = self._load_version(version, fallback, selection, salvage)
-        if selection.whole:
-            warn_left_out(restored, self._catalog.backend.url)
-        warn_live_writer(self._catalog)
+        if self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
         return restored
 
     def _load_version(
@@ -456,6 +459,7 @@ class Checkpointer:
         return JointPreemption(self._group, self._preemptions)
 
     def _follow_model(self) -> None:
+        self._trained.reshard()
         self._structure.check()
         self._saves.tracker.adopt_replaced()
         self._trained.note_sharing()

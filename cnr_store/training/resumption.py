@@ -122,12 +122,14 @@ class Loader:
             lineage, since_whole = before.alone(), {}
         saves.planner.continue_from(restore.trusted(lineage), since_whole)
         warn_salvaged(restored, self.catalog.backend.url)
-        warn_resharded(restored, self.catalog.backend.url)
-        log.info(
-            "loaded version %s, step %d: %s rows, %s read in %.1f s",
-            *(record.id, record.step, f"{restore.rows:,}", bytes_text(self.backend.bytes_read - read_before)),
-            time.perf_counter() - began,
-        )
+        if self.group.rank == 0:
+            warn_resharded(restored, self.catalog.backend.url)
+            nbytes = bytes_text(self.backend.bytes_read - read_before)
+            log.info(
+                "loaded version %s, step %d: %s rows, %s read in %.1f s",
+                *(record.id, record.step, f"{restore.rows:,}", nbytes),
+                time.perf_counter() - began,
+            )
         return restored
 
     def _lineage_before(self, record: Record, salvage: bool) -> Lineage:

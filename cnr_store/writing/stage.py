@@ -30,6 +30,7 @@ from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.staged import Staged
@@ -72,6 +73,7 @@ def stage(
     peers
         The ranks that share the plan's arrays; None where this process has them all.
     """
+    plan = replace(plan, dense=joined(plan.dense, peers))
     staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 

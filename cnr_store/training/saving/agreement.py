@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import SaveError
+from cnr_store.errors import SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
 from cnr_store.ranks.group import Document, Group
 from cnr_store.ranks.owners import split_by_size
@@ -120,8 +120,21 @@ class Layout:
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> Document:
-        """What this rank has of each array, and what that is as a digest."""
+        """What this rank has of each array, and what that is as a digest.
+
+        Raises
+        ------
+        UnsupportedModelError
+            It saves alone, and does not have all rows and columns.
+        """
         if self._group.world == 1:
+            for array in arrays:
+                held = (array.table.local_rows, array.local_columns)
+                if held != (array.shape[0], (*array.shape, 1)[1]):
+                    raise UnsupportedModelError(
+                        f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
+                        "the group of all ranks that train the model"
+                    )
             return {}
         said = {
             array.path: [
@@ -185,7 +198,14 @@ class Layout:
 def dense_digest(dense: Sequence[DenseWrite]) -> str:
     """What the dense arrays are called, and how they are shaped: the same on all ranks."""
     listed = [
-        [write.path, list(write.values.shape), write.values.dtype.str, write.torch_dtype] for write in dense
+        [
+            write.path,
+            list(write.values.shape),
+            write.values.dtype.str,
+            write.torch_dtype,
+            write.pieces is not None,
+        ]
+        for write in dense
     ]
     return hashlib.sha256(dumps(listed)).hexdigest()
 
@@ -198,7 +218,9 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
     for position, (write, owner) in enumerate(zip(snapshot.dense, owners, strict=True)):
         if owner != group.rank:
             values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
-            snapshot.dense[position] = replace(write, values=values, is_here=False)
+            snapshot.dense[position] = replace(write, values=values, is_here=False, owner=owner)
+        else:
+            snapshot.dense[position] = replace(write, owner=owner)
 
 
 def merge_reasons(documents: Sequence[Document]) -> dict[str, str]:

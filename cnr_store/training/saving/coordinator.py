@@ -123,7 +123,8 @@ class Coordinator:
             self._options.rng,
             self._group.rank if self._group.world > 1 else None,
         )
-        self._options.codecs.warn_unknown_slots(self._trained.table_slots)
+        if self._group.rank == 0:
+            self._options.codecs.warn_unknown_slots(self._trained.table_slots)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
         return _Ready(step, overlap, snapshot)
 
@@ -165,6 +166,8 @@ class Coordinator:
         self._layout.settle(said)
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.unsafe = merge_reasons(said)
+        if self._group.rank == 0:
+            self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
             settings = {name: each for doc in said for name, each in doc["settings"].items()}
             add_fused(snapshot, self._trained, settings)

@@ -126,6 +126,7 @@ class SaveQueue:
         self.tracker = Tracker(
             trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
         )
+        self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         self._executor.submit(self.planner.compile_codecs)
 

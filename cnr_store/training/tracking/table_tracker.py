@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
+from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.version_counter import VersionCounter
+from cnr_store.training.tracking.version_counter import counter_of
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -69,7 +70,7 @@ class TableTracker:
         self._optimizers = list(optimizers)
         self.has_optimizer = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
-        self._counter = VersionCounter(table.parameter)
+        self._counter = counter_of(table.parameter)
         self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}
         self.begin_interval()
 
@@ -124,7 +125,7 @@ class TableTracker:
         parameter = self.table.parameter
         slots = (slot for each in self._optimizers for slot in row_slots(each, parameter).values())
         return any(
-            tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+            tensor.device.type == "cpu" and local_of(tensor).untyped_storage().is_shared()
             for tensor in (parameter, *slots)
         )
 
@@ -157,7 +158,7 @@ class TableTracker:
     def acknowledge(self) -> None:
         """Take every change of the parameter so far as flagged."""
         if not self._counter.catch_up(self.table.parameter):
-            self._counter = VersionCounter(self.table.parameter)
+            self._counter = counter_of(self.table.parameter)
 
     def slot_changes(self, optimizer: Optimizer) -> float:
         """The most changes of one slot of `optimizer` that are not acknowledged.
@@ -207,7 +208,7 @@ class TableTracker:
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
-        self.bits.mark_gradient(gradient)
+        self.bits.mark_gradient(local_of(gradient))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step of `optimizer` updated the table."""
@@ -237,7 +238,7 @@ class _SlotCounters:
 
     def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         slots = row_slots(optimizer, parameter)
-        self._counters = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
+        self._counters = {slot: counter_of(tensor) for slot, tensor in slots.items()}
         self._entries = len(optimizer.state.get(parameter, {}))
 
     def count_changes(self, state: Mapping[str, object]) -> float:

@@ -59,6 +59,11 @@ class Tracker:
         `trusted_classes`.
     sharded
         TorchRec's modules that look up rows of `tables`.
+
+    Attributes
+    ----------
+    logs
+        Whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Tracker:
         trusted: Classes = (),
         sharded: Sequence[ShardedModule] = (),
     ) -> None:
+        self.logs = True
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
@@ -229,7 +235,8 @@ class Tracker:
             reason = tracker.whole_reason or by_optimizers.get(name)
             if reason is not None:
                 reasons[name] = reason
-        self._warn({name: reason for name, reason in reasons.items() if (name, reason) not in self._logged})
+        if self.logs:
+            self.warn(reasons)
         return reasons
 
     def _check_sharded(self) -> None:
@@ -241,12 +248,14 @@ class Tracker:
     def _by_key(self, key: str) -> TableTracker:
         return next(tracker for tracker in self._trackers.values() if tracker.table.key == key)
 
-    def _warn(self, reasons: Mapping[str, str]) -> None:
-        self._logged.update(reasons.items())
-        if len(reasons) == 1:
-            log.warning("table %r is saved whole: %s", *next(iter(reasons.items())))
-        elif reasons:
-            log.warning("%d tables are saved whole: %s", len(reasons), describe(summary(reasons)))
+    def warn(self, reasons: Mapping[str, str]) -> None:
+        """Log why tables are saved whole, each reason once."""
+        new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
+        self._logged.update(new.items())
+        if len(new) == 1:
+            log.warning("table %r is saved whole: %s", *next(iter(new.items())))
+        elif new:
+            log.warning("%d tables are saved whole: %s", len(new), describe(summary(new)))
 
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""
