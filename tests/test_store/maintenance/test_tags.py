@@ -61,3 +61,34 @@ def test_a_tag_that_can_not_be_read_removes_nothing(backend: Backend) -> None:
         cnr_store.gc(backend, keep_last=1)
     assert len(cnr_store.versions(backend)) == 3
     assert any("tags/best" in str(each) for each in cnr_store.verify(backend).problems)
+
+
+def test_an_altered_bit_of_a_tag_is_an_error(backend: Backend) -> None:
+    made = save_many(backend, range(1, 4), full=[1, 2, 3])
+    cnr_store.tag(backend, "best", 2)
+    sound = backend.get("tags/best")
+    for position in range(len(sound)):
+        altered = bytearray(sound)
+        altered[position] ^= 1
+        backend.put("tags/best", altered)
+        with pytest.raises(CorruptionError, match="tags/best is malformed"):
+            cnr_store.open(backend, version="best")
+    assert any("tags/best" in str(each) for each in cnr_store.verify(backend).problems)
+    assert cnr_store.tag(backend, "best", 2) == made[1]  # over the damaged one
+    assert cnr_store.tags(backend) == {"best": made[1]}
+
+
+def test_a_tag_under_another_name_is_an_error(backend: Backend) -> None:
+    save_many(backend, [1, 2])
+    cnr_store.tag(backend, "before-launch", 1)
+    cnr_store.tag(backend, "bad-run", 2)
+    backend.put("tags/before-launch", backend.get("tags/bad-run"))
+    with pytest.raises(CorruptionError, match="it is the tag 'bad-run': objects were swapped"):
+        cnr_store.tags(backend)
+
+
+def test_a_tag_of_an_older_release_is_read(backend: Backend) -> None:
+    made = save_many(backend, [1, 2])
+    backend.put("tags/best", f'{{"version":"{made[0]}","time":1760000000.5}}'.encode())
+    assert cnr_store.tags(backend) == {"best": made[0]}
+    assert cnr_store.state_dict(backend, "best").keys() == cnr_store.state_dict(backend, made[0]).keys()
