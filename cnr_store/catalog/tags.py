@@ -51,6 +51,11 @@ def _decode(data: bytes, name: str) -> str:
     return validate.version(doc["version"], "version")
 
 
+def list_tags(backend: Backend) -> list[str]:
+    """The names of all tags."""
+    return sorted(filter(layout.is_tag, backend.list_names(layout.TAGS)))
+
+
 def read_tags(backend: Backend) -> dict[str, str]:
     """The ids that all tags name, by tag.
 
@@ -59,6 +64,5 @@ def read_tags(backend: Backend) -> dict[str, str]:
     CorruptionError
         A tag can't be read, so it is unknown what it keeps.
     """
-    names = filter(layout.is_tag, sorted(backend.list_names(layout.TAGS)))
-    found = {name: read_tag(backend, name) for name in names}
+    found = {name: read_tag(backend, name) for name in list_tags(backend)}
     return {name: version for name, version in found.items() if version is not None}
