@@ -44,6 +44,8 @@ class TableTracker:
         Rows flagged in this interval.
     carried_over
         Rows flagged before this interval: looked up in the last one, or given back by a failed save.
+    had_gradient
+        Whether the parameter had a gradient before the last step.
     has_optimizer
         Whether one of `optimizers` updates the table.
     whole
@@ -59,6 +61,7 @@ class TableTracker:
         "_stepped_by_other",
         "bits",
         "carried_over",
+        "had_gradient",
         "has_optimizer",
         "table",
         "whole",
@@ -67,7 +70,7 @@ class TableTracker:
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
         self._optimizers = list(optimizers)
-        self.has_optimizer = False
+        self.has_optimizer = self.had_gradient = False
         self.bits = RowBits(table.rows, table.parameter.device)
         self._counter = VersionCounter(table.parameter)
         self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}

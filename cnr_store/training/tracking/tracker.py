@@ -92,6 +92,7 @@ class Tracker:
             )
         is_trusted = type(optimizer) in self._trusted
         for _position, tracker in self._stepped.by(optimizer):
+            tracker.had_gradient = tracker.table.parameter.grad is not None
             if tracker.changes:
                 tracker.make_whole(OUTSIDE)
                 tracker.acknowledge()
@@ -110,12 +111,14 @@ class Tracker:
             parameter = tracker.table.parameter
             gradient = parameter.grad
             changes = max(tracker.changes, tracker.slot_changes(optimizer))
-            if gradient is None and not changes:
+            if gradient is None and not changes and not tracker.had_gradient:
                 continue
             if judged != (position, parameter.dtype):  # tables of a group share its settings
                 judged = position, parameter.dtype
                 reason = may_move_untouched_rows(optimizer, *judged, self._trusted)
                 max_changes = max_version_bumps(optimizer, position, self._trusted)
+            if gradient is None and not changes and reason is None:
+                continue  # a hook removed the gradient before the update
             tracker.note_step(optimizer)
             if reason is not None:
                 tracker.make_whole(reason)
