@@ -90,7 +90,9 @@ class Tracker:
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
             )
-        is_trusted = type(optimizer) in self._trusted
+        # Such a step may set its gradient to zero, or raise after its update. A fused kernel that unscales a gradient
+        # rounds what it writes back, perhaps to zero.
+        marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         for _position, tracker in self._stepped.by(optimizer):
             tracker.had_gradient = tracker.table.parameter.grad is not None
             if tracker.changes:
@@ -99,8 +101,7 @@ class Tracker:
             if tracker.slot_changes(optimizer):
                 tracker.make_whole(STATE_OUTSIDE)
                 tracker.acknowledge_slots(optimizer)
-            if is_trusted and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
-                # Such a step may set its gradient to zero, or raise after its update.
+            if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
                 tracker.mark_gradient(gradient)
 
     def after_step(self, optimizer: Optimizer) -> None:

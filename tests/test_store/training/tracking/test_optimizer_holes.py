@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 import cnr_store
 from cnr_store import Checkpointer
@@ -26,15 +28,16 @@ class Job:
         make: Callable[[Any], Optimizer],
         *,
         given: bool = True,
+        dtype: torch.dtype = torch.float32,
         dim: int = 4,
-        **options: Any,
+        trusted: Sequence[type[Optimizer]] = (),
     ) -> None:
         torch.manual_seed(0)
-        self.make, self.place, self.dim = make, place, dim
-        self.model = nn.ModuleDict({"t": nn.Embedding(ROWS, dim)})
+        self.model = nn.ModuleDict({"t": nn.Embedding(ROWS, dim, dtype=dtype)})
         self.optimizer = make(self.model.parameters())
-        self.given = [self.optimizer] if given else []
-        self.options = {"bits": 32, "policy": "consecutive", "audit": False} | options
+        self._given = [self.optimizer] if given else []
+        self._place, self._trusted = place, trusted
+        self._again = partial(Job, place, make, given=given, dtype=dtype, dim=dim, trusted=trusted)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -43,7 +46,15 @@ class Job:
         return found
 
     def checkpointer(self) -> Checkpointer:
-        return Checkpointer(self.place, self.model, self.given, **self.options)
+        return Checkpointer(
+            self._place,
+            self.model,
+            self._given,
+            bits=32,
+            policy="consecutive",
+            audit=False,
+            trusted_optimizers=self._trusted,
+        )
 
     def train(self, *rows: int) -> None:
         self.optimizer.zero_grad()
@@ -52,9 +63,8 @@ class Job:
 
     def loaded(self) -> Job:
         """What the newest version holds, in a model of its own."""
-        other = Job(self.place, self.make, given=bool(self.given), dim=self.dim, **self.options)
-        other.model.to(self.weight.dtype)
-        cnr_store.load(self.place, other.model, other.given)
+        other = self._again()
+        cnr_store.load(self._place, other.model, other._given)
         return other
 
 
@@ -79,4 +89,30 @@ def test_a_step_of_an_optimizer_not_given_that_drops_its_gradients_is_seen(tmp_p
         for step in range(4):
             job.train(step)
             checkpointer.save(step).result()
+    assert torch.equal(job.loaded().weight, job.weight)
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-36)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: Adagrad(parameters, lr=0.1, eps=1e-5, fused=True),
+        lambda parameters: SGD(parameters, lr=10.0, fused=True),
+    ],
+)
+def test_a_gradient_that_a_fused_step_unscales_to_zero_is_seen(
+    tmp_path: Path, make: Callable[[Any], Optimizer], dtype: torch.dtype, small: float
+) -> None:
+    job = Job(tmp_path, make, dtype=dtype)
+    job.weight.data.zero_()
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with job.checkpointer() as checkpointer:
+        checkpointer.save(0).result()
+        scaler.scale(torch.zeros(()))
+        job.weight.grad = torch.zeros_like(job.weight)
+        job.weight.grad[3], job.weight.grad[7] = small, 60
+        scaler.step(job.optimizer)
+        scaler.update()
+        version = checkpointer.save(1).result()
+    assert version.rows == 2
     assert torch.equal(job.loaded().weight, job.weight)
