@@ -12,7 +12,7 @@ from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
@@ -205,7 +205,7 @@ class Restore:
             for fit in self._match.tables
             if fit.exact
         }
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
+        salvaged = salvaged_by_label(salvagers)
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
