@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from cnr_store.training.model.optimizer_state import row_slots
+from cnr_store.training.model.optimizer_state import follows_rows, row_slots
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
@@ -167,7 +167,7 @@ class TableTracker:
     def acknowledge_slots(self, optimizer: Optimizer) -> None:
         """Take every change of the slots of `optimizer` so far as flagged."""
         counters, parameter = self._slot_counters.get(id(optimizer)), self.table.parameter
-        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {})):
+        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {}), parameter):
             self._slot_counters[id(optimizer)] = _SlotCounters(optimizer, parameter)
 
     @property
@@ -223,12 +223,11 @@ class TableTracker:
 class _SlotCounters:
     """The version counters of what one optimizer keeps for the rows of a table."""
 
-    __slots__ = ("_counters", "_entries")
+    __slots__ = ("_counters",)
 
     def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         slots = row_slots(optimizer, parameter)
         self._counters = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
-        self._entries = len(optimizer.state.get(parameter, {}))
 
     def count_changes(self, state: Mapping[str, object]) -> float:
         """The most changes of one slot in `state`, the optimizer's for this parameter."""
@@ -240,10 +239,12 @@ class _SlotCounters:
                 most = changes
         return most
 
-    def catch_up(self, state: Mapping[str, object]) -> bool:
-        """Count from now on; False if slots were replaced, or others may have been added."""
-        if len(state) != self._entries:
-            return False
+    def catch_up(self, state: Mapping[str, object], parameter: torch.Tensor) -> bool:
+        """Count from now on; False if slots were replaced, or others added."""
+        # A slot may take the place of another entry, so their number tells nothing.
+        for key, value in state.items():
+            if key not in self._counters and follows_rows(key, value, parameter):
+                return False
         for slot, counter in self._counters.items():
             tensor = state.get(slot)
             if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):

@@ -116,3 +116,19 @@ def test_a_gradient_that_a_fused_step_unscales_to_zero_is_seen(
         version = checkpointer.save(1).result()
     assert version.rows == 2
     assert torch.equal(job.loaded().weight, job.weight)
+
+
+def test_a_slot_in_the_place_of_another_entry_is_watched(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda parameters: Adagrad(parameters, lr=0.1))
+    kept = job.optimizer.state[job.weight]
+    kept["average"] = None  # a placeholder, as some optimizers make
+    with job.checkpointer() as checkpointer:
+        job.train(1)
+        checkpointer.save(0).result()
+        kept["average"] = torch.zeros(ROWS)
+        job.train(2)
+        checkpointer.save(1).result()
+        kept["average"][4] = 9
+        checkpointer.save(2).result()
+    loaded = job.loaded()
+    assert torch.equal(loaded.optimizer.state[loaded.weight]["average"], kept["average"])
