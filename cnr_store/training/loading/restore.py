@@ -15,7 +15,7 @@ from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
@@ -257,8 +257,7 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
-        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
+        return changed, salvaged_by_label(salvagers)
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors

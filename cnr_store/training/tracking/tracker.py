@@ -116,16 +116,18 @@ class Tracker:
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
             )
-        is_trusted = type(optimizer) in self._trusted
+        # Such a step may set its gradient to zero, or raise after its update. A fused kernel that unscales a gradient
+        # rounds what it writes back, perhaps to zero.
+        marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         for _position, tracker in self._stepped.by(optimizer):
+            tracker.had_gradient = tracker.table.parameter.grad is not None
             if tracker.changes:
                 tracker.make_whole(OUTSIDE)
                 tracker.acknowledge()
             if tracker.slot_changes(optimizer):
                 tracker.make_whole(STATE_OUTSIDE)
                 tracker.acknowledge_slots(optimizer)
-            if is_trusted and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
-                # Such a step may set its gradient to zero, or raise after its update.
+            if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
                 tracker.mark_gradient(gradient)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -136,12 +138,14 @@ class Tracker:
             parameter = tracker.table.parameter
             gradient = parameter.grad
             changes = max(tracker.changes, tracker.slot_changes(optimizer))
-            if gradient is None and not changes:
+            if gradient is None and not changes and not tracker.had_gradient:
                 continue
             if judged != (position, parameter.dtype):  # tables of a group share its settings
                 judged = position, parameter.dtype
                 reason = may_move_untouched_rows(optimizer, *judged, self._trusted)
                 max_changes = max_version_bumps(optimizer, position, self._trusted)
+            if gradient is None and not changes and reason is None:
+                continue  # a hook removed the gradient before the update
             tracker.note_step(optimizer)
             if reason is not None:
                 tracker.make_whole(reason)
