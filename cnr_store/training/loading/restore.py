@@ -257,7 +257,8 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        return changed, salvaged_by_label(salvagers)
+        salvaged = salvaged_by_label(salvagers)
+        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors
