@@ -27,7 +27,7 @@ from cnr_store.format.stored_paths import check_stored
 from cnr_store.format.validate_policy import prove_policy
 
 # The digest is that of the record with this in its place, since no text can hold its own.
-_NO_DIGEST = "0" * 64
+NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
@@ -49,7 +49,7 @@ def encode_record(record: Record) -> bytes:
     nodes = {record.stored(path): node for path, node in record.nodes.items()}
     arrays, tables = pack_entries(record.arrays, nodes if listed else {})
     cnr = {
-        "digest": _NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
+        "digest": NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
         "requires": sorted({*record.requires, *([ESCAPED_NAMES] if record.moved else [])}),
         "id": record.id,
@@ -79,7 +79,7 @@ def encode_record(record: Record) -> bytes:
             f"the commit record of version {record.id} would take {len(data)} bytes for {len(record.arrays)} arrays; "
             f"at most {MAX_RECORD_BYTES >> 20} MiB are read again: join small tensors into larger ones"
         )
-    return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
+    return with_digest(data)
 
 
 def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
@@ -108,7 +108,7 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
         raise FormatError(
             f"{what}: format {validate.shown(cnr.get('format'))}; this release reads format {FORMAT}"
         )
-    _check_digest(data, cnr, what)
+    check_digest(data, cnr, what)
     try:
         unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
@@ -263,11 +263,23 @@ def _check_boundaries(arrays: Mapping[str, ArrayEntry]) -> None:
             )
 
 
-def _check_digest(data: bytes, cnr: Doc, what: str) -> None:
-    digest = cnr.get("digest")
+def with_digest(data: bytes) -> bytes:
+    """The bytes of a document whose first member ``digest`` is `NO_DIGEST`, with their own digest there."""
+    return data.replace(_quoted(NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
+
+
+def check_digest(data: bytes, doc: Doc, what: str) -> None:
+    """Prove the bytes of a document by the digest that it holds.
+
+    Raises
+    ------
+    CorruptionError
+        They are not those that `with_digest` returned.
+    """
+    digest = doc.get("digest")
     if not isinstance(digest, str) or _DIGEST.fullmatch(_quoted(digest)) is None:
         raise CorruptionError(f"{what}: its digest is missing or malformed")
-    blank = data.replace(_quoted(digest), _quoted(_NO_DIGEST), 1)
+    blank = data.replace(_quoted(digest), _quoted(NO_DIGEST), 1)
     if hashlib.sha256(blank).hexdigest() != digest:
         raise CorruptionError(f"{what}: its digest does not match; the object was altered")
 

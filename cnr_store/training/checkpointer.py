@@ -26,6 +26,7 @@ from cnr_store.training.loading.load_result import Restored, restore_reader, war
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.process.joint_preemption import JointPreemption
 from cnr_store.training.process.preemption import Preemption, watch_signals
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.resumption import Loader
@@ -191,13 +192,15 @@ class Checkpointer:
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
         self._structure = ModelStructure(model)
         options.codecs.check_tables([table.name for table in trained.tables])
-        options.codecs.warn_unknown_slots(trained.table_slots)
+        if ranks.rank == 0:
+            options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)
         reading = PatientBackend(backend, Patience())
         self._catalog = Catalog(reading)
         self._catalog.check_format()
         self._upkeep = BackgroundMaintenance(backend, options)
         self._closed = False
+        self._preemptions = 0
         self._guard = ReentrantGuard()
         callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
         self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks, ranks)
@@ -334,10 +337,11 @@ class Checkpointer:
         try:
             restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
         except EmptyStoreError:
-            log.warning(
-                "%s holds no version: training starts at step 0. If you expected one, check the URL",
-                self._catalog.backend.url,
-            )
+            if self._group.rank == 0:
+                log.warning(
+                    "%s holds no version: training starts at step 0. If you expected one, check the URL",
+                    self._catalog.backend.url,
+                )
             return 0
         restore_reader(restored, reader, self._group.rank, self._group.world)
         return restored.step
@@ -360,9 +364,10 @@ class Checkpointer:
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
     ) -> Restored:
         restored = self._load_version(version, fallback, selection, salvage)
-        if selection.whole:
-            warn_left_out(restored, self._catalog.backend.url)
-        warn_live_writer(self._catalog)
+        if self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
         return restored
 
     def _load_version(
@@ -427,7 +432,8 @@ class Checkpointer:
         """Turn termination signals into a flag, so that training can save and stop between two steps.
 
         Inside the ``with`` block, a signal only makes the `Preemption` true. Test it between two steps; once it is
-        true, save and leave the loop. The previous handlers don't run inside the block and are restored after it.
+        true, save and leave the loop. Of many ranks each tests it once a step: a signal on any of them makes it true
+        on all at the same step. The previous handlers don't run inside the block and are restored after it.
 
         Raises
         ------
@@ -439,14 +445,21 @@ class Checkpointer:
 
     @contextmanager
     def _watch(self, signals: Iterable[int]) -> Iterator[Preemption]:
-        with watch_signals(signals) as preempted:
-            self._saves.is_preempted = preempted.__bool__
+        with watch_signals(signals, self._new_preemption) as preempted:
+            self._saves.is_preempted = lambda: preempted.signal is not None
             try:
                 yield preempted
             finally:
                 self._saves.is_preempted = bool
 
+    def _new_preemption(self) -> Preemption:
+        if self._group.world == 1:
+            return Preemption()
+        self._preemptions += 1
+        return JointPreemption(self._group, self._preemptions)
+
     def _follow_model(self) -> None:
+        self._trained.reshard()
         self._structure.check()
         self._saves.tracker.adopt_replaced()
         self._trained.note_sharing()

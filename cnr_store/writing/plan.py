@@ -135,6 +135,15 @@ class MovedRows(Protocol):
 
 
 @dataclass(frozen=True)
+class DensePiece:
+    """A box of a dense array: the others of its dimensions are whole."""
+
+    first_row: int
+    first_column: int
+    values: Array
+
+
+@dataclass(frozen=True)
 class DenseWrite:
     """A dense array to write whole.
 
@@ -150,6 +159,11 @@ class DenseWrite:
         Whether this rank puts it. Elsewhere only shape and type of the values count.
     is_own
         Whether no other rank knows of it.
+    pieces
+        What this rank has of an array that ranks share, whose values come together at `owner`. None where the values
+        are here.
+    owner
+        The rank that puts it, of those that share the plan.
     """
 
     path: str
@@ -158,6 +172,8 @@ class DenseWrite:
     aliases: tuple[str, ...] = ()
     is_here: bool = True
     is_own: bool = False
+    pieces: tuple[DensePiece, ...] | None = None
+    owner: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid
@@ -154,7 +154,7 @@ class Repair:
         with Transfer(workers, 2 * workers) as transfer:
             self._read(transfer, progress)
         damaged = [reader for reader in self._readers if reader.damage is not None]
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in damaged}
+        salvaged = salvaged_by_label(damaged)
         self.report = RepairReport(
             self._record.id,
             "repairable" if damaged else "sound",

@@ -126,7 +126,7 @@ def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> No
         )
     if reader is not None:
         reader.load_state_dict(restored.reader)
-    elif restored.reader is not None:
+    elif restored.reader is not None and rank == 0:
         log.warning(
             "%s holds the state of a reader, which resume() was not given: the data begins where yours stands",
             where,
@@ -138,11 +138,12 @@ def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> No
     where = f"version {restored.version.id}, step {restored.step},"
     others = len(restored.readers)
     if reader is None:
-        log.warning(
-            "%s holds readers of another number of ranks (%d), and resume() was given none: the data begins where "
-            "yours stands",
-            *(where, others),
-        )
+        if rank == 0:
+            log.warning(
+                "%s holds readers of another number of ranks (%d), and resume() was given none: the data begins where "
+                "yours stands",
+                *(where, others),
+            )
         return
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(

@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
+from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor, spread_like
+from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
@@ -38,8 +41,8 @@ from cnr_store.training.model.dense_state import check_extra_state, extra_state,
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
-from cnr_store.training.model.tables import ColumnPart
-from cnr_store.training.model.tensors import AnyArray, assign_dense
+from cnr_store.training.model.row_arrays import slot_parts
+from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -107,7 +110,8 @@ class Restore:
         if selection.everything:
             self._compare_rest()
         self._match.prove()
-        self._match.warn()
+        if group is None or group.rank == 0:
+            self._match.warn()
 
     def _read_state(self) -> StoredState:
         """The state, with what this rank saved; or, if there were others, with what all of them saved."""
@@ -226,7 +230,7 @@ class Restore:
             (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
         ]
         targets += [
-            (path, fit, (ColumnPart(0, tensor),))
+            (path, fit, slot_parts(fit.table, path, tensor))
             for each in self._fits
             for path, fit, tensor in each.targets()
         ]
@@ -253,7 +257,7 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
+        salvaged = salvaged_by_label(salvagers)
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
@@ -262,8 +266,13 @@ class Restore:
         def read(name: str) -> tuple[AnyArray, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
-        for tensor, (values, torch_dtype) in zip(tensors.values(), transfer.map(read, tensors), strict=True):
-            assign_dense(tensor, values, torch_dtype)
+        for (name, tensor), (values, torch_dtype) in zip(
+            tensors.items(), transfer.map(read, tensors), strict=True
+        ):
+            if is_dtensor(tensor):
+                copy_whole(dense_tensor(values, torch_dtype), tensor, repr(name))
+            else:
+                assign_dense(tensor, values, torch_dtype)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast
@@ -271,10 +280,29 @@ class Restore:
         kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
         converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
         tree, slots = fit.merged(self._names, tables)
+        tree |= {"state": self._spread(optimizer, tree["state"])}
         with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         # What was not chosen has gone through foreign code, too, and stays as it was.
         optimizer.state.update(kept)
+
+    def _spread(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Stored state by parameter, with whole tensors spread where the parameter is a DTensor."""
+        spread = {
+            self._names[id(one)]: one
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if is_dtensor(one)
+        }
+        return {
+            name: {
+                key: spread_like(value, spread[name], f"{key!r} of {name!r}")
+                if name in spread and isinstance(value, torch.Tensor) and value.ndim and not is_dtensor(value)
+                else value
+                for key, value in values.items()
+            }
+            for name, values in state.items()
+        }
 
     def _load_objects(self) -> None:
         for name, value in self._objects.items():
