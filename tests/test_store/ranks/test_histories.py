@@ -234,10 +234,9 @@ class LosslessHistory:
         self.step = 0
         self.failing: tuple[int, int] | None = None
         self.keeps_all = random.random() < 0.6
-        whole_stage = writer.stage
 
         def stage_or_fail(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team) -> Any:
-            staged = whole_stage(backend, version, plan, transfer, peers)
+            staged = stage.stage(backend, version, plan, transfer, peers)
             if self.failing == (plan.step, peers.rank):
                 raise OSError("the disk of this rank is full")
             return staged

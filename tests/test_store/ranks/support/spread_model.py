@@ -47,12 +47,12 @@ class Cut:
 
 def draw_cut(random: Random, rows: int, dim: int, world: int) -> Cut:
     """Rows cut into bands, some of them empty, whose columns are cut alike, each box on one rank or several."""
-    columns = (0, *_inner_cuts(random, dim, random.choice([0, 0, 0, 1, 2])))
+    columns = (0, *_inner_cuts(random, dim, int(random.choice([0, 0, 0, 1, 2]))))
     by_rows = random.random() < 0.7
     if by_rows and random.random() < 0.3:  # as TorchRec cuts rows: the last ranks may get none
         edges = [min(rank * -(-rows // world), rows) for rank in range(world + 1)]
     else:
-        edges = [0, *_inner_cuts(random, rows, random.integers(world) if by_rows else 0), rows]
+        edges = [0, *_inner_cuts(random, rows, int(random.integers(world)) if by_rows else 0), rows]
     bands = [(begin, end) for begin, end in pairwise(edges) if begin < end]
     ranks = random.permutation(world).tolist()
     holders = [[ranks.pop()] for _ in bands]
