@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRA
 	# torch first and alone, so that nothing after it asks for another build
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) -e codecs -e 'backends[s3]' -e '.[all]' --group $(GROUP)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --group torchrec
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -199,7 +199,7 @@ def positions_of(rows: RowsWrite, first_rows: Array) -> Array:
     if rows.ids is not None:
         return np.searchsorted(rows.ids, first_rows)
     lowest, count = (0, rows.shape[0]) if rows.held is None else (rows.held.first_row, rows.held.rows)
-    return np.clip(first_rows - lowest, 0, count)
+    return np.asarray(np.clip(first_rows - lowest, 0, count))
 
 
 def _offsets(rows: RowsWrite, where: slice, chunk: int) -> Array:
@@ -215,7 +215,8 @@ def _held(rows: RowsWrite) -> Held:
 
 def _share(rows: RowsWrite, grid: Grid) -> Share:
     written = rows_in(rows.counts, grid.rows, grid.shard_rows)
-    return Share(_held(rows).placement, grid.shard_rows, written * rows.bytes_per_row)
+    nbytes = written.astype(np.float64) * rows.bytes_per_row
+    return Share(_held(rows).placement, grid.shard_rows, nbytes)
 
 
 def _columns(held: Held, values: Array, first_column: int, columns: int) -> Array:
@@ -249,7 +250,7 @@ def _assemble(
         if isinstance(fragment, RawRows):
             raw.setdefault(fragment.slot, []).append(fragment)
         else:
-            chunks[fragment.slot] = fragment.payload
+            chunks[fragment.slot] = bytes(fragment.payload)
     for slot, parts in raw.items():
         first_row = shard * grid.shard_rows + slot * grid.chunk_rows
         offsets, values = _joined(rows, parts)

@@ -1,1 +1,1 @@
-"""What is particular to torch.distributed: process groups and the store they share."""
+"""The ranks of a training job: what this process holds of a model, and how it reaches the others."""

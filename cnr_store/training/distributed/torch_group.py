@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -59,7 +59,11 @@ class TorchGroup(Group):
             hello.close()
         self.keyvalue: TorchKeyValue = TorchKeyValue(store, f"cnr/{token}/", timeout_seconds)
         self._decisions = Decisions(self.keyvalue, self.rank, self.world, timeout_seconds)
-        self._connect()
+        try:
+            self._connect()
+        except RanksError:
+            self.close()
+            raise
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `Group.decide`. Connects the ranks anew where a connection broke since the last decision."""
@@ -77,6 +81,14 @@ class TorchGroup(Group):
             self._connect()
         verdict: Document = found["verdict"]
         return verdict
+
+    def refuse(self, phase: str, reason: str) -> None:
+        """See `Group.refuse`."""
+        self._decisions.refuse(phase, reason)
+
+    def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
+        """See `Group.working`."""
+        return self._decisions.beats.working(phase, progress)
 
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Group.sum`. The values are left as they are."""
@@ -195,5 +207,8 @@ def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: f
 
 def _own_connection(group: dist.ProcessGroup) -> Store:
     """The store of a group, over a connection of its own where this torch can clone it: training may block its own."""
-    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    if hasattr(group, "get_group_store"):
+        store = group.get_group_store()
+    else:  # torch < 2.6
+        store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store

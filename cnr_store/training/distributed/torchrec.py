@@ -41,13 +41,9 @@ class Box:
     ----------
     rank
         In the group of ranks that the table is sharded over.
-    first_row
+    first_row, first_column
         Of the table.
-    first_column
-        Of the table.
-    rows
-        How many.
-    columns
+    rows, columns
         How many.
     """
 

@@ -91,7 +91,7 @@ class LookupHooks:
     def _loaded(self, *_: object) -> None:
         self._reason = "a state dict was loaded into it"
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _looked_up(
         self,
         positions: Sequence[tuple[str, int, int, str]],
@@ -101,7 +101,7 @@ class LookupHooks:
         output: object,
     ) -> None:
         """Mark what was looked up, and again in the backward pass if a save lies between the two."""
-        if not torch.is_grad_enabled():
+        if not (positions and torch.is_grad_enabled()):  # without tables, `output` is one tensor for ever
             return
         ids = [*args, *kwargs.values()][0]
         offsets = ids.offset_per_key()
@@ -116,7 +116,8 @@ class LookupHooks:
         }
         self._mark_rows(rows.items())
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(self._before_update, self._interval, rows))
+            before_update = partial(self._before_update, self._interval, rows)
+            output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
     def _before_update(
         self, interval: int, rows: dict[tuple[str, int, int, str], torch.Tensor], _grad: torch.Tensor

@@ -128,7 +128,7 @@ def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray
     fused.resharded[name] = len(stored) - 1, len(now) - 1
     overlap = np.minimum.outer(stored[1:], now[1:]) - np.maximum.outer(stored[:-1], now[:-1])
     shares = np.maximum(overlap, 0).astype(np.float64)
-    return shares / shares.sum(axis=0)
+    return np.asarray(shares / shares.sum(axis=0))
 
 
 def _edges(boundaries: Sequence[int], width: int) -> tuple[int, ...]:

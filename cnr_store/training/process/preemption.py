@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import OptionError
@@ -27,6 +27,9 @@ class Preemption:
     def __bool__(self) -> bool:
         return self.signal is not None
 
+    def close(self) -> None:
+        """Look for no more signals."""
+
     def _notice(self, number: int, _: object) -> None:
         # A handler may run between any two lines, inside a step or a save, so it only sets the flag.
         if os.getpid() != self._process:
@@ -38,8 +41,15 @@ class Preemption:
 
 
 @contextmanager
-def watch_signals(signals: Iterable[int]) -> Iterator[Preemption]:
+def watch_signals(
+    signals: Iterable[int], make: Callable[[], Preemption] = Preemption
+) -> Iterator[Preemption]:
     """Turn signals into a flag while the block runs, then restore the previous handlers.
+
+    Parameters
+    ----------
+    make
+        Makes the flag.
 
     Raises
     ------
@@ -49,7 +59,7 @@ def watch_signals(signals: Iterable[int]) -> Iterator[Preemption]:
     numbers = _numbers(signals)
     if threading.current_thread() is not threading.main_thread():
         raise OptionError("signals can be handled on the main thread alone; enter the block there")
-    preempted = Preemption()
+    preempted = make()
     previous: dict[signal.Signals, object] = {}
     try:
         for number in numbers:
@@ -60,6 +70,7 @@ def watch_signals(signals: Iterable[int]) -> Iterator[Preemption]:
         for number, handler in previous.items():
             # None stands for a handler that Python did not install and can't restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+        preempted.close()
 
 
 def _numbers(signals: Iterable[int]) -> list[signal.Signals]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import SaveError
+from cnr_store.errors import SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
 from cnr_store.ranks.group import Document, Group
 from cnr_store.ranks.owners import split_by_size
@@ -27,7 +27,11 @@ _SHOWN = 5
 
 
 def together(
-    group: Group, phase: str, prepare: Callable[[], T], say: Callable[[T], Document]
+    group: Group,
+    phase: str,
+    prepare: Callable[[], T],
+    say: Callable[[T], Document],
+    progress: Callable[[], int],
 ) -> tuple[T, list[Document]]:
     """Prepare on all ranks, and tell each what the others have to say.
 
@@ -37,6 +41,8 @@ def together(
         What may fail on a rank.
     say
         The rank's document, once it is prepared.
+    progress
+        Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
 
     Returns
     -------
@@ -53,12 +59,16 @@ def together(
     prepared: T | None = None
     said: Document = {}
     try:
-        prepared = prepare()
-        said = say(prepared)
+        with group.working(phase, progress):
+            prepared = prepare()
+            said = say(prepared)
     except Exception as error:
         if group.world == 1:
             raise
         failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
     documents = group.gather(phase, said)
     if failure is not None:
         raise failure
@@ -110,8 +120,21 @@ class Layout:
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> Document:
-        """What this rank has of each array, and what that is as a digest."""
+        """What this rank has of each array, and what that is as a digest.
+
+        Raises
+        ------
+        UnsupportedModelError
+            It saves alone, and does not have all rows and columns.
+        """
         if self._group.world == 1:
+            for array in arrays:
+                held = (array.table.local_rows, array.local_columns)
+                if held != (array.shape[0], (*array.shape, 1)[1]):
+                    raise UnsupportedModelError(
+                        f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
+                        "the group of all ranks that train the model"
+                    )
             return {}
         said = {
             array.path: [
@@ -148,7 +171,10 @@ class Layout:
                     raise SaveError(
                         f"{path} is {kind} on rank {rank} and {arrays[path]} on others: give all ranks one model"
                     )
-                pieces.setdefault(path, []).extend(Piece(*box, rank) for box in boxes)
+                pieces.setdefault(path, []).extend(
+                    Piece(first_row, rows, first_column, columns, rank)
+                    for first_row, rows, first_column, columns in boxes
+                )
         self.placements.clear()
         for path, (shape, _element) in arrays.items():
             self.placements[path] = Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path])
@@ -172,7 +198,14 @@ class Layout:
 def dense_digest(dense: Sequence[DenseWrite]) -> str:
     """What the dense arrays are called, and how they are shaped: the same on all ranks."""
     listed = [
-        [write.path, list(write.values.shape), write.values.dtype.str, write.torch_dtype] for write in dense
+        [
+            write.path,
+            list(write.values.shape),
+            write.values.dtype.str,
+            write.torch_dtype,
+            write.pieces is not None,
+        ]
+        for write in dense
     ]
     return hashlib.sha256(dumps(listed)).hexdigest()
 
@@ -185,7 +218,9 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
     for position, (write, owner) in enumerate(zip(snapshot.dense, owners, strict=True)):
         if owner != group.rank:
             values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
-            snapshot.dense[position] = replace(write, values=values, is_here=False)
+            snapshot.dense[position] = replace(write, values=values, is_here=False, owner=owner)
+        else:
+            snapshot.dense[position] = replace(write, owner=owner)
 
 
 def merge_reasons(documents: Sequence[Document]) -> dict[str, str]:

@@ -78,7 +78,15 @@ class Coordinator:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
-        ready, said = together(self._group, phase, lambda: self._prepare(request), self._say)
+        try:
+            ready, said = together(
+                self._group, phase, lambda: self._prepare(request), self._say, self._saves.progress
+            )
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt, before or after the others have begun
+            self._saves.new_team(self._saves.number + 1).fail(error)
+            raise
         check_alike(phase, said, ("step", "full", "overlap"))
         if ready.snapshot is None or any(doc["skips"] is not None for doc in said):
             under_way = next(doc["skips"] for doc in said if doc["skips"] is not None)
@@ -86,8 +94,13 @@ class Coordinator:
         check_alike(phase, said, ("dense",))
         pending = PendingSave(ready.step)
         pending.began = began
-        self._settle(ready.snapshot, said)
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements)
+        team = self._saves.new_team(1 + max(doc["number"] for doc in said))
+        try:
+            self._settle(ready.snapshot, said)
+        except BaseException as error:
+            team.fail(error)
+            raise
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -110,7 +123,8 @@ class Coordinator:
             self._options.rng,
             self._group.rank if self._group.world > 1 else None,
         )
-        self._options.codecs.warn_unknown_slots(self._trained.table_slots)
+        if self._group.rank == 0:
+            self._options.codecs.warn_unknown_slots(self._trained.table_slots)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
         return _Ready(step, overlap, snapshot)
 
@@ -134,6 +148,7 @@ class Coordinator:
                 for table in self._trained.fused_tables
                 if (settings := table.sharded.settings())
             },
+            "number": self._saves.number,
             "previous": lineage.version,
             "restores": lineage.restores,
         }
@@ -151,6 +166,8 @@ class Coordinator:
         self._layout.settle(said)
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.unsafe = merge_reasons(said)
+        if self._group.rank == 0:
+            self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
             settings = {name: each for doc in said for name, each in doc["settings"].items()}
             add_fused(snapshot, self._trained, settings)

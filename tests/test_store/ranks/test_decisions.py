@@ -121,7 +121,7 @@ def test_an_error_of_a_class_of_ones_own_is_raised_as_its_nearest() -> None:
 
 def test_a_late_rank_has_its_own_deadline() -> None:
     """Rank 0 comes when the others have nearly given up, rank 2 when they would have."""
-    _, ranks = group(3)
+    _, ranks = group(3, 2)
 
     def late(rank: int, seconds: float) -> Callable[[], Any]:
         def call() -> Any:
@@ -130,7 +130,7 @@ def test_a_late_rank_has_its_own_deadline() -> None:
 
         return call
 
-    assert on_threads(late(0, 0.4), late(1, 0), late(2, 0.75)) == [{"total": 3, "order": [0, 1, 2]}] * 3
+    assert on_threads(late(0, 1.5), late(1, 0), late(2, 2.9)) == [{"total": 3, "order": [0, 1, 2]}] * 3
 
 
 def test_a_store_that_ended_is_an_error_with_the_phase() -> None:

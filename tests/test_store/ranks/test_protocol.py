@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,44 +92,19 @@ def test_a_failure_is_heard_by_all(culprit: int, phase: str) -> None:
         assert each in ({"void": text}, ({"void": text}, text))
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_silent_leader_is_given_up(phase: str) -> None:
+def stopped_in(culprit: int, phase: str) -> list[Any]:
+    """What each rank believes where one stops at a phase, and goes on when all others have given up."""
     wake = threading.Event()
 
     def stop(save: SaveRound, rank: int, where: str) -> None:
-        if (rank, where) == (0, phase):
+        if (rank, where) == (culprit, phase):
             wake.wait(60)
-
-    keys = MemoryKeyValue()
-    followers = [saving(keys, rank, WORLD, stop, SECONDS) for rank in (1, 2)]
-
-    def others() -> list[Any]:
-        try:
-            return on_threads(*followers)
-        finally:
-            wake.set()
-
-    first, rest = on_threads(saving(keys, 0, WORLD, stop, SECONDS), others)
-    # It wakes when the others have gone to the storage, and hears of it.
-    assert "rank 0 made no progress for 0.5 s" in first["void"]
-    for each in rest:
-        assert each is None or each[0] is None
-
-
-@pytest.mark.parametrize("phase", ["announce", "encode", "put", "vote"])
-@pytest.mark.parametrize("silent", [1, 2])
-def test_a_silent_rank_is_named_with_its_last_phase(silent: int, phase: str) -> None:
-    wake = threading.Event()
-
-    def stop(save: SaveRound, rank: int, where: str) -> None:
-        if (rank, where) == (silent, phase):
-            wake.wait(60)
-            with pytest.raises(RanksError, match=f"rank {silent} made no progress"):
+            with pytest.raises(RanksError, match=f"rank {culprit} made no progress"):
                 save.check()
 
     keys = MemoryKeyValue()
     ranks = [saving(keys, rank, WORLD, stop, SECONDS) for rank in range(WORLD)]
-    late = ranks.pop(silent)
+    late = ranks.pop(culprit)
 
     def others() -> list[Any]:
         try:
@@ -136,11 +112,35 @@ def test_a_silent_rank_is_named_with_its_last_phase(silent: int, phase: str) -> 
         finally:
             wake.set()
 
-    rest, last = on_threads(others, late)
+    found, last = on_threads(others, late)
+    return [*found[:culprit], last, *found[culprit:]]
+
+
+Stopped = dict[tuple[int, str], list[Any]]
+STOPS = [*((0, phase) for phase in PHASES), *((rank, phase) for rank in (1, 2) for phase in PHASES[:-1])]
+
+
+@pytest.fixture(scope="module")
+def stopped() -> Stopped:
+    """All of `STOPS` at once, since they wait most of the time."""
+    return dict(zip(STOPS, on_threads(*(partial(stopped_in, *each) for each in STOPS)), strict=True))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_silent_leader_is_given_up(stopped: Stopped, phase: str) -> None:
+    leader, *others = stopped[0, phase]
+    assert "rank 0 made no progress for 0.5 s" in leader["void"]
+    for each in others:
+        assert each is None or each[0] is None
+
+
+@pytest.mark.parametrize(("silent", "phase"), [each for each in STOPS if each[0] != 0])
+def test_a_silent_rank_is_named_with_its_last_phase(stopped: Stopped, silent: int, phase: str) -> None:
     shown = "begin" if phase == "announce" else phase
     text = f"{shown}: rank {silent} made no progress for 0.5 s"
-    assert rest[0] == {"void": text}
-    assert last == ({"void": text}, text)
+    found = stopped[silent, phase]
+    assert found[0] == {"void": text}
+    assert found[silent] == ({"void": text}, text)
 
 
 def test_a_slow_rank_that_beats_is_waited_for() -> None:

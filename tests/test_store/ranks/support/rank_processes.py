@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from tests.paths import ROOT
 
-PRELOAD = ("torch.distributed", "cnr_store.training.distributed.torch_group", __name__)
+PRELOAD = ("torch.distributed", "cnr_store.training.checkpointer", __name__)
 _context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 _pipe: connection.Connection | None = None
 """In a rank: to the test."""
 
@@ -98,7 +100,7 @@ def run_ranks(
     """
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     pipes, processes = [], []
-    with _server_environment():
+    with _starting, _server_environment():
         for rank in range(world):
             ours, theirs = _context.Pipe()
             call = (theirs, function, rank, world, store.port, arguments)
