@@ -248,7 +248,7 @@ class Restore:
                 reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if path in blended:
-                others.append(Blended(reader, target, blended[path]))
+                others.append(Blended(reader, target, fit.ids, blended[path]))
             elif fit.exact:
                 exact[path] = AllRows(reader, target)
             else:

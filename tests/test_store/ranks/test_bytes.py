@@ -18,6 +18,7 @@ from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
 from cnr_store.writing import writer
 from cnr_store.writing.plan import Plan
+from cnr_store.writing.stage import stage
 from cnr_store.writing.team import Team
 from tests.test_store.ranks.support.spread_model import Cut, Random, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
@@ -132,10 +133,9 @@ def test_no_rank_writes_far_more_than_the_mean(
 ) -> None:
     random = np.random.default_rng(0)
     written: Counter[int] = Counter()
-    put = writer.stage
 
     def count(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team) -> Any:
-        staged = put(backend, version, plan, transfer, peers)
+        staged = stage(backend, version, plan, transfer, peers)
         written[peers.rank] += staged.nbytes
         return staged
 
