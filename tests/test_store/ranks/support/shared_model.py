@@ -105,3 +105,18 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
 def together(parts: list[Values]) -> Values:
     """The values of the whole model, from those of all its ranks."""
     return {**parts[0], "items": np.concatenate([part["items"] for part in parts])}
+
+
+def load_alone(url: str) -> Values:
+    """What one process loads."""
+    model = SharedModel(0, 1)
+    with checkpointer_of(model, url) as checkpointer:
+        checkpointer.load()
+    return model.values()
+
+
+def assert_equal(found: Values, expected: Values) -> None:
+    """Check that values are equal bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].view(np.int32), values.view(np.int32), name)
