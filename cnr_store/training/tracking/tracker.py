@@ -33,6 +33,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     is_noop_step,
     max_version_bumps,
     may_move_untouched_rows,
+    unclear_state,
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
@@ -265,6 +266,7 @@ class Tracker:
             for position, tracker in self._stepped.by(optimizer):
                 parameter = tracker.table.parameter
                 reason = may_move_untouched_rows(optimizer, position, parameter.dtype, self._trusted)
+                reason = reason or unclear_state(optimizer, parameter, self._trusted)
                 if reason is not None and parameter.requires_grad:
                     moved[tracker.table.name] = reason
         return moved

@@ -132,3 +132,31 @@ def test_a_slot_in_the_place_of_another_entry_is_watched(tmp_path: Path) -> None
         checkpointer.save(2).result()
     loaded = job.loaded()
     assert torch.equal(loaded.optimizer.state[loaded.weight]["average"], kept["average"])
+
+
+class ByColumn(Optimizer):
+    """Keeps one number a column, and moves only rows that have a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            columns = self.state[parameter].setdefault("columns", torch.zeros(parameter.shape[1]))
+            columns += parameter.grad.square().sum(0)
+            parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(ROWS, ROWS), (4, 1)])
+def test_state_of_a_square_table_may_be_kept_for_columns(tmp_path: Path, dim: int, rows: int) -> None:
+    job = Job(tmp_path, ByColumn, dim=dim, trusted=[ByColumn])
+    with job.checkpointer() as checkpointer:
+        for step in range(3):
+            job.train(step)
+            version = checkpointer.save(step).result()
+    assert version.rows == rows
+    loaded = job.loaded()
+    assert torch.equal(loaded.weight, job.weight)
+    kept = (each.optimizer.state[each.weight]["columns"] for each in (loaded, job))
+    assert torch.equal(*kept)
