@@ -152,7 +152,9 @@ def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | Non
     if type(module).forward not in _FORWARDS or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
     if isinstance(tracker.table, DTensorTable):
-        return "ranks share its rows, so none sees all lookups; give Checkpointer the optimizer that trains it"
+        return (
+            "ranks share its rows, so none sees all lookups; give Checkpointer the optimizer that trains it"
+        )
     if ids is None:
         return "rows of another tensor were looked up in its place"
     try:
