@@ -227,3 +227,34 @@ def flags_of_one_rank(url: Path) -> list[int]:
         assert alike(digests(model, optimizers)) == trained
     written: list[int] = np.flatnonzero(model.module.items.weight[:, 0].detach().numpy() >= 5).tolist()
     return [alike(rows), *written]
+
+
+def refusals(url: Path) -> list[Any]:
+    """What is said of a rank that saves alone, and of state that is not spread; and the rows saved unowned."""
+    rank, said = dist.get_rank(), list[Any]()
+    own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    model = spread(Net(sparse=False), "fsdp")
+    with cnr_store.Checkpointer(url / f"{rank}", model, bits=32, group=own) as checkpointer:
+        said.append(_refused(checkpointer))
+    (optimizer,) = optimizers_of("adagrad", model)
+    for parameter in (model.items.weight, model.over.weight):
+        with cnr_store.Checkpointer(url / "all", model, optimizer, bits=32) as checkpointer:
+            kept = optimizer.state[parameter]["sum"]
+            optimizer.state[parameter]["sum"] = kept.full_tensor()
+            said.append(_refused(checkpointer))
+            optimizer.state[parameter]["sum"] = kept
+    with cnr_store.Checkpointer(url / "all", model, bits=32, policy="consecutive") as checkpointer:
+        rows = []
+        for step in (1, 2):
+            model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+            rows.append(checkpointer.save(step).result().rows)
+    return [*said, alike(rows)]
+
+
+def _refused(checkpointer: cnr_store.Checkpointer) -> str:
+    try:
+        checkpointer.save(1)
+    except cnr_store.UnsupportedModelError as error:
+        return str(error)
+    return "saved"
