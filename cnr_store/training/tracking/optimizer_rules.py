@@ -75,7 +75,8 @@ def unclear_state(optimizer: Optimizer, parameter: torch.Tensor, trusted: Classe
         return None
     for slot, value in row_slots(optimizer, parameter).items():
         if value.shape != parameter.shape:
-            return f"it has as many rows as columns, and {type(optimizer).__name__} may keep {slot!r} for either of them"
+            kind = type(optimizer).__name__
+            return f"it has as many rows as columns, and {kind} may keep {slot!r} for either of them"
     return None
 
 
