@@ -21,8 +21,9 @@ def sharding_of(batches: Any) -> dict[str, Any] | None:
     sampler: Any = batches.sampler if type(batches) is BatchSampler else None
     if type(sampler) is not DistributedSampler:
         return None
+    dataset: Any = sampler.dataset
     return {
-        "samples": len(sampler.dataset),
+        "samples": len(dataset),
         "batch_size": batches.batch_size,
         "ranks": sampler.num_replicas,
         "shuffle": sampler.shuffle,
