@@ -32,6 +32,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     is_noop_step,
     max_version_bumps,
+    may_miss_its_rows,
     may_move_untouched_rows,
     unclear_state,
 )
@@ -144,6 +145,7 @@ class Tracker:
                 or gradient is None
                 or changes > max_changes
                 or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
+                or may_miss_its_rows(optimizer, position, parameter, gradient)
             ):
                 tracker.make_whole(
                     f"a step of {type(optimizer).__name__} changed it by more than its gradient"
