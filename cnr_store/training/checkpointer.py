@@ -56,7 +56,7 @@ def _on_all_ranks(
     """A constructor that fails on all ranks if it fails on one, or was given other options there."""
 
     @wraps(build)
-    def build_alike(self: Checkpointer, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+    def build_alike(self: Checkpointer, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
         try:
             build(self, *arguments, **named)
             self._agree_on_options()

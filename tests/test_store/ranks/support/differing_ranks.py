@@ -40,11 +40,12 @@ def make_differently(folder: str, option: str) -> Told:
     url = str(Path(folder) / (urls.get(option, "store") if is_last else "store"))
     if option == "memory":
         url = "memory://store"
-    options: dict[str, Any] = {
+    differing: dict[str, dict[str, Any]] = {
         "keep_last": {"keep_last": 3},
         "wrong": {"keep_last": -1},
         "overlap": {"overlap": "skip"},
-    }.get(option, {})
+    }
+    options = differing.get(option, {})
     if is_last and option == "absent":
         return "", "", 0.0
     return told(lambda: open_checkpointer(url, **(options if is_last else {})))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -93,13 +94,10 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
     def tables(module: nn.Module, _: object = ()) -> list[Table]:
         return [model.table(), *find_tables(module)]
 
-    before, trained_model.find_tables = trained_model.find_tables, tables
-    try:
+    with patch.object(trained_model, "find_tables", tables):
         return Checkpointer(
             url, model, model.optimizer, bits=32, policy="consecutive", workers=1, retry_seconds=2, **options
         )
-    finally:
-        trained_model.find_tables = before
 
 
 def together(parts: list[Values]) -> Values:
