@@ -105,9 +105,9 @@ class ChosenRows(Fill):
             return
         out = np.empty((rows, self.reader.columns), self.reader.dtype)
         self.reader.read_rows(first, out, wanted.copy())
-        chosen = self.made_of(out[offsets])
+        made = self.made_of(out[offsets])
         for part in self.target.parts:
-            values = _columns(part, chosen)
+            values = _columns(part, made)
             if part.tensor.dtype is torch.bfloat16:
                 values = values.astype(np.float32)  # the array type of bfloat16
             assign_ids(part.tensor, start + offsets, values)

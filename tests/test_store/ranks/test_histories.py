@@ -19,7 +19,7 @@ from cnr_store.training.saving import codec_choice, tally
 from cnr_store.writing import exchange, lineage, stage, writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.team import Team
-from tests.nightly import histories
+from tests.nightly import FACTOR
 from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut, resharded
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models
 from tests.test_store.stateful.conftest import GRID_LIMITS_BYTES
@@ -49,6 +49,7 @@ SLOTS: tuple[dict[str, bool], ...] = (
 )
 POLICIES = ("full", "one-shot", "consecutive", "intermittent", "auto")
 BLOCK_ROWS = 64
+HISTORIES = 10 if FACTOR == 1 else 20 * FACTOR
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +168,7 @@ def train(job: ThreadJob, alone: ThreadJob, random: Random, truth: Truth, step: 
     return step
 
 
-@pytest.mark.parametrize("seed", range(histories(10)))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
     random = np.random.default_rng(seed)
     kinds = draw_kinds(random)
@@ -307,7 +308,7 @@ class LosslessHistory:
         return truth
 
 
-@pytest.mark.parametrize("seed", range(histories(10)))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_ranks_load_what_ranks_saved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     history = LosslessHistory(np.random.default_rng(seed), monkeypatch)
     with memory_url() as url:

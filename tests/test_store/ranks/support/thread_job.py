@@ -52,7 +52,7 @@ class ThreadJob:
         self.kinds = {kind.name: kind for kind in kinds}
         self.models = [SpreadModel(kinds, cuts, rank) for rank in range(world)]
         keys = MemoryKeyValue()
-        self._groups = [ThreadGroup(keys, rank, world) for rank in range(world)]
+        self.groups = [ThreadGroup(keys, rank, world) for rank in range(world)]
         self.checkpointers: list[Checkpointer] = self.each(
             lambda rank: Checkpointer(url, self.models[rank], [], rng=False, **options)
         )
@@ -75,7 +75,7 @@ class ThreadJob:
         """The same, with what was raised among what was returned."""
 
         def run(rank: int) -> Any:
-            _here.group = self._groups[rank]
+            _here.group = self.groups[rank]
             return call(rank)
 
         return on_threads(*(partial(run, rank) for rank in range(self.world)))
