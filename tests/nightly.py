@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+Item = TypeVar("Item")
 
 FACTOR = int(os.environ.get("CNR_NIGHTLY_FACTOR", "1"))
-"""``make nightly`` sets it: so many times the histories that ``make test`` draws."""
+"""``make nightly`` sets it: so many times the usual histories."""
+
+
+NIGHT = FACTOR > 1
 
 
 def histories(usual: int) -> int:
-    """How many histories a stateful test draws."""
-    return usual * FACTOR
+    """How many histories a test draws: by day half of what is usual."""
+    return usual * FACTOR if NIGHT else -(-usual // 2)
+
+
+def at_night(*values: Any) -> Any:
+    """The parameters of a case that only `make nightly` runs."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def by_day(cases: Iterable[tuple[Any, ...]], but: Container[tuple[Any, ...]]) -> list[Any]:
+    """Cases, some of which only `make nightly` runs."""
+    return [at_night(*case) if case in but else case for case in cases]
+
+
+def sample(whole: Iterable[Item], usual: int) -> list[Item]:
+    """So many, two or more, evenly spread from the first to the last; at night all of them."""
+    found = list(whole)
+    if NIGHT or len(found) <= usual:
+        return found
+    return [found[number * (len(found) - 1) // (usual - 1)] for number in range(usual)]

@@ -6,8 +6,9 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
-from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
+from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
@@ -34,7 +35,7 @@ from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
-from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.options import CONSTRUCT, Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
 from cnr_store.training.tracking.audit import Audit
@@ -44,6 +45,26 @@ from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 
 log = logging.getLogger("cnr_store")
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def _on_all_ranks(
+    build: Callable[Concatenate[Checkpointer, Arguments], None],
+) -> Callable[Concatenate[Checkpointer, Arguments], None]:
+    """A constructor that fails on all ranks if it fails on one, or was given other options there."""
+
+    @wraps(build)
+    def build_alike(self: Checkpointer, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            build(self, *arguments, **named)
+            self._agree_on_options()
+        except BaseException as error:
+            self._dismantle(error)
+            raise
+
+    return build_alike
 
 
 class Checkpointer:
@@ -132,6 +153,7 @@ class Checkpointer:
     OptionError, UnsupportedModelError, StateError, cnr_backends.OpenError, FormatError
     """
 
+    @_on_all_ranks
     def __init__(
         self,
         url: Url,
@@ -209,6 +231,18 @@ class Checkpointer:
         )
         self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
 
+    def _agree_on_options(self) -> None:
+        self._options.agree(self._group, self._catalog.backend.url, self._trained.tables)
+
+    def _dismantle(self, error: BaseException) -> None:
+        """Undo a constructor that failed, and tell the other ranks."""
+        if hasattr(self, "_loader"):
+            self._saves.close()
+            self._upkeep.close()
+        if hasattr(self, "_group"):
+            self._group.refuse(CONSTRUCT, f"{type(error).__name__}: {error}")
+            self._group.close()
+
     def save(
         self,
         step: int,
@@ -270,7 +304,9 @@ class Checkpointer:
         minutes ago. It is a `SupersededError` if another process saves or claims the store after this load.
 
         An optimizer or an object of `state` that the version holds and this checkpointer was not given is left out. It
-        is listed in ``unexpected`` of the result and logged, because the next save will drop it.
+        is listed in ``unexpected`` of the result and logged, because the next save will drop it. If another number of
+        ranks saved the version, random number generators are seeded anew, and readers are left to `resume`, or to you:
+        both is logged.
 
         Parameters
         ----------
@@ -303,11 +339,9 @@ class Checkpointer:
             load another version.
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
-        restored = self._load_version(version, fallback, selection, salvage)
-        if self._group.rank == 0:
-            if selection.whole:
-                warn_left_out(restored, self._catalog.backend.url)
-            warn_live_writer(self._catalog)
+        restored = self._load_to_go_on(version, fallback, selection, salvage)
+        if selection.everything and self._group.rank == 0:
+            warn_readers(restored, self._catalog.backend.url, self._group.world)
         return restored
 
     def resume(self, reader: Any = None) -> int:
@@ -318,7 +352,8 @@ class Checkpointer:
         Parameters
         ----------
         reader
-            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`.
+            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`. Where
+            another number of ranks saved, its `split_state(states, rank, world)` makes that of what they were given.
 
         Returns
         -------
@@ -327,13 +362,14 @@ class Checkpointer:
         Raises
         ------
         OptionError
-            `reader` has no `load_state_dict` (nothing was loaded), or the version was saved without a reader.
+            `reader` has no `load_state_dict` (nothing was loaded); or the version was saved without a reader, or by
+            another number of ranks, whose readers this one can't divide.
         ModelMismatchError, UnsupportedModelError, CorruptionError
             As for `load`.
         """
         arguments.check_reader(reader)
         try:
-            restored = self.load(fallback=True)
+            restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
         except EmptyStoreError:
             if self._group.rank == 0:
                 log.warning(
@@ -357,6 +393,16 @@ class Checkpointer:
             self._check_open()
             self._follow_model()
             return self._saves.explain(self._trained.row_arrays())
+
+    def _load_to_go_on(
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool
+    ) -> Restored:
+        restored = self._load_version(version, fallback, selection, salvage)
+        if self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
+        return restored
 
     def _load_version(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
@@ -412,6 +458,7 @@ class Checkpointer:
                 self._saves.close()
                 self._upkeep.close()
                 self._saves.writer.close()
+                self._group.refuse("close", "its checkpointer was closed")
                 self._group.close()
             if latest is not None and not latest.result_taken:
                 latest.result()

@@ -190,8 +190,8 @@ class Plan:
         Arrays to write.
     state
         As tagged JSON.
-    part
-        What this rank alone has of the state, where there are many, as tagged JSON.
+    state_parts
+        By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's.
     policy
         The fields of the `Decision` that led to it, for the commit record.
     needs
@@ -213,7 +213,7 @@ class Plan:
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
     parent_paths: Mapping[str, str] = field(default_factory=dict)
-    part: Any = None
+    state_parts: Mapping[int, Any] = field(default_factory=dict)
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

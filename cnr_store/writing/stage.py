@@ -83,7 +83,7 @@ def stage(
     with (
         Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
         closing(_objects(home, plan, transfer, staged, shared)) as objects,
-        closing(putting.map(put, objects, _Object.nbytes)) as done,
+        closing(putting.map(put, _telling(objects, peers), _Object.nbytes)) as done,
     ):
         for made, part in done:
             if peers is not None:
@@ -94,6 +94,14 @@ def stage(
     for path, entry in staged.arrays.items():
         staged.arrays[path] = replace(entry, stored=home.moved.get(path))
     return staged
+
+
+def _telling(objects: Iterable[_Object], peers: Peers | None) -> Iterator[_Object]:
+    """The objects; the other ranks hear of each, and this rank of their failures."""
+    for each in objects:
+        if peers is not None:
+            peers.beat()
+        yield each
 
 
 def _exchange(peers: Peers, plan: Plan) -> Exchange:

@@ -18,6 +18,7 @@ import zarr
 
 from cnr_backends import ObjectExistsError, OpenError, StorageError, open_backend
 from cnr_backends.clouds.s3 import S3Backend
+from tests.nightly import at_night
 
 if TYPE_CHECKING:
     from tests.s3_proxy import Spoil, SpoiledOptions
@@ -79,7 +80,7 @@ def test_a_conflict_is_tried_again(s3_server: S3Server, spoiled: SpoiledOptions)
         assert backend.get("name") == b"mine"
 
 
-@pytest.mark.parametrize("code", ["500", "503"])
+@pytest.mark.parametrize("code", [at_night("500"), "503"])
 def test_a_server_that_is_overloaded_is_asked_again(
     s3_server: S3Server, spoiled: SpoiledOptions, code: str
 ) -> None:

@@ -35,6 +35,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_codecs.payload.payload import encode_head
 from cnr_codecs.protocol import Rows
+from tests.nightly import NIGHT, histories
 from tests.test_codecs.payload_bytes import (
     VERSIONS,
     Layout,
@@ -154,7 +155,7 @@ def test_lossless_rows_of_every_element_type(element: str) -> None:
 
 
 @given(data=st.data(), rows=st.one_of(st.integers(1, 80), st.integers(65530, 65545), st.just(200_000)))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=histories(150))
 def test_row_sets_round_trip_in_the_fewest_bytes(data: st.DataObject, rows: int) -> None:
     chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=60, unique=True))
     if data.draw(st.booleans()):
@@ -432,7 +433,7 @@ def mixed_payload(scheme: str, bits: int, dim: int) -> bytes:
     dim=st.sampled_from([3, 8, 20]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=2000)
+@settings(deadline=None, max_examples=2000 if NIGHT else 500)
 def test_mutated_payloads_decode_or_are_refused(
     scheme: str, bits: int, dim: int, data: st.DataObject
 ) -> None:

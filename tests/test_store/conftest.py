@@ -34,7 +34,7 @@ def stored(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     found = Jobs(tmp_path_factory.mktemp("side"))
     yield found

@@ -22,7 +22,8 @@ ABORT_SECONDS = 0.3
 """How long a rank that lost a connection listens for why: what it lost may be a rank that gave up first."""
 FOREVER = timedelta(days=1)
 """Waiting in gloo for less would break the group."""
-LAST_TAG = 2**31 - 1
+BREAK_TAG = 2**30 + 1
+"""Of no message."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ class Messages:
                 self._receive(rank, size, torch.uint8, tag + 1) for rank, size in coming.items() if size
             ]
             self._wait([*arriving, *sending], still_alive)
-        except RuntimeError as error:
-            if isinstance(error, RanksError):
-                raise
-            raise RanksError(f"exchange: the connection between the ranks broke ({error})") from error
+        except _LostError as lost:
+            for _ in pauses(ABORT_SECONDS):
+                if still_alive is not None:
+                    still_alive()
+            raise RanksError(f"exchange: {lost}: restart the job if the rank ended") from lost.__cause__
         received |= {rank: memoryview(b"") for rank in others}
         received |= {each.rank: each.tensor.numpy().data for each in arriving}
         self._unfinished.clear()
@@ -100,16 +102,21 @@ class Messages:
         if number not in self._rounds:
             self._rounds.clear()
         self._rounds[number] += 1
-        return (number * 4096 + self._rounds[number] % 4096) * 2 % LAST_TAG
+        return (number * 4096 + self._rounds[number] % 4096) % 2**29 * 2
 
     def _send(self, rank: int, tensor: torch.Tensor, tag: int) -> _Transfer:
-        return self._started(rank, dist.isend(tensor, self._ranks[rank], self._group, tag), tensor)
+        return self._started(dist.isend, rank, tensor, tag)
 
     def _receive(self, rank: int, size: int, dtype: torch.dtype, tag: int) -> _Transfer:
-        tensor = torch.empty(size, dtype=dtype)
-        return self._started(rank, dist.irecv(tensor, self._ranks[rank], self._group, tag), tensor)
+        return self._started(dist.irecv, rank, torch.empty(size, dtype=dtype), tag)
 
-    def _started(self, rank: int, work: dist.Work | None, tensor: torch.Tensor) -> _Transfer:
+    def _started(
+        self, start: Callable[..., dist.Work | None], rank: int, tensor: torch.Tensor, tag: int
+    ) -> _Transfer:
+        try:
+            work = start(tensor, self._ranks[rank], self._group, tag)
+        except RuntimeError as error:
+            raise _LostError(rank, error) from error
         assert work is not None
         transfer = _Transfer(rank, work, tensor)
         self._unfinished.append(transfer)
@@ -132,13 +139,14 @@ class Messages:
             waiting.done.wait(ABORT_SECONDS)
             raise
         if waiting.error is not None:
-            for _ in pauses(ABORT_SECONDS):
-                if still_alive is not None:
-                    still_alive()
-            raise RanksError(
-                f"exchange: the connection to rank {waiting.rank} broke: restart the job if the rank ended "
-                f"({waiting.error})"
-            ) from waiting.error
+            raise _LostError(waiting.rank, waiting.error) from waiting.error
+
+
+class _LostError(Exception):
+    """The connection to a rank broke."""
+
+    def __init__(self, rank: int, cause: RuntimeError) -> None:
+        super().__init__(f"the connection to rank {rank} broke ({cause})")
 
 
 class _Waiting:
@@ -178,6 +186,6 @@ def break_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     """
     other = next(rank for rank in ranks if rank != dist.get_rank())
     with suppress(RuntimeError, ValueError):
-        work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, LAST_TAG)
+        work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, BREAK_TAG)
         if work is not None:
             work.wait(timedelta(milliseconds=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -59,7 +59,11 @@ class TorchGroup(Group):
             hello.close()
         self.keyvalue: TorchKeyValue = TorchKeyValue(store, f"cnr/{token}/", timeout_seconds)
         self._decisions = Decisions(self.keyvalue, self.rank, self.world, timeout_seconds)
-        self._connect()
+        try:
+            self._connect()
+        except RanksError:
+            self.close()
+            raise
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `Group.decide`. Connects the ranks anew where a connection broke since the last decision."""
@@ -77,6 +81,20 @@ class TorchGroup(Group):
             self._connect()
         verdict: Document = found["verdict"]
         return verdict
+
+    def refuse(self, phase: str, reason: str) -> None:
+        """See `Group.refuse`."""
+        self._decisions.refuse(phase, reason)
+
+    def break_off(self) -> None:
+        """See `Group.break_off`."""
+        self._broken = True
+        for group in self._groups:
+            break_connections(group, self._ranks)
+
+    def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
+        """See `Group.working`."""
+        return self._decisions.beats.working(phase, progress)
 
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Group.sum`. The values are left as they are."""
@@ -137,9 +155,7 @@ class TorchGroup(Group):
 
     def _lost(self, name: str, cause: RuntimeError) -> RanksError:
         """Break the connections, so that no rank waits on, and call the roll: whoever is silent is to blame."""
-        self._broken = True
-        for group in self._groups:
-            break_connections(group, self._ranks)
+        self.break_off()
         roll = Decisions(
             self.keyvalue, self.rank, self.world, ROLL_CALL_SECONDS, f"roll/{self._decisions.number}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,10 @@ from torch.optim import Optimizer
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
-from cnr_store.catalog.state_parts import read_state_part, state_digests
-from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.catalog.state_parts import count_parts, read_state_part
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
@@ -40,13 +41,15 @@ from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
-from cnr_store.training.model.rng_state import set_rng_state
+from cnr_store.training.model.rng_state import seed_rng, set_rng_state
 from cnr_store.training.model.row_arrays import slot_parts
 from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
+
+log = logging.getLogger("cnr_store")
 
 
 class Restore:
@@ -93,6 +96,7 @@ class Restore:
         self._record = record
         self._trained = trained
         self._objects = objects
+        self._group = group or Alone()
         self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
         self._has_extra = selection.everything
@@ -100,7 +104,7 @@ class Restore:
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
-        self._state = self._read_state(group or Alone())
+        self._state = self._read_state()
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         trees = self._unwrapped_trees()
         moved = move_tables(self._match, trained, trees, self._fused_tree, self._names, record.arrays)
@@ -112,21 +116,26 @@ class Restore:
         if group is None or group.rank == 0:
             self._match.warn()
 
-    def _read_state(self, group: Group) -> StoredState:
+    def _read_state(self) -> StoredState:
         """The state, with what this rank saved; or, if there were others, with what all of them saved."""
-        catalog, record, where = self._catalog, self._record, self._match.where
-        doc = catalog.state(record)
-        state = check_tree(decode_tree(catalog, record, doc, where), where)
-        saved_by = len(state_digests(record, doc))
-        if not saved_by:
-            return state
+        catalog, record, where, group = self._catalog, self._record, self._match.where, self._group
+        doc, seen = catalog.state(record), set[str]()
+        state = check_tree(decode_tree(catalog, record, doc, where, seen), where)
+        parts = count_parts(doc)
+        if not parts:
+            own = {"reader": state.reader, "rng": state.rng}
+            return state if group.world == 1 else with_other_parts(state, [own], where)
 
-        def part(rank: int) -> Any:
-            return decode_tree(catalog, record, read_state_part(catalog, record, doc, rank), where)
+        def read(rank: int) -> Any:
+            return read_state_part(catalog, record, doc, rank)
 
-        if saved_by == group.world:
-            return with_own_part(state, part(group.rank), where)
-        return with_other_parts(state, [part(rank) for rank in range(saved_by)], where)
+        if parts == group.world:
+            return with_own_part(state, decode_tree(catalog, record, read(group.rank), where, seen), where)
+        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+            docs = list(transfer.map(read, range(parts)))
+        return with_other_parts(
+            state, [decode_tree(catalog, record, part, where, seen) for part in docs], where
+        )
 
     @property
     def rows(self) -> int:
@@ -202,8 +211,8 @@ class Restore:
         self._fused.assign_settings(self._trained)
         if self._match.selection.everything:
             self._load_objects()
-            if rng and self._state.rng is not None:
-                set_rng_state(self._state.rng)
+            if rng:
+                self._load_rng()
         info, match = self._info, self._match
         restored = Restored(
             info,
@@ -244,7 +253,7 @@ class Restore:
                 reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if path in blended:
-                others.append(Blended(reader, target, blended[path]))
+                others.append(Blended(reader, target, fit.ids, blended[path]))
             elif fit.exact:
                 exact[path] = AllRows(reader, target)
             else:
@@ -253,7 +262,7 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
+        salvaged = salvaged_by_label(salvagers)
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
@@ -305,6 +314,20 @@ class Restore:
             if name in self._state.objects:
                 with accepted(self._match.where, f"load_state_dict of {name!r}"):
                     value.load_state_dict(self._state.objects[name])
+
+    def _load_rng(self) -> None:
+        """Give the random number generators the state that this rank saved, or one that no other rank has."""
+        state, group = self._state, self._group
+        if state.rng is not None:
+            set_rng_state(state.rng)
+        elif state.rng_ranks:
+            seed_rng(f"{self._record.id}\n{group.rank}")
+            if group.rank == 0:
+                log.warning(
+                    "%s was saved by another number of ranks (%d, and there are %d now), so no random number generator "
+                    "goes on where it stood: those of each rank are seeded anew, by the version and the rank",
+                    *(self._match.where, state.rng_ranks, group.world),
+                )
 
     def trusted(self, lineage: Lineage) -> Lineage:
         """The part of the version's lineage that deltas may depend on, once `run` has ended.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import SaveError, UnsupportedModelError
+from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
 from cnr_store.ranks.group import Document, Group
 from cnr_store.ranks.owners import split_by_size
@@ -27,7 +27,11 @@ _SHOWN = 5
 
 
 def together(
-    group: Group, phase: str, prepare: Callable[[], T], say: Callable[[T], Document]
+    group: Group,
+    phase: str,
+    prepare: Callable[[], T],
+    say: Callable[[T], Document],
+    progress: Callable[[], int],
 ) -> tuple[T, list[Document]]:
     """Prepare on all ranks, and tell each what the others have to say.
 
@@ -37,6 +41,8 @@ def together(
         What may fail on a rank.
     say
         The rank's document, once it is prepared.
+    progress
+        Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
 
     Returns
     -------
@@ -53,12 +59,16 @@ def together(
     prepared: T | None = None
     said: Document = {}
     try:
-        prepared = prepare()
-        said = say(prepared)
+        with group.working(phase, progress):
+            prepared = prepare()
+            said = say(prepared)
     except Exception as error:
         if group.world == 1:
             raise
         failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
     documents = group.gather(phase, said)
     if failure is not None:
         raise failure
@@ -70,13 +80,18 @@ def together(
     return prepared, documents
 
 
-def check_alike(phase: str, documents: Sequence[Document], names: Sequence[str]) -> None:
+def check_alike(
+    phase: str,
+    documents: Sequence[Document],
+    names: Sequence[str],
+    kind: type[CheckpointError] = SaveError,
+) -> None:
     """Check that all ranks say the same under these names.
 
-    Raises
-    ------
-    SaveError
-        Naming what differs, and what the ranks say.
+    Parameters
+    ----------
+    kind
+        What to raise otherwise, naming what differs, and what the ranks say.
     """
     for name in names:
         by_value: dict[Any, list[int]] = {}
@@ -86,7 +101,7 @@ def check_alike(phase: str, documents: Sequence[Document], names: Sequence[str])
             said = "; ".join(
                 f"{value!r} on {_ranks(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
             )
-            raise SaveError(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
+            raise kind(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

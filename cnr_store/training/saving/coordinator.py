@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cnr_store.errors import CheckpointError
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model import arguments
@@ -43,6 +44,7 @@ class _Ready:
 
     step: int
     overlap: str
+    full: bool
     snapshot: Snapshot | None
     step_under_way: int = -1
 
@@ -78,7 +80,15 @@ class Coordinator:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
-        ready, said = together(self._group, phase, lambda: self._prepare(request), self._say)
+        try:
+            ready, said = together(
+                self._group, phase, lambda: self._prepare(request), self._say, self._saves.progress
+            )
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt, before or after the others have begun
+            self._saves.refuse(error)
+            raise
         check_alike(phase, said, ("step", "full", "overlap"))
         if ready.snapshot is None or any(doc["skips"] is not None for doc in said):
             under_way = next(doc["skips"] for doc in said if doc["skips"] is not None)
@@ -86,8 +96,15 @@ class Coordinator:
         check_alike(phase, said, ("dense",))
         pending = PendingSave(ready.step)
         pending.began = began
-        self._settle(ready.snapshot, said)
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements)
+        team = self._saves.new_team(1 + max(doc["number"] for doc in said))
+        try:
+            self._settle(ready.snapshot, said)
+        except BaseException as error:
+            team.fail(error)
+            if not isinstance(error, CheckpointError):  # those are raised on all ranks
+                self._group.break_off()
+            raise
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -98,7 +115,7 @@ class Coordinator:
         )
         latest = self._saves.latest
         if overlap == "skip" and latest is not None and not latest.done():
-            return _Ready(step, overlap, None, latest.step)
+            return _Ready(step, overlap, request.full, None, latest.step)
         self._saves.finish_latest(next_step=step)
         self._folded = self._upkeep.pop_folded() or self._folded
         self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
@@ -113,11 +130,12 @@ class Coordinator:
         if self._group.rank == 0:
             self._options.codecs.warn_unknown_slots(self._trained.table_slots)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
-        return _Ready(step, overlap, snapshot)
+        return _Ready(step, overlap, request.full, snapshot)
 
     def _say(self, ready: _Ready) -> Document:
         """What the other ranks must know of this one."""
-        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "skips": None}
+        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "full": bool(ready.full)}
+        said["skips"] = None
         if ready.snapshot is None:
             return said | {"skips": ready.step_under_way}
         folded, lineage = self._folded, self._saves.planner.lineage
@@ -135,6 +153,7 @@ class Coordinator:
                 for table in self._trained.fused_tables
                 if (settings := table.sharded.settings())
             },
+            "number": self._saves.number,
             "previous": lineage.version,
             "restores": lineage.restores,
         }

@@ -12,6 +12,7 @@ from cnr_store.errors import (
     BaseLostError,
     CheckpointError,
     ClosedError,
+    RanksError,
     StateError,
     SupersededError,
     TrackingError,
@@ -106,7 +107,8 @@ class SaveQueue:
     ) -> None:
         self._group = group
         self._tally = Tally(group, trained.tables)
-        self._number = 0  # of saves that all ranks agreed on
+        self._teams: list[Team] = []  # of saves whose keys all ranks may still read
+        self._number = 0
         self.planner = Planner(trained, options, self._tally)
         self.is_preempted: Callable[[], bool] = bool
         self._patience = Patience(
@@ -134,12 +136,35 @@ class SaveQueue:
         """The save whose outcome `finish_latest` has not applied yet."""
         return None if self._pending is None else self._pending[0]
 
+    @property
+    def number(self) -> int:
+        """How many saves this rank has begun or refused. After an interrupt, ranks differ in it."""
+        return self._number
+
+    def new_team(self, number: int) -> Team:
+        """The ranks that make the save of this number, in which none of them has any earlier one under way."""
+        self._number = number
+        for team in self._teams:
+            team.forget()
+        self._teams = [Team(self._group, number)]
+        return self._teams[0]
+
+    def refuse(self, error: BaseException) -> None:
+        """Let the next save fail, which other ranks may have begun and this one, interrupted, has not."""
+        self._number += 1
+        Team(self._group, self._number).fail(error)
+
+    def progress(self) -> int:
+        """A number that moves while a save is being written, here or on the ranks that this one waits for."""
+        return self.writer.operations + sum(team.round.beats for team in self._teams)
+
     def start(
         self,
         pending: PendingSave,
         snapshot: Snapshot,
         full: bool,
         placements: Mapping[str, Placement],
+        team: Team,
     ) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
@@ -149,10 +174,10 @@ class SaveQueue:
         ----------
         placements
             Of the arrays that ranks share, by path.
+        team
+            From `new_team`.
         """
-        self._number += 1
         self._tally.placements = placements
-        team = Team(self._group, self._number)
         try:
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
             self._pending = (pending, snapshot.dirty)
@@ -172,9 +197,15 @@ class SaveQueue:
             if pending.future.cancel():  # it has not begun, and never will
                 self.tracker.restore(snapshot.dirty)
                 self._pending = None
+                if not isinstance(error, RanksError):
+                    self._group.break_off()  # others may still count their rows together with this one
             else:
                 pending.interrupted.set()
                 pending.rows_taken.wait()
+            if isinstance(error, RanksError):  # the connection broke because another rank failed
+                raise team.failure(
+                    error, lambda cause: f"the save of step {pending.step} can't begin: {cause}"
+                ) from error
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
             raise
@@ -249,6 +280,7 @@ class SaveQueue:
             seconds_encoding=writer.encoding_seconds - encoding,
             seconds_putting=writer.putting_seconds - putting,
             seconds_waiting=self._patience.seconds_waited,
+            ranks=record.policy.get("ranks"),
         )
         return record
 

@@ -142,9 +142,9 @@ class Snapshot:
         What is stored by rows, still live: the planner copies the rows that a version needs.
     dense, state, metadata
         Copies of everything else.
-    part
-        Of many ranks, what this one alone has: its reader, and its random number generators. Its dense arrays are
-        among `own_dense`.
+    parts
+        Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
+        arrays are `own_dense`.
     dirty
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
@@ -155,7 +155,7 @@ class Snapshot:
     dense: list[DenseWrite]
     state: Any
     metadata: Any
-    part: Any = None
+    parts: Mapping[int, Any] = field(default_factory=dict)
     own_dense: list[DenseWrite] = field(default_factory=list)
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def take_snapshot(
         return Snapshot(trained.row_arrays(), dense, _encode(shared | own, dense), doc)
     own_dense: list[DenseWrite] = []
     part = _encode(own, own_dense, f"ranks.{rank:06d}.")
-    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, part, own_dense)
+    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, {rank: part}, own_dense)
 
 
 def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, Mapping[str, float]]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.errors import OptionError
+from cnr_store.training.model.optimizer_state import row_slots
 
 _ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
 """Module and qualified name of torchrec's class, which is recognized without torchrec installed."""
@@ -63,6 +64,20 @@ def may_move_untouched_rows(
     if not abs(group["lr"]) <= torch.finfo(dtype).max:
         return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN in {dtype}"
     return _adagrad_moves(group, where, dtype) if adagrad else None
+
+
+def unclear_state(optimizer: Optimizer, parameter: torch.Tensor, trusted: Classes) -> str | None:
+    """Why it is not known what a trusted class keeps for the rows of `parameter`; None if it is.
+
+    Of a square one, state of another shape than its own may as well be kept for columns.
+    """
+    if type(optimizer) not in trusted or parameter.shape[0] != parameter.shape[-1]:
+        return None
+    for slot, value in row_slots(optimizer, parameter).items():
+        if value.shape != parameter.shape:
+            kind = type(optimizer).__name__
+            return f"it has as many rows as columns, and {kind} may keep {slot!r} for either of them"
+    return None
 
 
 def _adagrad_moves(group: dict[str, Any], where: str, dtype: torch.dtype) -> str | None:

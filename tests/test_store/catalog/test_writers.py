@@ -11,6 +11,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store import VersionNotFoundError
 from cnr_store.policies.policy import POLICIES
+from tests.nightly import at_night
 from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
 from tests.test_store.support.retention_helpers import is_void, remains
@@ -50,7 +51,7 @@ class Watched:
         return there
 
 
-@pytest.mark.parametrize("seed", range(RUNS))
+@pytest.mark.parametrize("seed", [*range(6), *map(at_night, range(6, RUNS))])
 def test_stopped_writers_and_collectors_harm_nothing_when_they_wake(jobs: Jobs, url: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
     watched = Watched(url)
@@ -86,7 +87,7 @@ def test_stopped_writers_and_collectors_harm_nothing_when_they_wake(jobs: Jobs, 
     assert list(cnr_store.gc(url, keep_last=1, dry_run=True).kept) == there
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, at_night(2), at_night(3)])
 def test_writers_and_collectors_at_the_same_time(jobs: Jobs, url: str, seed: int) -> None:
     """Nobody is stopped: two writers take the store from each other, a third process collects all the while."""
     watched = Watched(url)

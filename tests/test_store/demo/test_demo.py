@@ -369,6 +369,7 @@ def test_the_demo_on_s3(small_data: Path, s3_server: Any) -> None:
     assert s3_server.storage_options["secret"] not in text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.data
 def test_the_demo_on_the_real_data(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CheckpointError, compact
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
+from tests.nightly import NIGHT, sample
 from tests.s3_server import S3Server
 from tests.test_store.support import folding_process
-from tests.test_store.support.faults import fault_at, forget
+from tests.test_store.support.faults import fault_at, forget, to_strike
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.places import quick_folder
 
@@ -103,7 +104,7 @@ def test_fault_at_every_operation(root: str, kind: Fault, stored: tuple[Objects,
     counting = FaultyBackend(filled(root, objects), lambda *_: None, reads=True)
     assert compact(counting, workers=1).outcome == "folded"
     assert len(counting.log) > 30
-    for number in range(len(counting.log)):
+    for number in to_strike(counting.log):
         inner = filled(root, objects)
         backend = FaultyBackend(inner, fault_at(number, kind), reads=True)
         try:
@@ -125,7 +126,7 @@ def test_storage_is_down_from_an_operation_on(kind: Fault, stored: tuple[Objects
     root = f"memory://{uuid.uuid4().hex}"
     counting = FaultyBackend(filled(root, objects), lambda *_: None, reads=True)
     compact(counting, workers=1)
-    for number in range(len(counting.log)):
+    for number in to_strike(counting.log):
         inner = filled(root, objects)
 
         down = fault_at(number, kind, "before")
@@ -142,7 +143,10 @@ def test_storage_is_down_from_an_operation_on(kind: Fault, stored: tuple[Objects
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_faults_on_s3(kind: Fault, s3_server: S3Server, stored: tuple[Objects, Arrays]) -> None:
-    """A sample: the first put, one in the middle, the manifest, the record, and the look at the version behind it."""
+    """A sample: the first put, one in the middle, the manifest, the record, and the look at the version behind it.
+
+    By day each is struck by one of the kinds.
+    """
     objects, expected = stored
     folder = uuid.uuid4().hex
 
@@ -156,7 +160,8 @@ def test_faults_on_s3(kind: Fault, s3_server: S3Server, stored: tuple[Objects, A
     assert compact(counting, workers=1).outcome == "folded"
     names = [operation for operation, _ in counting.log]
     create, first = names.index("create"), names.index("put")
-    for number in (first, (first + create) // 2, create - 1, create, create + 1):
+    numbers = (first, (first + create) // 2, create - 1, create, create + 1)
+    for number in numbers if NIGHT else numbers[KINDS.index(kind) :: 2]:
         inner = copied(str(number))
         with suppress(CheckpointError, BackendError):
             compact(FaultyBackend(inner, fault_at(number, kind), reads=True), workers=1)
@@ -215,7 +220,7 @@ def test_killed_at_every_operation(folders: Folders, stored: tuple[Objects, Arra
     objects, expected = stored
     with quick_folder() as root:
         names = operations(root, objects)
-        for number in range(len(names)):
+        for number in sample(range(len(names)), 24):
             backend = filled(root, objects)
             assert folders.wait(folders.start(backend.url, number)) == "killed"
             folded = reads(backend, expected)

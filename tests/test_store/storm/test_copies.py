@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.lasting_store import make_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[ForkServer]:
-    found = ForkServer(storm_process)
-    yield found
-    found.close()
 
 
 def copies_are_exact(jobs: ForkServer, folder: Path, copies: int, seed: int) -> Counter[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cnr_backends.testing.faulty import Decide, Fault
+from tests.nightly import NIGHT
 
 _RECORD = re.compile(r"versions/[0-9]{6}-[0-9a-f]{8}\.[0-9]{8}/zarr\.json")
 _PATIENCE_SECONDS = 60
+_NUMBERS = re.compile(r"[0-9a-f]{8}|[0-9]+")
 
 
 @dataclass
@@ -79,6 +81,20 @@ def _is_record(key: str) -> bool:
 def fault_at(number: int, kind: Fault, then: Fault = None) -> Decide:
     """A fault of one storage operation, counted from 0, and what befalls every later one."""
     return lambda _operation, _key, index: kind if index == number else (then if index > number else None)
+
+
+def to_strike(log: Sequence[tuple[str, str]]) -> list[int]:
+    """Which operations of a log to strike: the first and the last of each sort; at night all.
+
+    Of one sort are those of one name on objects of one room and of one name but for its numbers.
+    """
+    if NIGHT:
+        return list(range(len(log)))
+    sorts: dict[tuple[str, ...], list[int]] = {}
+    for number, (operation, key) in enumerate(log):
+        room, name = key.partition("/")[0], key.rpartition("/")[2]
+        sorts.setdefault((operation, room, _NUMBERS.sub("", name)), []).append(number)
+    return sorted({number for found in sorts.values() for number in (found[0], found[-1])})
 
 
 class Weather:

@@ -16,9 +16,13 @@ import os
 import signal
 import time
 
+import numpy as np
+
+import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each process
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
+from cnr_codecs import LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import compact
 from tests.test_store.support.fork_server import answer, commands
 
@@ -45,7 +49,20 @@ def run(url: str, at: int, sent: int) -> str:
         return type(error).__name__
 
 
+def warm_up() -> None:
+    """Do once for all processes what takes seconds: compiled code. No thread is started: forks stay sound."""
+    rows = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
+    codecs: list[RowCodec] = [LosslessRows(), UniformRows(bits=4)]
+    for codec in codecs:
+        for offsets in (None, np.arange(4)):
+            payload = parse(
+                codec.encode_rows(rows, offsets, 8 if offsets is not None else 4, element="float32")
+            )
+            decode_into(payload, np.empty((payload.rows, 16), np.float32), np.ones(payload.rows, np.uint8))
+
+
 def main() -> None:
+    warm_up()
     for command in commands():
         if "wait" in command:
             _, status = os.waitpid(command["wait"], os.WUNTRACED)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
+
 import torch
 from torch import nn
 
 
-def train_shared(model: nn.Module, rows: list[int]) -> None:
-    """Take a step on some rows of the table ``t``."""
+def train_shared(model: nn.Module, rows: Connection) -> None:
+    """Take a step on the rows of the table ``t`` that each message names, and answer it; an empty one is the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.get_submodule("t")(torch.tensor(rows)).square().sum().backward()
-    optimizer.step()
+    while chosen := rows.recv():
+        optimizer.zero_grad()
+        model.get_submodule("t")(torch.tensor(chosen)).square().sum().backward()
+        optimizer.step()
+        rows.send(chosen)

@@ -120,6 +120,8 @@ def _run(job: Job) -> None:
             reach(job, "claim" if key.startswith("writers/") else key.rpartition("/")[2])
         return None
 
+    for file in ("failure", "outcome"):  # of an older process of the same id
+        (Path(job["side"]) / f"{file}-{os.getpid()}").unlink(missing_ok=True)
     now = time.time
     time.time = lambda: now() + job["skew"]
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ import torch
 import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
+from tests.test_store.support import ending_process
+from tests.test_store.support.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -86,30 +87,47 @@ _ENDINGS = {
 }
 
 
-def run(place: Path, ending: str) -> subprocess.CompletedProcess[str]:
-    program = f"{_PROGRAM}\npending = checkpointer.save(7)\nstanding.wait(60)\n{ending}\n"
-    return subprocess.run(
-        [sys.executable, "-c", program, str(place)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+class Ended(NamedTuple):
+    """How a process ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Endings(ForkServer):
+    """The process that forks those that end."""
+
+    def __init__(self, side: Path) -> None:
+        self._side = side
+        super().__init__(ending_process)
+
+    def run(self, place: Path, ending: str) -> Ended:
+        """Run the program over a store, and this when its save stands still."""
+        program = f"{_PROGRAM}\npending = checkpointer.save(7)\nstanding.wait(60)\n{ending}\n"
+        status = self.ask({"program": program, "arguments": [str(place)], "side": str(self._side)})
+        return Ended(status, *((self._side / name).read_text() for name in ("stdout", "stderr")))
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endings]:
+    found = Endings(tmp_path_factory.mktemp("side"))
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize("how", _ENDINGS)
-def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None:
+def test_a_process_that_ends_finishes_its_save(endings: Endings, tmp_path: Path, how: str) -> None:
     ending, status = _ENDINGS[how]
-    done = run(tmp_path, ending)
+    done = endings.run(tmp_path, ending)
     assert done.returncode == status, done.stderr
     assert "failed" not in done.stderr
     assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
     assert cnr_store.verify(tmp_path).ok
 
 
-def test_a_second_interrupt_at_the_end_drops_the_save_and_says_so(tmp_path: Path) -> None:
-    done = run(tmp_path, f"print('trained')\n{_INTERRUPTS.format(times=2)}")
+def test_a_second_interrupt_at_the_end_drops_the_save_and_says_so(endings: Endings, tmp_path: Path) -> None:
+    done = endings.run(tmp_path, f"print('trained')\n{_INTERRUPTS.format(times=2)}")
     assert done.returncode == -signal.SIGINT, done.stderr
     assert done.stdout == "trained\n"
     assert "a save is still being written, and the process ends after it" in done.stderr
@@ -117,8 +135,8 @@ def test_a_second_interrupt_at_the_end_drops_the_save_and_says_so(tmp_path: Path
     assert cnr_store.versions(tmp_path) == []
 
 
-def test_a_process_that_leaves_at_once_shows_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, "os._exit(5)")
+def test_a_process_that_leaves_at_once_shows_nothing(endings: Endings, tmp_path: Path) -> None:
+    done = endings.run(tmp_path, "os._exit(5)")
     assert done.returncode == 5, done.stderr
     assert list(tmp_path.rglob("*"))
     assert cnr_store.versions(tmp_path) == []

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cnr_store
+from tests.nightly import by_day
 from tests.test_store.support import resumed_trainer
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.resumed_trainer import STEPS, Job
@@ -29,6 +30,8 @@ LOSSLESS = [
     ("intermittent", "adagrad"),
     ("auto", "adam"),
 ]
+# By day there is one for each optimizer.
+LOSSLESS_AT_NIGHT = [("one-shot", "adagrad"), ("auto", "adam")]
 # How much more or less than without an interruption the loss may be after four restores or more, relative to it:
 # about twice what docs/loading.md says was measured.
 QUANTIZED = [
@@ -37,7 +40,8 @@ QUANTIZED = [
     ("one-shot", 3, 0.2),
     ("intermittent", 2, 0.5),
 ]
-# Of each of nine trainings: at least 36 kills in all. The job that ends has resumed, too.
+QUANTIZED_AT_NIGHT = [("consecutive", 4, 0.12), ("intermittent", 2, 0.5)]
+# Of each of nine trainings: at night at least 36 kills in all. The job that ends has resumed, too.
 KILLS, RESUMED, MOST_KILLS = 4, 3, 12
 MOST_STEPS = STEPS // (KILLS + 2)
 DEADLINE_SECONDS = 60
@@ -157,7 +161,7 @@ def _interrupted(trainers: Trainers, folder: Path, kind: str, policy: str, bits:
     return trainers.finish(folder, kind, policy, bits)
 
 
-@pytest.mark.parametrize(("policy", "kind"), LOSSLESS)
+@pytest.mark.parametrize(("policy", "kind"), by_day(LOSSLESS, LOSSLESS_AT_NIGHT))
 def test_lossless_training_ends_bit_for_bit_alike(
     trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, kind: str
 ) -> None:
@@ -169,7 +173,7 @@ def test_lossless_training_ends_bit_for_bit_alike(
         assert found[name].tobytes() == values.tobytes(), name
 
 
-@pytest.mark.parametrize(("policy", "bits", "most"), QUANTIZED)
+@pytest.mark.parametrize(("policy", "bits", "most"), by_day(QUANTIZED, QUANTIZED_AT_NIGHT))
 def test_quantized_training_ends_at_nearly_the_same_loss(
     trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, bits: int, most: float
 ) -> None:

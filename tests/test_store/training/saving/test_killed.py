@@ -19,6 +19,7 @@ import pytest
 import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
+from tests.nightly import by_day
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.killed_trainer import TABLES, Job, make_training, state_arrays
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.slow
 Arrays = dict[str, np.ndarray[Any, Any]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
-# Six stores: at least 48 kills, of which at least 30 leave objects without a commit record.
+# At night six stores: at least 48 kills, of which at least 30 leave objects without a commit record.
 CASES = [
     ("full", 8),
     ("one-shot", 4),
@@ -38,6 +39,7 @@ CASES = [
     ("intermittent", 3),
     ("intermittent", 8),
 ]
+AT_NIGHT = [("consecutive", 2), ("intermittent", 8)]
 KILLS, LEFTOVERS, MOST_KILLS = 8, 5, 40
 DEADLINE_SECONDS = 60
 POLL_SECONDS = 0.0003
@@ -215,7 +217,7 @@ class Killer:
                 pytest.fail("the job did not get so far")
 
 
-@pytest.mark.parametrize(("policy", "bits"), CASES)
+@pytest.mark.parametrize(("policy", "bits"), by_day(CASES, AT_NIGHT))
 def test_newest_version_survives_kills(trainers: Trainers, tmp_path: Path, policy: str, bits: int) -> None:
     store, side = tmp_path / "store", tmp_path / "side"
     side.mkdir()

@@ -18,6 +18,7 @@ import cnr_store
 from cnr_store.training import checkpointer, resumption
 from cnr_store.training.saving import planner
 from cnr_store.training.tracking import device_bitmap, table_tracker, tracker
+from tests.nightly import sample
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +110,13 @@ def test_an_interrupt_at_any_line_forgets_no_row(tmp_path: Path, what: str) -> N
         job.step()
         lines_of(call, places)
     reached = 0
-    for place in places:
+    struck = sample(places, 40)
+    for place in struck:
         job.step()
         reached += interrupt(call, place)
         job.step()
         job.checkpointer.save(job.row).result()
         job.assert_newest_is_now()
     job.checkpointer.close()
-    assert reached > 0.9 * len(places) > 30
+    assert len(places) > 33
+    assert reached > 0.9 * len(struck)

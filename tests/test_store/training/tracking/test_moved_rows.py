@@ -81,15 +81,19 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_rows_that_other_processes_train_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with job(tmp_path, share=True) as run:
+        spawning = multiprocessing.get_context("spawn")
+        here, there = spawning.Pipe()
+        process = spawning.Process(target=train_shared, args=(run.model, there), daemon=True)
+        process.start()
+        there.close()
         for rows in ([3, 4], [5], [6]):
-            process = multiprocessing.get_context("spawn").Process(
-                target=train_shared, args=(run.model, rows)
-            )
-            process.start()
+            here.send(rows)
             run.train(1)
-            process.join()
-            assert process.exitcode == 0
+            assert here.recv() == rows
             assert run.save() == ROWS
+        here.send([])
+        process.join()
+        assert process.exitcode == 0
     assert "shared with other processes" in logged(caplog)
 
 
