@@ -129,11 +129,11 @@ def go_on(url: Path, optimizer: str, ways: str, strict: str = "raise") -> dict[s
     with cnr_store.Checkpointer(
         url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
     ) as checkpointer:
-        loaded, missing, start, over = {}, (), 0, ""
+        loaded, missing, start, over, resharded = {}, (), 0, "", {}
         if cnr_store.versions(url):
             restored = checkpointer.load(strict=strict)  # type: ignore[arg-type]
             start, missing, loaded = restored.step, restored.missing, alike(bits(model, optimizers))
-            over = digest(model.state_dict()["over.weight"])
+            over, resharded = digest(model.state_dict()["over.weight"]), dict(restored.resharded)
         rows = []
         for step in range(start + 1, start + 3):
             optimizers[1].zero_grad()
@@ -144,6 +144,7 @@ def go_on(url: Path, optimizer: str, ways: str, strict: str = "raise") -> dict[s
         "loaded": loaded,
         "over": over,
         "missing": missing,
+        "resharded": resharded,
         "rows": alike(rows),
         "trained": alike(bits(model, optimizers)),
         "trained over": digest(model.state_dict()["over.weight"]),

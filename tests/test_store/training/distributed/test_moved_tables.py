@@ -63,3 +63,19 @@ def test_state_of_another_kind_is_refused_or_left_out(tmp_path: Path) -> None:
             "state of 'bags.embedding_bags.A.weight'",
             "state of 'bags.embedding_bags.D.weight'",
         }
+
+
+def test_numbers_a_row_of_column_shards_become_their_mean(tmp_path: Path) -> None:
+    first = values(
+        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "cw dp rw dp", deadline_seconds=120)
+    )
+    second = values(
+        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "dp cw rw dp", deadline_seconds=120)
+    )
+    for each in second:
+        assert each["resharded"] == {
+            "bags.embedding_bags.A/sum": (2, 1),
+            "bags.embedding_bags.B/momentum1": (1, 2),
+        }
+        differing = {name for name, bits in each["loaded"].items() if first[0]["trained"][name] != bits}
+        assert differing <= {f"bags.embedding_bags.{name}/kept" for name in "AB"}
