@@ -31,7 +31,7 @@ from cnr_store.catalog.claims import (
     store_id,
 )
 from cnr_store.catalog.objects import has_object
-from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, FormatError, SupersededError
+from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, SupersededError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 
@@ -85,7 +85,7 @@ def look(catalog: Catalog) -> Seen:
         with suppress(CorruptionError):
             holder = read_claim(catalog.backend, names[-1]).id
     ids = catalog.ids()
-    newest = next((each for each in ids if _is_committed(catalog, each)), "")
+    newest = next((each for each in ids if catalog.may_be_committed(each)), "")
     number = _greatest(names, ids)
     claim = str(holder) if holder is not None and holder.generation == number else ""
     return Seen(number, newest, store=store, claim=claim)
@@ -217,13 +217,6 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
         )
 
 
-def _is_committed(catalog: Catalog, version: str) -> bool:
-    try:
-        return catalog.find_record(version) is not None
-    except (CorruptionError, FormatError):
-        return True  # damaged, but it was committed
-
-
 def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
     """The greatest number that counts as seen. A claim with `token` is left out: it is the one that is being made.
 
@@ -249,7 +242,7 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
             raise SupersededError(_stale(backend, f"writer {claim} claimed the store"))
         number = claim.id.generation
     for newer in ids:
-        if newer > seen.version and not is_own_version(newer) and _is_committed(catalog, newer):
+        if newer > seen.version and not is_own_version(newer) and catalog.may_be_committed(newer):
             raise SupersededError(_stale(backend, f"version {newer} was committed"))
     return number
 
