@@ -1,0 +1,1 @@
+"""DCP on a store in one process."""
