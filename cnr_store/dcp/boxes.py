@@ -99,7 +99,9 @@ def local_items(plan: SavePlan, planner: SavePlanner, rank: int) -> LocalItems:
         assert item.tensor_data is not None  # only values have none
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != item.tensor_data.chunk.sizes:
-            raise StateError(f"{name}: the planner gave {type(tensor).__name__} for a tensor of another shape")
+            raise StateError(
+                f"{name}: the planner gave {type(tensor).__name__} for a tensor of another shape"
+            )
         _, parts = found.tensors.setdefault(name, (item.tensor_data.size, []))
         parts.append((item.tensor_data.chunk.offsets, tensor.detach()))
     return found
@@ -175,9 +177,7 @@ class PlacedTensor:
         return self.shape[0], (*self.shape, 1)[1]
 
 
-def place_tensors(
-    documents: Sequence[Document], is_table: Callable[[str], bool]
-) -> list[PlacedTensor]:
+def place_tensors(documents: Sequence[Document], is_table: Callable[[str], bool]) -> list[PlacedTensor]:
     """Where each tensor goes, from what all ranks said.
 
     Parameters

@@ -44,7 +44,8 @@ class Reader(StorageReader):
     """Reads a version for `torch.distributed.checkpoint.load`, onto any number of ranks.
 
     Every tensor is offered whole, so the planner asks for exactly the boxes that a rank holds, and only the chunks that
-    meet these are read. Versions that a `Checkpointer` saved can be loaded, too: by the names of the model's state dict.
+    meet these are read. Versions that a `Checkpointer` saved can be loaded, too, by the names of the model's state
+    dict.
 
     Parameters
     ----------
@@ -194,9 +195,7 @@ def _whole(stored: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [chunk])
 
 
-def _rows_tasks(
-    reader: ArrayReader, item: ReadItem, target: torch.Tensor
-) -> Iterator[Callable[[], None]]:
+def _rows_tasks(reader: ArrayReader, item: ReadItem, target: torch.Tensor) -> Iterator[Callable[[], None]]:
     """Calls that fill a tensor with a box of an array of rows, each with some of its rows."""
     first, end = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
     columns = _slice(item.storage_offsets[1], item.lengths[1]) if target.ndim == 2 else 0

@@ -20,7 +20,14 @@ from cnr_backends import open_backend
 from cnr_codecs import LosslessRows, RowCodec, array_dtype
 from cnr_store.catalog import fencing
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
-from cnr_store.dcp.boxes import LocalItems, PlacedTensor, beside_arrays, local_items, merged_values, place_tensors
+from cnr_store.dcp.boxes import (
+    LocalItems,
+    PlacedTensor,
+    beside_arrays,
+    local_items,
+    merged_values,
+    place_tensors,
+)
 from cnr_store.dcp.contents import Contents, StoredTensor
 from cnr_store.dcp.gathering import gather_split
 from cnr_store.errors import OptionError, SaveError
@@ -33,7 +40,7 @@ from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.patterns import check_patterns
 from cnr_store.training.model.tensors import AnyArray, dense_numpy, dtype_named
-from cnr_store.training.saving.agreement import together
+from cnr_store.training.saving.agreement import check_alike, together
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
 from cnr_store.writing.plan import DenseWrite, Held, Plan, RowsWrite
@@ -62,9 +69,10 @@ class TensorRows:
 class Writer(StorageWriter):
     """Writes versions for `torch.distributed.checkpoint.save` and ``async_save``, one after the other.
 
-    Every version is whole. Floating tensors of two dimensions and at least 16 KiB become arrays of rows, and so do large
-    ones of one dimension that ranks share; everything else is dense. Values that are no tensors are stored as JSON, and
-    refused unless that holds them exactly. All is lossless, but what `tables` names together with `bits` or `codec`.
+    Every version is whole. Floating tensors of two dimensions and at least 16 KiB become arrays of rows, and so do
+    those of one dimension that ranks share; everything else is dense. Values that are no tensors are stored as JSON,
+    and refused unless that holds them exactly. All is lossless, but what `tables` names together with `bits` or
+    `codec`.
 
     All ranks make a writer at the same point of the program and use it for all saves. A version exists once `save` has
     returned on any rank; if it fails, nothing of it is visible, and the same writer may save again. The step of a
@@ -170,7 +178,7 @@ class Writer(StorageWriter):
         if checkpoint_id is not None:
             if not self.validate_checkpoint_id(str(checkpoint_id)):
                 raise OptionError(
-                    f"checkpoint_id={checkpoint_id!r}: give the step in digits, such as '600'; the store is the writer's"
+                    f"checkpoint_id={checkpoint_id!r}: give the step in digits, such as '600'; the writer has the URL"
                 )
             self._named_step = check_count("checkpoint_id", int(str(checkpoint_id)), minimum=0)
 
@@ -189,8 +197,9 @@ class Writer(StorageWriter):
             )
         if is_coordinator != (self._group.rank == 0):
             raise OptionError(
-                f"save takes this rank for {'the first' if is_coordinator else 'another than the first'}, and the writer "
-                f"for rank {self._group.rank} of {self._group.world}: give both the same process_group and no_dist"
+                f"save takes this rank for {'the first' if is_coordinator else 'another than the first'}, and the "
+                f"writer for rank {self._group.rank} of {self._group.world}: give both the same process_group and "
+                "no_dist"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -237,7 +246,9 @@ class Writer(StorageWriter):
             self._named_step = None
             self._saving.release()
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        done.set_result(
+            [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,28 +263,43 @@ class Writer(StorageWriter):
         raise TypeError("a Writer can't go to another process: give async_save AsyncCheckpointerType.THREAD")
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Record:
-        step = self._named_step
-        if step is None:
-            step = 0 if self._last is None else self._last.step + 1
         local, said = together(
             self._group,
-            f"save of step {step}",
+            "save",
             lambda: local_items(plan, planner, self._group.rank),
-            lambda found: {**found.say(), "number": self._number},
+            lambda found: {**found.say(), **self._where()},
         )
+        check_alike("save", said, ("checkpoint_id",))
         self._number = 1 + max(doc["number"] for doc in said)
         team = Team(self._group, self._number)
         try:
-            version = self._plan(step, local, said, team)
+            version = self._plan(local, said, team)
         except BaseException as error:
             team.fail(error)
             raise
         record = self._writer.write(version, team=team)
         if team.leads:
-            log.info("saved step %d as version %s, %d bytes", step, record.id, record.nbytes)
+            log.info("saved step %d as version %s, %d bytes", record.step, record.id, record.nbytes)
         return record
 
-    def _plan(self, step: int, local: LocalItems, said: Sequence[Document], team: Team) -> Plan:
+    def _where(self) -> Document:
+        """What the ranks go by beside their state. The outcome of a save may have been lost on the way to some."""
+        last = self._last
+        return {
+            "number": self._number,
+            "checkpoint_id": self._named_step,
+            "step": self._named_step
+            if self._named_step is not None
+            else 0
+            if last is None
+            else last.step + 1,
+            "previous": None if last is None else last.id,
+            "parent_paths": {} if last is None or self._group.rank > 0 else last.stored_paths,
+            "restores": self._restores,
+        }
+
+    def _plan(self, local: LocalItems, said: Sequence[Document], team: Team) -> Plan:
+        first = said[0]
         placed = place_tensors(said, lambda table: bool(match_pattern(self._tables, table)))
         self._check_tables(placed)
         whole = gather_split(placed, local, team)
@@ -293,16 +319,14 @@ class Writer(StorageWriter):
             for rank, path, shape, dtype, torch_dtype in beside_arrays(said)
         ]
         return Plan(
-            step=step,
-            previous=None if self._last is None else self._last.id,
-            rows=[
-                _rows(each, local, whole, team, self._codec(each)) for each in placed if each.is_rows
-            ],
+            step=first["step"],
+            previous=first["previous"],
+            rows=[_rows(each, local, whole, team, self._codec(each)) for each in placed if each.is_rows],
             dense=dense,
             state=Contents(tensors, values, paths).to_state(),
             policy=asdict(decide("full", None, full=True)),
-            restores=self._restores,
-            parent_paths={} if self._last is None else self._last.stored_paths,
+            restores=first["restores"],
+            parent_paths=first["parent_paths"],
         )
 
     def _check_tables(self, placed: Sequence[PlacedTensor]) -> None:
@@ -331,7 +355,9 @@ def _rows(
         parts = [(0, 0, whole[tensor.name])]
     elif tensor.owner in (-1, team.rank) and tensor.name in local.tensors:
         parts = [
-            (offsets[0], (*offsets, 0)[1], part) for offsets, part in local.tensors[tensor.name][1] if part.numel()
+            (offsets[0], (*offsets, 0)[1], part)
+            for offsets, part in local.tensors[tensor.name][1]
+            if part.numel()
         ]
     columns = sorted(
         ((column, first, part if part.ndim == 2 else part[:, None]) for first, column, part in parts),
