@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import SavePlan, SavePlanner
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from cnr_codecs import array_dtype
 from cnr_store.errors import SaveError, StateError, UnsupportedModelError

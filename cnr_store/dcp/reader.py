@@ -11,20 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import (
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    StorageReader,
-)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cnr_backends import Transfer, open_backend

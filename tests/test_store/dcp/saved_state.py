@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as Shard_
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -130,7 +133,7 @@ def save_on(meshes: Mapping[str, str]) -> list[str]:
     saved = []
     for seed, (mesh, url) in enumerate(meshes.items()):
         with closing(Writer(url, timeout_seconds=20)) as writer:
-            dcp.save(on_mesh(mesh, whole_state(seed)), storage_writer=writer)
+            save(on_mesh(mesh, whole_state(seed)), storage_writer=writer)
             saved.append(writer.version.id)
     return saved
 
@@ -138,7 +141,7 @@ def save_on(meshes: Mapping[str, str]) -> list[str]:
 def load_on(mesh: str, url: str, seed: int = 0) -> None:
     """Load onto a mesh what `save_on` saved, and check it."""
     state = on_mesh(mesh, zeroed(whole_state(seed)))
-    dcp.load(state, storage_reader=Reader(url))
+    load(state, storage_reader=Reader(url))
     same(state, whole_state(seed))
 
 
@@ -152,8 +155,8 @@ def save_with_cached_plans(url: str) -> list[int]:
     writer = Writer(url, timeout_seconds=20)
     steps = []
     for seed in range(3):
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(on_mesh("rows of 2", whole_state(seed)), storage_writer=writer, planner=planner)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        save(on_mesh("rows of 2", whole_state(seed)), storage_writer=writer, planner=planner)
         steps.append(writer.version.step)
         load_on("columns of 2", url, seed)
     return steps
@@ -163,16 +166,14 @@ def save_in_the_background(url: str) -> None:
     writer, group = Writer(url, timeout_seconds=20), dist.new_group(backend="gloo")
     for seed in range(2):
         state = on_mesh("rows of 2", whole_state(seed))
-        future = dcp.async_save(
-            state, checkpoint_id=str(10 * seed), storage_writer=writer, process_group=group
-        )
+        future = async_save(state, checkpoint_id=str(10 * seed), storage_writer=writer, process_group=group)
         dist.all_reduce(torch.ones(3))  # of training
         future.result()  # type: ignore[union-attr]  # a future unless a stager returns early
         assert writer.version.step == 10 * seed
         load_on("columns of 2", url, seed)
 
 
-class Failing(dcp.DefaultSavePlanner):
+class Failing(DefaultSavePlanner):
     """Fails on the last rank when it is asked for a tensor."""
 
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
@@ -187,10 +188,10 @@ def fail_and_save_again(url: str) -> list[str]:
     state = on_mesh("rows of 3", whole_state())
     said = []
     try:
-        dcp.save(state, storage_writer=writer, planner=Failing())
-    except dcp.api.CheckpointException as error:
+        save(state, storage_writer=writer, planner=Failing())
+    except CheckpointException as error:
         said.append(str(error))
-    dcp.save(state, storage_writer=writer)
+    save(state, storage_writer=writer)
     load_on("columns of 3", url)
     said.append(writer.version.id)
     return said
@@ -206,14 +207,14 @@ def lose_a_put_and_save_again(folder: str) -> list[str]:
     writer = Writer(FaultyBackend(open_backend(folder), fault), timeout_seconds=20)
     state = on_mesh("rows of 3", whole_state())
     try:
-        dcp.save(state, storage_writer=writer)
+        save(state, storage_writer=writer)
         said = "saved"
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         said = str(error)
     left = [info.id for info in cnr_store.versions(folder)]
     dist.barrier()
     failing = False
-    dcp.save(state, storage_writer=writer)
+    save(state, storage_writer=writer)
     load_on("columns of 3", folder)
     return [said, *left, writer.version.id]
 
@@ -230,8 +231,8 @@ def save_what_json_lacks(url: str) -> str:
     writer = Writer(url, timeout_seconds=20)
     last = dist.get_rank() == dist.get_world_size() - 1
     try:
-        dcp.save({"x": torch.ones(3), **({"own": Tripwire()} if last else {})}, storage_writer=writer)
-    except dcp.api.CheckpointException as error:
+        save({"x": torch.ones(3), **({"own": Tripwire()} if last else {})}, storage_writer=writer)
+    except CheckpointException as error:
         return str(error)
     return "saved"
 
@@ -250,8 +251,8 @@ def save_with_a_mistake(url: str) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                dcp.save(whole_state(), storage_writer=writer, **mistake)
-            except (dcp.api.CheckpointException, OptionError) as error:
+                save(whole_state(), storage_writer=writer, **mistake)
+            except (CheckpointException, OptionError) as error:
                 said.append(str(error))
     return said
 
@@ -272,10 +273,10 @@ def shards_of_rank() -> ShardedTensor:
 
 
 def save_and_load_shards(url: str) -> None:
-    dcp.save({"x": shards_of_rank()}, storage_writer=Writer(url, timeout_seconds=20))
+    save({"x": shards_of_rank()}, storage_writer=Writer(url, timeout_seconds=20))
     found = shards_of_rank()
     for shard in found.local_shards():
         shard.tensor.zero_()
-    dcp.load({"x": found}, storage_reader=Reader(url))
+    load({"x": found}, storage_reader=Reader(url))
     for shard, wanted in zip(found.local_shards(), shards_of_rank().local_shards(), strict=True):
         assert torch.equal(shard.tensor, wanted.tensor)
