@@ -261,7 +261,8 @@ def _placement(tensor: PlacedTensor) -> Placement | None:
     pieces = []
     for rank, (first, *column), (rows, *columns) in tensor.boxes:
         ranges.setdefault(rank, set()).add((first, rows))
-        pieces.append(Piece(first, rows, *column or [0], *columns or [1], rank))
+        first_column, width = (*column, *columns) if column else (0, 1)
+        pieces.append(Piece(first, rows, first_column, width, rank))
     if any(len(found) > 1 for found in ranges.values()):
         return None
     try:

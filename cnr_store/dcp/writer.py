@@ -6,11 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cnr_backends import open_backend
-from cnr_codecs import LosslessRows, RowCodec, array_dtype
+from cnr_codecs import LosslessRows, RowCodec
 from cnr_store.catalog import fencing
 from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
 from cnr_store.dcp.boxes import (
@@ -31,6 +30,7 @@ from cnr_store.dcp.boxes import (
 )
 from cnr_store.dcp.contents import Contents, StoredTensor
 from cnr_store.dcp.gathering import gather_split
+from cnr_store.dcp.writes import dense_write, placeholder, rows_write
 from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
@@ -40,31 +40,15 @@ from cnr_store.ranks.group import Alone, Document
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.patterns import check_patterns
-from cnr_store.training.model.tensors import AnyArray, dense_numpy, dtype_named
+from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.saving.agreement import check_alike, together
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
-from cnr_store.writing.plan import DenseWrite, Held, Plan, RowsWrite
+from cnr_store.writing.plan import DenseWrite, Plan
 from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer as VersionWriter
 
 log = logging.getLogger("cnr_store")
-
-
-@dataclass(frozen=True)
-class TensorRows:
-    """Rows of a tensor of the state dict, from the parts of its columns side by side. They are read when encoded."""
-
-    parts: Sequence[torch.Tensor]
-    element: str
-
-    def values(self, begin: int, end: int) -> AnyArray:
-        out = np.empty((end - begin, sum(part.shape[1] for part in self.parts)), array_dtype(self.element))
-        target, column = torch.from_numpy(out), 0
-        for part in self.parts:
-            target[:, column : column + part.shape[1]] = part[begin:end]
-            column += part.shape[1]
-        return out
 
 
 class Writer(StorageWriter):
@@ -309,11 +293,11 @@ class Writer(StorageWriter):
             tensor.name: StoredTensor(tensor.path, tensor.shape, dtype_named(tensor.element))
             for tensor in placed
         }
-        dense = [_dense(each, local, whole, team.rank) for each in placed if not each.is_rows]
+        dense = [dense_write(each, local, whole, team.rank) for each in placed if not each.is_rows]
         dense += [
             DenseWrite(
                 path,
-                local.beside[path].values if rank == team.rank else _placeholder(shape, np.dtype(dtype)),
+                local.beside[path].values if rank == team.rank else placeholder(shape, np.dtype(dtype)),
                 torch_dtype,
                 is_here=rank == team.rank,
             )
@@ -322,7 +306,7 @@ class Writer(StorageWriter):
         return Plan(
             step=first["step"],
             previous=first["previous"],
-            rows=[_rows(each, local, whole, team, self._codec(each)) for each in placed if each.is_rows],
+            rows=[rows_write(each, local, whole, team, self._codec(each)) for each in placed if each.is_rows],
             dense=dense,
             state=Contents(tensors, values, paths).to_state(),
             policy=asdict(decide("full", None, full=True)),
@@ -345,54 +329,3 @@ class Writer(StorageWriter):
         if not match_pattern(self._tables, name) or tensor.element not in QUANTIZABLE:
             return LosslessRows()
         return self._codecs.codec_for(name, tensor.nbytes)
-
-
-def _rows(
-    tensor: PlacedTensor, local: LocalItems, whole: dict[str, torch.Tensor], team: Team, codec: RowCodec
-) -> RowsWrite:
-    """An array of rows to write, of which this rank may have all, some or none."""
-    parts: list[tuple[int, int, torch.Tensor]] = []
-    if tensor.name in whole:
-        parts = [(0, 0, whole[tensor.name])]
-    elif tensor.owner in (-1, team.rank) and tensor.name in local.tensors:
-        parts = [
-            (offsets[0], (*offsets, 0)[1], part)
-            for offsets, part in local.tensors[tensor.name][1]
-            if part.numel()
-        ]
-    columns = sorted(
-        ((column, first, part if part.ndim == 2 else part[:, None]) for first, column, part in parts),
-        key=lambda each: each[0],
-    )
-    held = None
-    if team.world > 1:
-        assert tensor.placement is not None  # that of every array of rows is known
-        first_row, rows = (columns[0][1], len(columns[0][2])) if columns else (0, 0)
-        spans = tuple((column, part.shape[1]) for column, _, part in columns)
-        held = Held(first_row, rows, spans, tensor.placement, None)
-    return RowsWrite(
-        path=tensor.path,
-        shape=tensor.rows_shape,
-        element=tensor.element,
-        base=None,
-        ids=None,
-        source=TensorRows([part for _, _, part in columns], tensor.element),
-        codec=codec,
-        held=held,
-    )
-
-
-def _dense(tensor: PlacedTensor, local: LocalItems, whole: dict[str, torch.Tensor], rank: int) -> DenseWrite:
-    """A dense array to write, on the rank that has it."""
-    if tensor.owner == rank and 0 not in tensor.shape:
-        values = whole[tensor.name] if tensor.name in whole else local.tensors[tensor.name][1][0][1]
-        return DenseWrite(tensor.path, *dense_numpy(values))
-    empty, torch_dtype = dense_numpy(torch.empty(0, dtype=dtype_named(tensor.element), device="cpu"))
-    return DenseWrite(
-        tensor.path, _placeholder(tensor.shape, empty.dtype), torch_dtype, is_here=tensor.owner == rank
-    )
-
-
-def _placeholder(shape: Sequence[int], dtype: np.dtype[Any]) -> AnyArray:
-    """An array of a shape and type that takes no memory."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))

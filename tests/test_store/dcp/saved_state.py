@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as Shard_
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -263,7 +264,7 @@ def shards_of_rank() -> ShardedTensor:
     sizes = ((1500, 1500), (3000,))
     rank = dist.get_rank()
     shards = [
-        Shard_(
+        LocalShard(
             whole[offset : offset + rows].clone(),
             ShardMetadata([offset, 0], [rows, 8], f"rank:{rank}/cpu"),
         )

@@ -255,7 +255,7 @@ def test_values_that_json_does_not_hold(tmp_path: Path, value: Any, monkeypatch:
 
 def test_a_planner_that_gives_no_values(tmp_path: Path) -> None:
     class Other(DefaultSavePlanner):
-        lookup_object = None
+        lookup_object = None  # type: ignore[assignment]
 
     with pytest.raises(CheckpointException, match="x is no tensor, and Other has no lookup_object"):
         save({"x": 1}, Writer(tmp_path), planner=Other())
