@@ -121,14 +121,16 @@ def _value(planner: SavePlanner, index: Any) -> object:
 def _encoded(name: str, value: object, rank: int, beside: dict[str, ArrayLeaf]) -> Any:
     def put_beside(path: str, leaf: ArrayLeaf) -> str:
         # The rank's number, because each sees its own names only.
-        place = dense_path("state", f"{rank:06d}.{path.strip('[]')}")
+        place = dense_path("state", f"{rank:06d}.{path.partition('values')[2].strip('[]')}")
         while place in beside:
             place += "~"
         beside[place] = leaf
         return place
 
-    # Encoded under its name, so that errors say which it is.
-    return encode_state({name: value}, beside=put_beside, as_leaf=tensor_leaf)[name]
+    # Encoded where it will stand, so that errors say which it is, and what is nested too deep is refused.
+    tree = encode_state({"dcp": {"values": {name: value}}}, beside=put_beside, as_leaf=tensor_leaf)
+    values: dict[str, Any] = tree["dcp"]["values"]
+    return values[name] if name in values else values["$dict"][0][1]
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,12 @@ class Contents:
     def to_state(self) -> Any:
         """The state document, as tagged JSON. To a `Checkpointer` it is a model's without optimizers."""
         doc = {
-            # Pairs, because a name that began with a dollar sign would be taken for a tag.
+            # Pairs, because a name that begins with a dollar sign would be taken for a tag.
             "tensors": [
                 [name, each.path, list(each.shape), dtype_name(each.dtype)]
                 for name, each in self.tensors.items()
             ],
-            "values": [[name, value] for name, value in self.values.items()],
+            "values": {"$dict": [[name, value] for name, value in self.values.items()]},
             "paths": [[name, list(path)] for name, path in self.paths.items()],
         }
         return {
@@ -93,7 +93,7 @@ class Contents:
                     validate.text(name, "a name"): _stored(record, name, *rest)
                     for name, *rest in validate.items(doc["tensors"], "tensors")
                 },
-                {validate.text(name, "a name"): value for name, value in doc["values"]},
+                {validate.text(name, "a name"): value for name, value in doc["values"]["$dict"]},
                 {validate.text(name, "a name"): _path(parts) for name, parts in doc["paths"]},
             )
         except (KeyError, TypeError, ValueError) as error:

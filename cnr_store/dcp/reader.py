@@ -80,7 +80,7 @@ class Reader(StorageReader):
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Load another version from now on, if one is named."""
+        """Load the version from now on that a `checkpoint_id` names: a step in digits, an id or a tag."""
         if checkpoint_id is not None:
             name = str(checkpoint_id)
             self._version = int(name) if name.isdecimal() else name
@@ -107,7 +107,15 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is left to be set up once the metadata are read."""
+        """Do nothing: all is set up once the metadata are read.
+
+        Parameters
+        ----------
+        metadata
+            What `read_metadata` gave.
+        is_coordinator, args, kwargs
+            Not used.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the version that this rank found."""
@@ -127,7 +135,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for.
+        """Read what a `plan` asks for, into the tensors that its `planner` gives.
 
         Raises
         ------
@@ -179,7 +187,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False, because an id alone does not tell the store."""
+        """False, because a `checkpoint_id` alone does not tell the store."""
         return False
 
 

@@ -152,7 +152,7 @@ class Writer(StorageWriter):
             self._group.close()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Give the next version a step, if one is named. DCP does not call this without a `checkpoint_id`.
+        """Give the next version the step that a `checkpoint_id` names. DCP does not call this without one.
 
         Raises
         ------
@@ -170,6 +170,15 @@ class Writer(StorageWriter):
     # DCP passes on what it was called with only to a method that has `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save, whatever became of the one before it.
+
+        Parameters
+        ----------
+        is_coordinator
+            Whether DCP takes this rank for the first.
+        args
+            Not used.
+        kwargs
+            May have `use_collectives`.
 
         Raises
         ------
@@ -207,7 +216,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and commit the version, all ranks together.
+        """Write and commit the version, all ranks together: what a `plan` holds, as its `planner` gives it.
 
         Raises
         ------
@@ -237,11 +246,11 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing is left to be done: the version was committed when all ranks had written."""
+        """Do nothing: the version was committed when all ranks had written. `metadata` and `results` are not used."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a step in digits."""
+        """Whether a `checkpoint_id` is a step in digits."""
         return str(checkpoint_id).isascii() and str(checkpoint_id).isdecimal()
 
     def __reduce__(self) -> Any:

@@ -253,6 +253,19 @@ def test_values_that_json_does_not_hold(tmp_path: Path, value: Any, monkeypatch:
     assert not (tmp_path / "tripped").exists()
 
 
+def test_the_deepest_value_that_is_stored_is_sound(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(196):
+        deep = [deep]
+    state = {"$deep": deep, "x": torch.arange(5000)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, Writer(tmp_path), planner=planner)
+    same(load({"$deep": [], "x": torch.zeros(5000, dtype=torch.int64)}, tmp_path), state)
+    assert cnr_store.verify(tmp_path, deep=True).ok
+    with pytest.raises(CheckpointException, match="nested deeper than 200 levels"):
+        save({"$deep": [deep]}, Writer(tmp_path), planner=planner)
+
+
 def test_a_planner_that_gives_no_values(tmp_path: Path) -> None:
     class Other(DefaultSavePlanner):
         lookup_object = None  # type: ignore[assignment]
@@ -278,8 +291,8 @@ def test_a_writer_does_not_go_to_another_process(tmp_path: Path) -> None:
         lambda doc: doc["tensors"][0].__setitem__(2, [1 << 60]),
         lambda doc: doc["tensors"][0].__setitem__(3, "save"),
         lambda doc: doc["paths"][0].__setitem__(1, [[1]]),
-        lambda doc: doc["values"][0].__setitem__(0, 5),
-        lambda doc: doc["values"][0].__setitem__(1, {"$pickle": "gA=="}),
+        lambda doc: doc["values"]["$dict"][0].__setitem__(0, 5),
+        lambda doc: doc["values"]["$dict"][0].__setitem__(1, {"$pickle": "gA=="}),
     ],
 )
 def test_a_forged_description_is_refused(tmp_path: Path, change: Callable[[Any], object]) -> None:
