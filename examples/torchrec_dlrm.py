@@ -30,7 +30,7 @@ from cnr_store.demo.data import Features, find_data, load_features
 from cnr_store.demo.model import BAGS, auc
 from cnr_store.demo.train import TimeOrderedReader
 
-DIM, BATCH, STEPS_PER_SAVE, WIDE_ROWS = 16, 32, 50, 4_096
+DIM, BATCH, STEPS_PER_SAVE, WIDE_ROWS = 16, 48, 50, 4_096
 
 
 class Dlrm(nn.Module):
@@ -57,7 +57,7 @@ class Dlrm(nn.Module):
 
 
 class SharedReader(TimeOrderedReader):
-    """The same batches on all ranks, of which each takes its part. So any number of ranks goes on where others stood."""
+    """The same batches on all ranks, of which each takes its part: any number of ranks goes on where others stood."""
 
     @staticmethod
     def split_state(states: list[Any], rank: int, world: int) -> Any:
@@ -70,7 +70,9 @@ def select(features: Features, samples: Any) -> tuple[torchrec.KeyedJaggedTensor
     values, lengths = [], []
     for name, column in features.columns.items():
         ids = torch.from_numpy(column[samples]).reshape(len(samples), -1)
-        used = ids != 0 if name in BAGS else torch.ones_like(ids, dtype=torch.bool)  # bags are filled up with 0
+        used = (
+            ids != 0 if name in BAGS else torch.ones_like(ids, dtype=torch.bool)
+        )  # bags are filled up with 0
         values.append(ids[used])
         lengths.append(used.sum(dim=1))
     ids = torchrec.KeyedJaggedTensor(
@@ -106,14 +108,18 @@ def main(url: str, steps: int = 500) -> None:
     torch.manual_seed(1)
     features = load_features(find_data(say=print if rank == 0 else lambda _: None))
     model = shard(Dlrm(features, "meta"), world)
-    dense = torch.optim.Adagrad(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.02)
+    dense = torch.optim.Adagrad(
+        dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.02
+    )
     reader = SharedReader(features.train, BATCH)
     with cnr_store.Checkpointer(url, model, [model.fused_optimizer, dense], bits=8) as checkpointer:
         resumed = checkpointer.resume(reader=reader)
         if rank == 0:
             print(f"{world} ranks go on from step {resumed}", flush=True)
         for step in range(resumed + 1, steps + 1):
-            ids, labels = select(features, np.array_split(next(reader), world)[rank])
+            samples = next(reader)
+            part = len(samples) // world  # the same on all ranks, as TorchRec wants it
+            ids, labels = select(features, samples[rank * part : (rank + 1) * part])
             loss: Any = binary_cross_entropy_with_logits(model(ids), labels)
             dense.zero_grad()
             loss.backward()

@@ -8,7 +8,17 @@ from cnr_codecs import most_packed_bytes
 from cnr_codecs.compressed import MAX_FOLLOWERS
 from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS
-from cnr_store.format import arrays, grid, layout, manifest, record_document, state, state_arrays, validate
+from cnr_store.format import (
+    arrays,
+    grid,
+    layout,
+    manifest,
+    record_document,
+    state,
+    state_arrays,
+    validate,
+    validate_policy,
+)
 from cnr_store.training.saving.snapshot import MAX_METADATA_BYTES
 
 _WORDS = ("no", "one", "two", "three", "four", "five")
@@ -65,6 +75,8 @@ PHRASES = (
     f"of at most {_size(state.MAX_DOCUMENT_BYTES)}. The tree that it stands for",
     f"Integers have at most {state.MAX_INTEGER_BITS:,} bits.",
     f"is at most {state.MAX_DEPTH} levels deep.",
+    f"Of more than {validate_policy.MAX_RANKS_LISTED} ranks, `bytes` and `seconds` are objects",
+    f"a list of 1 to {layout.MAX_RANKS:,} digests",
     f"Arrays of more than {_size(state_arrays.INLINE_BYTES)} stand beside the state",
     f"a row codec, at most {_WORDS[MAX_FOLLOWERS]} codecs from bytes to bytes",
     f"a shard holds 1 to {grid.MAX_CHUNKS_PER_SHARD:,} inner chunks",
@@ -95,8 +107,9 @@ ROWS = {
     "state, without the arrays beside it": _size(state.MAX_DOCUMENT_BYTES),
     "metadata": _size(MAX_METADATA_BYTES),
     "levels of a state": f"{state.MAX_DEPTH}",
+    "ranks that save a version": f"{layout.MAX_RANKS:,}",
     "generations": f"{layout.MAX_GENERATION:,}",
-    "`excess_bytes` of a policy": f"{record_document.MAX_EXCESS} numbers",
+    "`excess_bytes` of a policy": f"{validate_policy.MAX_EXCESS} numbers",
     "attempts of a claim": f"{_MAX_ATTEMPT:,}",
 }
 """Of its table of limits."""

@@ -18,9 +18,12 @@ from torch import nn
 
 import cnr_codecs
 import cnr_store
-from cnr_backends import build_shard, check_chunk, parse_index
+from cnr_backends import build_shard, check_chunk, open_backend, parse_index
 from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
+from cnr_store.training.saving.snapshot import StagedRows
+from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.writer import Writer
 from tests.paths import ROOT
 from tests.test_codecs.payload_bytes import of_version_1
 
@@ -204,6 +207,24 @@ def test_the_reader_of_the_page_reads_rows_of_every_codec_and_row_state(
         array = expected[path]
         assert isinstance(array, zarr.Array)
         np.testing.assert_array_equal(reader["read_rows"](tmp_path, info.id, path), array[:])
+
+
+def test_the_reader_of_the_page_reads_versions_of_many_ranks(reader: Reader, tmp_path: Path) -> None:
+    writer = Writer(open_backend(tmp_path / "store"), workers=1)
+    values = np.arange(600, dtype=np.float32).reshape(100, 6)
+    rows = [
+        RowsWrite(
+            path, taken.shape, "float32", None, None, StagedRows(taken), cnr_codecs.LosslessRows(), (), edges
+        )
+        for path, taken, edges in (
+            ("tables/items/weight", values, ()),
+            ("tables/items/momentum1", values[:, :2].copy(), (0, 4, 6)),
+        )
+    ]
+    parts = {rank: {"reader": rank, "rng": None} for rank in range(2)}
+    version = writer.write(Plan(1, None, rows, [], {}, {"policy": "full"}, state_parts=parts)).id
+    for path, columns in (("tables/items/weight", 6), ("tables/items/momentum1", 2)):
+        assert np.array_equal(reader["read_rows"](tmp_path / "store", version, path), values[:, :columns])
 
 
 def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path: Path) -> None:

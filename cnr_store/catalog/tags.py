@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 from cnr_backends import Backend, ObjectNotFoundError
-from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.errors import CorruptionError
 from cnr_store.format import layout, validate
-from cnr_store.format.state import loads
+from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
+from cnr_store.format.state import dumps, loads
+
+_OLDER = {"version", "time"}
+"""The members of tags of older releases, which nothing proves."""
+
+
+def encode_tag(name: str, version: str) -> bytes:
+    """The bytes of a tag made now, with their own digest inside."""
+    return with_digest(dumps({"digest": NO_DIGEST, "name": name, "version": version, "time": time.time()}))
 
 
 def read_tag(backend: Backend, name: str) -> str | None:
@@ -14,7 +25,7 @@ def read_tag(backend: Backend, name: str) -> str | None:
     Raises
     ------
     CorruptionError
-        The tag can't be read.
+        The tag can't be read, was altered, or is another one's.
     """
     if not layout.is_tag(name):
         return None
@@ -24,11 +35,25 @@ def read_tag(backend: Backend, name: str) -> str | None:
     except ObjectNotFoundError:
         return None
     try:
-        return validate.version(validate.members(loads(data, key), key)["version"], "version")
-    except (FormatError, ValueError, KeyError) as error:
+        return _decode(data, name)
+    except (CorruptionError, ValueError, KeyError) as error:  # FormatError is a ValueError
         raise CorruptionError(
             f"{backend.url}: {key} is malformed ({error}); remove it, and tag the version again"
         ) from error
+
+
+def _decode(data: bytes, name: str) -> str:
+    doc = validate.members(loads(data, "it"), "it")
+    if not doc.keys() <= _OLDER:
+        check_digest(data, doc, "it")
+        if doc["name"] != name:
+            raise ValueError(f"it is the tag {validate.shown(doc['name'])}: objects were swapped")
+    return validate.version(doc["version"], "version")
+
+
+def list_tags(backend: Backend) -> list[str]:
+    """The names of all tags."""
+    return sorted(filter(layout.is_tag, backend.list_names(layout.TAGS)))
 
 
 def read_tags(backend: Backend) -> dict[str, str]:
@@ -39,6 +64,5 @@ def read_tags(backend: Backend) -> dict[str, str]:
     CorruptionError
         A tag can't be read, so it is unknown what it keeps.
     """
-    names = filter(layout.is_tag, sorted(backend.list_names(layout.TAGS)))
-    found = {name: read_tag(backend, name) for name in names}
+    found = {name: read_tag(backend, name) for name in list_tags(backend)}
     return {name: version for name, version in found.items() if version is not None}

@@ -10,7 +10,7 @@ which holds the same values.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,17 @@ class SalvagedRows:
     def __str__(self) -> str:
         sources = (f"{len(rows):,} from {version}" for version, rows in self.by_version.items())
         return f"{len(self.rows):,} rows ({', '.join(sources)})"
+
+
+def _merged(one: SalvagedRows | None, other: SalvagedRows | None) -> SalvagedRows | None:
+    """What was salvaged of two arrays, None where nothing was."""
+    if one is None or other is None:
+        return one or other
+    by_version = {
+        version: np.union1d(*(each.by_version.get(version, np.empty(0, np.int64)) for each in (one, other)))
+        for version in sorted({*one.by_version, *other.by_version}, reverse=True)
+    }
+    return SalvagedRows(by_version)
 
 
 def array_label(path: str) -> str:
@@ -294,3 +305,14 @@ class _Walk:
                 self._send(spare, lost & self._spare[spare])
                 lost = lost & ~self._spare[spare]
         self.missing |= lost
+
+
+def salvaged_by_label(readers: Iterable[SalvageReader]) -> dict[str, SalvagedRows | None]:
+    """What was salvaged of each array, by its label; of all arrays of one label, as slot ``s`` of ``t`` and a table
+    ``t/s``, together.
+    """
+    found: dict[str, SalvagedRows | None] = {}
+    for reader in readers:
+        label = array_label(reader.path)
+        found[label] = _merged(found.get(label), reader.salvaged())
+    return found

@@ -87,6 +87,8 @@ def info(
     table = new_table("name", "value")
     for name, value in facts.items():
         table.add_row(name, Text(_text(name, value)))
+    if ranks := record.policy.get("ranks"):
+        table.add_row("ranks", Text(_ranks_text(ranks)))
     if whole := record.policy.get("whole"):
         table.add_row("whole", Text(describe(whole)))
     print_table(table)
@@ -122,6 +124,16 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if name in ("rows", "bytes") else str(value)
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _ranks_text(ranks: Mapping[str, Any]) -> str:
+    """By how many ranks a version was saved, and the least and the most that one of them wrote."""
+    shown = [f"saved by {ranks['world']}"]
+    for name, unit in (("bytes", ""), ("seconds", " s")):
+        if name in ranks:
+            values = ranks[name].values() if isinstance(ranks[name], dict) else ranks[name]
+            shown.append(f"{min(values):,} to {max(values):,}{unit or ' ' + name}")
+    return ", ".join(shown)
 
 
 def _facts(record: Record) -> dict[str, Any]:

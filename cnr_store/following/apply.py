@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.errors import CorruptionError
+from cnr_store.errors import CorruptionError, UnsupportedModelError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
 from cnr_store.format.validate import shown
 from cnr_store.reading.blocks import Block
 from cnr_store.reading.opening import model_arrays
+from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
@@ -46,6 +47,11 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
         name: weights[path] for name, path in model_arrays(record).items() if path in weights
     }
     by_name |= dense_tensors(model, tables)
+    if spread := [name for name, tensor in by_name.items() if is_dtensor(tensor)]:
+        raise UnsupportedModelError(
+            f"{spread[0]!r} of the model is a DTensor, spread over ranks; follow with a model that this process holds "
+            "itself"
+        )
 
     def write(blocks: Iterable[Block]) -> None:
         for name, rows, values in blocks:

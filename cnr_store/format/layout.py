@@ -13,6 +13,8 @@ FORMAT = 1
 MAX_GENERATION = 999_999
 MAX_SEGMENT_BYTES = 200
 """Of an encoded name in a key. Every file system takes that many in a file's name; most allow 255."""
+MAX_RANKS = 1 << 16
+"""That save one version."""
 
 PAYLOAD_2 = "payload-2"
 """Feature of versions and folds that hold arrays of rows: payloads of version 2."""

@@ -24,25 +24,15 @@ from cnr_store.format.layout import ESCAPED_NAMES, FEATURES, FOLDS, FORMAT, VERS
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
 from cnr_store.format.stored_paths import check_stored
+from cnr_store.format.validate_policy import prove_policy
 
 # The digest is that of the record with this in its place, since no text can hold its own.
-_NO_DIGEST = "0" * 64
+NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
 """Of a record's object, which is read whole before any of it is proven."""
 
-_SUMS = {"full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"}
-_PAST = {
-    "written",
-    "intermittent",
-    "folds_bytes",
-    "links",
-    "beneath_bytes",
-    "excess_bytes",
-    "older_excess_bytes",
-}
-MAX_EXCESS = 64
 _ATTRIBUTE = {VERSIONS: "cnr", FOLDS: "cnr_fold"}
 _SHOWN = 200
 
@@ -59,7 +49,7 @@ def encode_record(record: Record) -> bytes:
     nodes = {record.stored(path): node for path, node in record.nodes.items()}
     arrays, tables = pack_entries(record.arrays, nodes if listed else {})
     cnr = {
-        "digest": _NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
+        "digest": NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
         "requires": sorted({*record.requires, *([ESCAPED_NAMES] if record.moved else [])}),
         "id": record.id,
@@ -89,7 +79,7 @@ def encode_record(record: Record) -> bytes:
             f"the commit record of version {record.id} would take {len(data)} bytes for {len(record.arrays)} arrays; "
             f"at most {MAX_RECORD_BYTES >> 20} MiB are read again: join small tensors into larger ones"
         )
-    return data.replace(_quoted(_NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
+    return with_digest(data)
 
 
 def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
@@ -118,7 +108,7 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
         raise FormatError(
             f"{what}: format {validate.shown(cnr.get('format'))}; this release reads format {FORMAT}"
         )
-    _check_digest(data, cnr, what)
+    check_digest(data, cnr, what)
     try:
         unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
         if not unknown:
@@ -159,6 +149,8 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
         escaped=ESCAPED_NAMES in requires,
         bounded=layout.COLUMN_BOUNDARIES in requires,
     )
+    if prefix == VERSIONS:  # a fold may have a slot without its table
+        _check_boundaries(arrays)
     record = Record(
         id=version,
         nonce=validate.text(cnr["nonce"], "nonce"),
@@ -168,7 +160,7 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
         needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
         arrays=arrays,
         nodes=nodes,
-        policy=_policy(validate.members(cnr["policy"], "policy")),
+        policy=prove_policy(validate.members(cnr["policy"], "policy")),
         restores=validate.natural(cnr["restores"], "restores"),
         objects_bytes=validate.natural(cnr["bytes"], "bytes"),
         manifest_sha256=validate.text(cnr["manifest"], "manifest"),
@@ -257,58 +249,37 @@ def _boundaries(value: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 
 
-def _policy(policy: Doc) -> Doc:
-    """A policy whose members that writers go by are proven; the rest is for people."""
-    past = policy.get("sizes_bytes", [])
-    if type(policy.get("full", True)) is not bool or not isinstance(past, list):
-        raise ValueError("policy.full or policy.sizes_bytes is of another type")
-    for size in past:
-        validate.natural(size, "policy.sizes_bytes")
-    deltas, offer = policy.get("deltas", []), policy.get("offer")
-    if policy.get("past") is not None:
-        _prove_past(validate.members(policy["past"], "policy.past"))
-    if not isinstance(deltas, list) or len(deltas) > max(len(past) - 1, 0):
-        raise ValueError("policy.deltas is no list of deltas among policy.sizes_bytes")
-    for delta in deltas:
-        if not isinstance(delta, list) or len(delta) != 2:
-            raise ValueError(f"policy.deltas has {validate.shown(delta)}")
-        validate.one_of(delta[0], "policy.deltas", ("baseline", "previous"))
-        validate.natural(delta[1], "policy.deltas")
-    if offer is not None:
-        for name in ("baseline_bytes", "previous_bytes"):
-            validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
-    for tables in validate.members(policy.get("whole", {}), "policy.whole").values():
-        named = validate.texts(validate.members(tables, "policy.whole")["tables"], "policy.whole.tables")
-        if validate.natural(tables["count"], "policy.whole.count") < len(named):
-            raise ValueError(f"policy.whole counts {tables['count']} tables and names {len(named)}")
-    return policy
+def _check_boundaries(arrays: Mapping[str, ArrayEntry]) -> None:
+    """Prove that boundaries are those of columns of a table."""
+    for path, entry in arrays.items():
+        table, _, slot = path.rpartition("/")
+        weight = arrays.get(f"{table}/weight")
+        if entry.boundaries and (
+            slot == "weight" or weight is None or weight.shape[1:] != entry.boundaries[-1:]
+        ):
+            raise ValueError(
+                f"array {validate.shown(path)}: its boundaries end at column {entry.boundaries[-1]}, and its table "
+                f"{'is not there' if weight is None else f'has shape {weight.shape}'}"
+            )
 
 
-def _prove_past(past: Doc) -> None:
-    """The sums that a policy sees, member by member: a writer goes on from them."""
-    if past.keys() != _PAST:
-        raise ValueError(f"policy.past has {len(past)} members, not {', '.join(sorted(_PAST))}")
-    for name in ("written", "intermittent"):
-        sums = validate.members(past[name], f"policy.past.{name}")
-        if sums.keys() != _SUMS:
-            raise ValueError(f"policy.past.{name} has {len(sums)} members, not {', '.join(sorted(_SUMS))}")
-        for member, value in sums.items():
-            validate.natural(value, f"policy.past.{name}.{member}")
-    for member in ("folds_bytes", "links", "beneath_bytes"):
-        validate.natural(past[member], f"policy.past.{member}")
-    excess, older = past["excess_bytes"], past["older_excess_bytes"]
-    if not isinstance(excess, list) or len(excess) > MAX_EXCESS:
-        raise ValueError(f"policy.past.excess_bytes is {validate.shown(excess)}, not a list of numbers")
-    for value in [*excess, *([] if older is None else [older])]:
-        if type(value) is not int or abs(value) > validate.MOST:
-            raise ValueError(f"policy.past has an excess of {validate.shown(value)}")
+def with_digest(data: bytes) -> bytes:
+    """The bytes of a document whose first member ``digest`` is `NO_DIGEST`, with their own digest there."""
+    return data.replace(_quoted(NO_DIGEST), _quoted(hashlib.sha256(data).hexdigest()), 1)
 
 
-def _check_digest(data: bytes, cnr: Doc, what: str) -> None:
-    digest = cnr.get("digest")
+def check_digest(data: bytes, doc: Doc, what: str) -> None:
+    """Prove the bytes of a document by the digest that it holds.
+
+    Raises
+    ------
+    CorruptionError
+        They are not those that `with_digest` returned.
+    """
+    digest = doc.get("digest")
     if not isinstance(digest, str) or _DIGEST.fullmatch(_quoted(digest)) is None:
         raise CorruptionError(f"{what}: its digest is missing or malformed")
-    blank = data.replace(_quoted(digest), _quoted(_NO_DIGEST), 1)
+    blank = data.replace(_quoted(digest), _quoted(NO_DIGEST), 1)
     if hashlib.sha256(blank).hexdigest() != digest:
         raise CorruptionError(f"{what}: its digest does not match; the object was altered")
 

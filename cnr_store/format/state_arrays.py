@@ -42,11 +42,14 @@ class ArrayLeaf:
         What it was: `numpy` or `torch`.
     torch_dtype
         torch's name of the element type where numpy lacks it, else None.
+    is_beside
+        Whether it stands beside the state however small it is.
     """
 
     values: Array
     kind: str = "numpy"
     torch_dtype: str | None = None
+    is_beside: bool = False
 
 
 Beside = Callable[[str, ArrayLeaf], str]
@@ -69,7 +72,7 @@ def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
     doc: dict[str, Any] = {"kind": leaf.kind}
     if leaf.torch_dtype is not None:
         doc["torch_dtype"] = leaf.torch_dtype
-    if little.nbytes > INLINE_BYTES:
+    if leaf.is_beside or little.nbytes > INLINE_BYTES:
         return doc | {"path": beside(path, replace(leaf, values=little))}
     return doc | {"dtype": little.dtype.str, "shape": list(little.shape), "data": _base64(little)}
 

@@ -16,6 +16,7 @@ MOST = 1 << 62
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 _SHOWN = 60
 _TOKEN = re.compile(r"[0-9a-f]{16,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _GROUPS = ("model", "optim", "state")
 
 
@@ -106,6 +107,17 @@ def token(value: Any, name: str) -> str:
     if _TOKEN.fullmatch(text(value, name)) is None:
         raise ValueError(f"{name} is {shown(value)}, not 16 to 64 hex digits")
     return text(value, name)
+
+
+def digests(value: Any, name: str, maximum: int) -> tuple[str, ...]:
+    """A list of 1 to `maximum` SHA-256 digests."""
+    if not isinstance(value, list) or not 1 <= len(value) <= maximum:
+        count = f"a list of {len(value)}" if isinstance(value, list) else shown(value)
+        raise ValueError(f"{name} is {count}, not a list of 1 to {maximum} digests")
+    for digest in texts(value, name):
+        if _SHA256.fullmatch(digest) is None:
+            raise ValueError(f"{name} has {shown(digest)}, not 64 hex digits")
+    return tuple(value)
 
 
 @lru_cache(maxsize=4096)  # the versions of a store have the same paths

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from cnr_store import errors
 from cnr_store.errors import CheckpointError, RanksError
 from cnr_store.ranks.group import Document, Judge
 from cnr_store.ranks.keyvalue import KeyValue
+from cnr_store.ranks.watch import FOREVER_SECONDS, Beats, Watch
 
 MAX_PAUSE_SECONDS = 0.2
 MAX_MARGIN_SECONDS = 5.0
@@ -30,7 +32,7 @@ class Decisions:
     rank, world
         The number of this rank, and of all ranks.
     timeout_seconds
-        How long rank 0 waits for the others.
+        How long rank 0 waits for the others while they make no progress.
     prefix
         What begins the keys.
 
@@ -38,6 +40,8 @@ class Decisions:
     ----------
     number
         How many decisions there were.
+    beats
+        Tell the others that this rank, which they wait for, makes progress.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class Decisions:
         self._timeout = timeout_seconds
         self._margin = min(MAX_MARGIN_SECONDS, timeout_seconds / 4)
         self._verdicts: list[str] = []
+        self.beats = Beats(keyvalue, prefix, rank, timeout_seconds)
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `cnr_store.ranks.group.Group.decide`."""
-        self.number += 1
-        prefix = f"{self._prefix}/{self.number}"
         try:
+            prefix = self._next(phase)
             self._keys.set(f"{prefix}/{self._rank}", encode({"phase": phase, "said": said}))
             self._keys.delete(f"{self._prefix}/{self.number - 1}/{self._rank}")
             verdict = self._lead(prefix, phase, judge) if self._rank == 0 else self._follow(prefix, phase)
@@ -64,9 +68,39 @@ class Decisions:
             raise RanksError(f"{phase}: {error}") from error
         return _accepted(verdict)
 
+    def refuse(self, phase: str, reason: str) -> None:
+        """Fail the next decision of all ranks, which this one will not come to.
+
+        Parameters
+        ----------
+        phase
+            What this rank was about to do.
+        reason
+            Why it does not.
+        """
+        self.number += 1
+        error = RanksError(f"{phase}: {named([self._rank])} does not take part: {reason}")
+        with suppress(RanksError):  # the store is gone: the others find out as this rank did
+            self._conclude(f"{self._prefix}/{self.number}", _failure(error))
+
+    def _next(self, phase: str) -> str:
+        """The prefix of the next decision, past those in which the others gave this rank up in another phase."""
+        while True:
+            self.number += 1
+            prefix = f"{self._prefix}/{self.number}"
+            value = self._keys.get(f"{prefix}/verdict")
+            if value is None:
+                return prefix
+            verdict = decode(value)
+            if self._rank not in verdict.get("without", ()) or verdict["phase"] == phase:
+                return prefix
+
     def _lead(self, prefix: str, phase: str, judge: Judge) -> Document:
         found: dict[int, Document] = {}
-        for _ in pauses(self._timeout):
+        watch = Watch(self._keys, self._prefix, self._timeout)
+        gone: Collection[int] = ()
+        self.beats.begin()
+        for _ in pauses(FOREVER_SECONDS, self._timeout / 10):
             if self._keys.get(f"{prefix}/verdict") is not None:
                 break
             missing = [rank for rank in range(self._world) if rank not in found]
@@ -76,7 +110,11 @@ class Decisions:
                 break
             if any(document["phase"] != phase for document in found.values()):
                 break
-        verdict = self._judged(phase, dict(sorted(found.items())), judge)
+            gone = watch.silent([rank for rank in missing if rank not in found])
+            if gone:
+                break
+            self.beats.beat(phase)
+        verdict = self._judged(phase, dict(sorted(found.items())), gone, judge)
         current = self._conclude(prefix, verdict)
         if len(found) == self._world:  # all have read the earlier verdicts
             while self._verdicts:
@@ -84,7 +122,9 @@ class Decisions:
         self._verdicts.append(f"{prefix}/verdict")
         return current
 
-    def _judged(self, phase: str, found: dict[int, Document], judge: Judge) -> Document:
+    def _judged(
+        self, phase: str, found: dict[int, Document], gone: Collection[int], judge: Judge
+    ) -> Document:
         phases = {document["phase"] for document in found.values()}
         if len(phases) > 1:
             where = "; ".join(
@@ -93,24 +133,31 @@ class Decisions:
             )
             return _failure(RanksError(f"ranks are in different calls: {where}: call the same on every rank"))
         if len(found) < self._world:
-            return self._absent(phase, (rank for rank in range(self._world) if rank not in found), found)
+            return self._absent(phase, gone, found)
         try:
             return {"verdict": judge([document["said"] for document in found.values()])}
         except CheckpointError as error:
             return _failure(error)
 
     def _follow(self, prefix: str, phase: str) -> Document:
-        for _ in range(2):
-            for _ in pauses(self._timeout + self._margin):
-                value = self._keys.get(f"{prefix}/verdict")
-                if value is not None:
-                    return decode(value)
-            if self._keys.get(f"{prefix}/0") is None:  # else it came late, and waits for the others in turn
+        watch, has_come = self._watch_first(), False
+        for _ in pauses(FOREVER_SECONDS, self._timeout / 10):
+            value = self._keys.get(f"{prefix}/verdict")
+            if value is not None:
+                return decode(value)
+            if not watch.silent([0]):
+                continue
+            if has_come or self._keys.get(f"{prefix}/0") is None:
                 break
+            watch, has_come = self._watch_first(), True  # it came late, and waits for the others in turn
         return self._conclude(prefix, self._absent(phase, [0], [self._rank]))
 
-    def _absent(self, phase: str, absent: Iterable[int], present: Iterable[int]) -> Document:
-        return _failure(RanksError(f"{phase}: {absence(absent, present, self._timeout)}"))
+    def _watch_first(self) -> Watch:
+        return Watch(self._keys, self._prefix, self._timeout + self._margin)
+
+    def _absent(self, phase: str, absent: Collection[int], present: Iterable[int]) -> Document:
+        error = RanksError(f"{phase}: {absence(absent, present, self._timeout)}")
+        return {**_failure(error), "phase": phase, "without": sorted(absent)}
 
     def _conclude(self, prefix: str, verdict: Document) -> Document:
         return decode(self._keys.compare_set(f"{prefix}/verdict", encode(verdict)))
@@ -137,11 +184,11 @@ def absence(absent: Iterable[int], present: Iterable[int], timeout_seconds: floa
     )
 
 
-def pauses(limit_seconds: float) -> Iterator[None]:
+def pauses(limit_seconds: float, longest_seconds: float = MAX_PAUSE_SECONDS) -> Iterator[None]:
     """Return at once, then after pauses that grow from 1 ms; end when the limit has passed."""
     deadline = time.monotonic() + limit_seconds
     pause = 0.001
-    longest = min(MAX_PAUSE_SECONDS, limit_seconds / 10)
+    longest = min(MAX_PAUSE_SECONDS, longest_seconds, limit_seconds / 10)
     while True:
         before = time.monotonic()
         yield

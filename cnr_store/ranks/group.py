@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,6 +75,29 @@ class Group(ABC):
         """
         documents: list[Document] = self.decide(phase, said, lambda found: {"documents": found})["documents"]
         return documents
+
+    def refuse(self, phase: str, reason: str) -> None:  # noqa: B027 - one rank alone has nobody to tell
+        """Fail the next decision on the other ranks at once, because this rank does not come to it.
+
+        Parameters
+        ----------
+        phase
+            What this rank was about to do.
+        reason
+            Why it does not.
+        """
+
+    def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
+        """Have ranks that wait in a decision for this one wait on while the block makes progress.
+
+        Parameters
+        ----------
+        phase
+            What the block does.
+        progress
+            Gives another number whenever something was done. Called on another thread.
+        """
+        return nullcontext()
 
     @abstractmethod
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:

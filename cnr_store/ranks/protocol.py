@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import decode, encode, named, pauses
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.keyvalue import KeyValue
+from cnr_store.ranks.watch import FOREVER_SECONDS, Watch
 
 MAX_BEAT_SECONDS = 0.5
 MIN_CHECK_SECONDS = 0.05
-FOREVER_SECONDS = 1e9
 
 
 class SaveRound:
@@ -55,13 +55,24 @@ class SaveRound:
         self._count = 0
         self._beaten = self._checked = -FOREVER_SECONDS
         self._error: RanksError | None = None
-        self._watch = _Watch(keyvalue, self._prefix, timeout_seconds)
+        self._kind = ""
+        self._watch = Watch(keyvalue, self._prefix, timeout_seconds)
         self._watched = frozenset(range(1, world)) if rank == 0 else frozenset([0])
 
     @property
     def phase(self) -> str:
         """What this rank works on."""
         return self._phase
+
+    @property
+    def beats(self) -> int:
+        """How often `beat` was called."""
+        return self._count
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """What this rank knows of a failure: the class of the error, "" where a rank was silent, and the message."""
+        return self._kind, "" if self._error is None else str(self._error)
 
     def announce(self, document: Document) -> None:
         """Rank 0: tell the others, such as the id of the version that this save makes."""
@@ -104,11 +115,11 @@ class SaveRound:
                     if failure is None:
                         self._fail_silent()
                     else:
-                        self._error = _error(decode(failure))
+                        self._note(decode(failure))
             if self._error is not None:
                 raise self._error
 
-    def fail(self, phase: str, message: str) -> None:
+    def fail(self, phase: str, message: str, kind: str = "") -> None:
         """Tell every rank that this one failed. Only the first failure of all ranks counts.
 
         Parameters
@@ -117,8 +128,10 @@ class SaveRound:
             What it worked on.
         message
             Why it failed.
+        kind
+            The class of the error.
         """
-        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}"})
+        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
 
     def vote(self, document: Document) -> None:
         """Tell rank 0 that this rank's part is written. It need not beat any more."""
@@ -196,7 +209,12 @@ class SaveRound:
         with suppress(RanksError):  # the store is gone: the others find out as this rank did
             failure = decode(self._keys.compare_set(f"{self._prefix}/failure", encode(failure)))
         with self._lock:
-            self._error = self._error or _error(failure)
+            self._note(failure)
+
+    def _note(self, failure: Document) -> None:
+        if self._error is None:
+            text = f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}"
+            self._error, self._kind = RanksError(text), failure.get("kind", "")
 
     @contextmanager
     def _heard(self, phase: str) -> Iterator[None]:
@@ -206,39 +224,3 @@ class SaveRound:
         except RanksError as error:
             self._error = RanksError(f"{phase}: rank {self._rank} failed: {error}")
             raise self._error from error
-
-
-def _error(failure: Document) -> RanksError:
-    return RanksError(f"{failure['phase']}: {named(failure['ranks'])} {failure['message']}")
-
-
-class _Watch:
-    """How long the beats of ranks have stood still, in time that this rank itself was awake."""
-
-    def __init__(self, keyvalue: KeyValue, prefix: str, timeout_seconds: float) -> None:
-        self._keys = keyvalue
-        self._prefix = prefix
-        self._timeout = timeout_seconds
-        self._looked = time.monotonic()
-        self._last: dict[int, bytes | None] = {}
-        self._silent_seconds: dict[int, float] = {}
-
-    def silent(self, ranks: Collection[int]) -> dict[int, str]:
-        """The ranks that have made no progress for the timeout, with the last phase of each."""
-        now = time.monotonic()
-        elapsed = now - self._looked
-        if elapsed < self._timeout / 20:
-            return {}
-        self._looked = now
-        gone = {}
-        for rank in ranks:
-            value = self._keys.get(f"{self._prefix}/beat/{rank}")
-            moved = value != self._last.get(rank)
-            self._last[rank] = value
-            # One that was stopped itself has seen nothing meanwhile: a look counts a quarter of the timeout at most.
-            self._silent_seconds[rank] = (
-                0 if moved else self._silent_seconds.get(rank, 0) + min(elapsed, self._timeout / 4)
-            )
-            if self._silent_seconds[rank] >= self._timeout:
-                gone[rank] = "begin" if value is None else str(decode(value)["phase"])
-        return gone

@@ -22,7 +22,7 @@ from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
-from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out
+from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.trained_model import TrainedModel
@@ -192,7 +192,8 @@ class Checkpointer:
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
         self._structure = ModelStructure(model)
         options.codecs.check_tables([table.name for table in trained.tables])
-        options.codecs.warn_unknown_slots(trained.table_slots)
+        if ranks.rank == 0:
+            options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)
         reading = PatientBackend(backend, Patience())
         self._catalog = Catalog(reading)
@@ -269,7 +270,9 @@ class Checkpointer:
         minutes ago. It is a `SupersededError` if another process saves or claims the store after this load.
 
         An optimizer or an object of `state` that the version holds and this checkpointer was not given is left out. It
-        is listed in ``unexpected`` of the result and logged, because the next save will drop it.
+        is listed in ``unexpected`` of the result and logged, because the next save will drop it. If another number of
+        ranks saved the version, random number generators are seeded anew, and readers are left to `resume`, or to you:
+        both is logged.
 
         Parameters
         ----------
@@ -302,10 +305,9 @@ class Checkpointer:
             load another version.
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
-        restored = self._load_version(version, fallback, selection, salvage)
-        if selection.whole:
-            warn_left_out(restored, self._catalog.backend.url)
-        warn_live_writer(self._catalog)
+        restored = self._load_to_go_on(version, fallback, selection, salvage)
+        if selection.everything and self._group.rank == 0:
+            warn_readers(restored, self._catalog.backend.url, self._group.world)
         return restored
 
     def resume(self, reader: Any = None) -> int:
@@ -316,7 +318,8 @@ class Checkpointer:
         Parameters
         ----------
         reader
-            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`.
+            Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`. Where
+            another number of ranks saved, its `split_state(states, rank, world)` makes that of what they were given.
 
         Returns
         -------
@@ -325,18 +328,20 @@ class Checkpointer:
         Raises
         ------
         OptionError
-            `reader` has no `load_state_dict` (nothing was loaded), or the version was saved without a reader.
+            `reader` has no `load_state_dict` (nothing was loaded); or the version was saved without a reader, or by
+            another number of ranks, whose readers this one can't divide.
         ModelMismatchError, UnsupportedModelError, CorruptionError
             As for `load`.
         """
         arguments.check_reader(reader)
         try:
-            restored = self.load(fallback=True)
+            restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
         except EmptyStoreError:
-            log.warning(
-                "%s holds no version: training starts at step 0. If you expected one, check the URL",
-                self._catalog.backend.url,
-            )
+            if self._group.rank == 0:
+                log.warning(
+                    "%s holds no version: training starts at step 0. If you expected one, check the URL",
+                    self._catalog.backend.url,
+                )
             return 0
         restore_reader(restored, reader, self._group.rank, self._group.world)
         return restored.step
@@ -354,6 +359,16 @@ class Checkpointer:
             self._check_open()
             self._follow_model()
             return self._saves.explain(self._trained.row_arrays())
+
+    def _load_to_go_on(
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool
+    ) -> Restored:
+        restored = self._load_version(version, fallback, selection, salvage)
+        if self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
+        return restored
 
     def _load_version(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool
@@ -444,6 +459,7 @@ class Checkpointer:
         return JointPreemption(self._group, self._preemptions)
 
     def _follow_model(self) -> None:
+        self._trained.reshard()
         self._structure.check()
         self._saves.tracker.adopt_replaced()
         self._trained.note_sharing()

@@ -72,12 +72,13 @@ class Loader:
             seen = fencing.look(self.catalog)
 
         try:
-            return load_jointly(
-                self.group,
-                lambda attempt: find(self.catalog, version, attempt, look),
-                lambda get: self._load(get, selection, salvage, seen),
-                self.catalog.find,
-            )
+            with self.group.working("load", lambda: self.backend.operations):
+                return load_jointly(
+                    self.group,
+                    lambda attempt: find(self.catalog, version, attempt, look),
+                    lambda get: self._load(get, selection, salvage, seen),
+                    self.catalog.find,
+                )
         except CorruptionError as error:
             self.saves.planner.drop_bases()  # what is damaged may lie under the next delta
             if not fallback:
@@ -99,7 +100,10 @@ class Loader:
             )
             return record, restore, self._lineage_before(record, salvage)
 
-        record, restore, before = on_all(self.group, "load: the version and the model", prove)
+        def progress() -> int:
+            return self.backend.operations
+
+        record, restore, before = on_all(self.group, "load: the version and the model", prove, progress)
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()
 
@@ -107,7 +111,7 @@ class Loader:
             with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
                 return restore.run(self.options.rng, transfer)
 
-        restored, since_whole = on_all(self.group, "load: the rows", read)
+        restored, since_whole = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)
         saves.tracker.clear()
         saves.audit.renew(trained.row_arrays())
@@ -119,12 +123,14 @@ class Loader:
             lineage, since_whole = before.alone(), {}
         saves.planner.continue_from(restore.trusted(lineage), since_whole)
         warn_salvaged(restored, self.catalog.backend.url)
-        warn_resharded(restored, self.catalog.backend.url)
-        log.info(
-            "loaded version %s, step %d: %s rows, %s read in %.1f s",
-            *(record.id, record.step, f"{restore.rows:,}", bytes_text(self.backend.bytes_read - read_before)),
-            time.perf_counter() - began,
-        )
+        if self.group.rank == 0:
+            warn_resharded(restored, self.catalog.backend.url)
+            nbytes = bytes_text(self.backend.bytes_read - read_before)
+            log.info(
+                "loaded version %s, step %d: %s rows, %s read in %.1f s",
+                *(record.id, record.step, f"{restore.rows:,}", nbytes),
+                time.perf_counter() - began,
+            )
         return restored
 
     def _lineage_before(self, record: Record, salvage: bool) -> Lineage:

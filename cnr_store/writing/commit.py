@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cnr_backends import Backend
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
-from cnr_store.format.layout import STATE_PARTS
+from cnr_store.format.layout import MAX_RANKS, STATE_PARTS
 from cnr_store.format.manifest import Manifest, encode_manifest
 from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.format.state import dumps
+from cnr_store.format.validate_policy import MAX_RANKS_LISTED
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.staged import Staged
 
 
-def finish_record(
-    backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str, parts: Sequence[str | None]
-) -> Record:
+def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) -> None:
+    """Put what single ranks have of the state, as far as it is here."""
+    for rank, part in plan.state_parts.items():
+        data = dumps(part)
+        backend.put(layout.version_key(version, layout.state_part(rank)), data)
+        staged.nbytes += len(data)
+        staged.state_sha256[rank] = hashlib.sha256(data).hexdigest()
+
+
+def finish_record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:
     """Put manifest and state, and make the record that names them.
 
-    Parameters
-    ----------
-    parts
-        By rank, the digest of its part of the state; None where there are no parts.
+    Raises
+    ------
+    SaveError
+        More ranks have saved than readers accept.
     """
+    parts = [staged.state_sha256[rank] for rank in range(len(staged.state_sha256))]
+    if len(parts) > MAX_RANKS:
+        raise SaveError(f"{len(parts)} ranks save one version, and at most {MAX_RANKS} can")
     moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
     manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
     sizes = {path: sum(part.nbytes for part in parts.values()) for path, parts in staged.parts.items()}
     arrays = {path: replace(entry, nbytes=sizes.get(path, 0)) for path, entry in staged.arrays.items()}
-    has_parts = plan.part is not None
-    state = dumps(plan.state | {"ranks": list(parts)} if has_parts else plan.state)
+    state = dumps(plan.state | {"ranks": parts} if parts else plan.state)
     for name, data in (("manifest", manifest), ("state/main.json", state)):
         backend.put(layout.version_key(version, name), data)
         staged.nbytes += len(data)
@@ -47,14 +58,31 @@ def finish_record(
         needs=plan.needs,
         arrays=arrays,
         nodes=staged.nodes,
-        policy=plan.policy,
+        policy={**plan.policy, "ranks": _shares(staged.ranks)} if len(staged.ranks) > 1 else plan.policy,
         restores=plan.restores,
         objects_bytes=staged.nbytes,
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         state_sha256=hashlib.sha256(state).hexdigest(),
         metadata=plan.metadata,
-        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if has_parts else ())),
+        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if parts else ())),
     )
+
+
+def _shares(ranks: Mapping[int, tuple[int, float]]) -> dict[str, Any]:
+    """What each rank put, and how long it took, for people; of many ranks, the least, the mean and the most."""
+    nbytes, seconds = zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)
+    return {
+        "world": len(ranks),
+        "bytes": _listed(nbytes),
+        "seconds": _listed([round(each, 3) for each in seconds]),
+    }
+
+
+def _listed(values: Sequence[float]) -> Any:
+    if len(values) <= MAX_RANKS_LISTED:
+        return list(values)
+    mean = round(sum(values) / len(values), 3)
+    return {"min": min(values), "mean": mean, "max": max(values)}
 
 
 def commit(backend: Backend, record: Record) -> Record:

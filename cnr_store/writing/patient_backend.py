@@ -22,6 +22,8 @@ class PatientBackend(Backend):
         In operations that write; those of all threads add up.
     bytes_read
         That reads have returned.
+    operations
+        How many have succeeded.
     """
 
     def __init__(self, inner: Backend, patience: Patience) -> None:
@@ -30,6 +32,7 @@ class PatientBackend(Backend):
         self.atomic_create = inner.atomic_create
         self.seconds_putting = 0.0
         self.bytes_read = 0
+        self.operations = 0
         self._patience = patience
         self._lock = threading.Lock()
 
@@ -47,7 +50,7 @@ class PatientBackend(Backend):
 
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._patience.pace(sum(map(len, pieces)))
-        self._patience.run(lambda: self._timed(lambda: self.inner.put(key, pieces)))
+        self._run(lambda: self._timed(lambda: self.inner.put(key, pieces)))
 
     def _create(self, key: str, data: bytes) -> bool:
         attempts = 0
@@ -62,10 +65,10 @@ class PatientBackend(Backend):
                 return attempts > 1 and self.inner.get(key) == data
             return True
 
-        return self._patience.run(create)
+        return self._run(create)
 
     def _delete(self, key: str) -> None:
-        self._patience.run(lambda: self.inner.delete(key))
+        self._run(lambda: self.inner.delete(key))
 
     def _get(self, key: str) -> bytes:
         return self._read(lambda: self.inner.get(key))
@@ -77,19 +80,25 @@ class PatientBackend(Backend):
         return self._read(lambda: self.inner.get_suffix(key, length))
 
     def _size(self, key: str) -> int:
-        return self._patience.run(lambda: self.inner.size(key))
+        return self._run(lambda: self.inner.size(key))
 
     def _list_names(self, prefix: str) -> list[str]:
-        return self._patience.run(lambda: self.inner.list_names(prefix))
+        return self._run(lambda: self.inner.list_names(prefix))
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         return self.inner.list_keys(prefix)
 
     def _read(self, read: Callable[[], bytes]) -> bytes:
-        data = self._patience.run(read)
+        data = self._run(read)
         with self._lock:
             self.bytes_read += len(data)
         return data
+
+    def _run(self, operation: Callable[[], Result]) -> Result:
+        result = self._patience.run(operation)
+        with self._lock:
+            self.operations += 1
+        return result
 
     def _timed(self, write: Callable[[], None]) -> None:
         began = time.perf_counter()

@@ -135,6 +135,15 @@ class MovedRows(Protocol):
 
 
 @dataclass(frozen=True)
+class DensePiece:
+    """A box of a dense array: the others of its dimensions are whole."""
+
+    first_row: int
+    first_column: int
+    values: Array
+
+
+@dataclass(frozen=True)
 class DenseWrite:
     """A dense array to write whole.
 
@@ -150,6 +159,11 @@ class DenseWrite:
         Whether this rank puts it. Elsewhere only shape and type of the values count.
     is_own
         Whether no other rank knows of it.
+    pieces
+        What this rank has of an array that ranks share, whose values come together at `owner`. None where the values
+        are here.
+    owner
+        The rank that puts it, of those that share the plan.
     """
 
     path: str
@@ -158,6 +172,8 @@ class DenseWrite:
     aliases: tuple[str, ...] = ()
     is_here: bool = True
     is_own: bool = False
+    pieces: tuple[DensePiece, ...] | None = None
+    owner: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,8 @@ class Plan:
         Arrays to write.
     state
         As tagged JSON.
-    part
-        What this rank alone has of the state, where there are many, as tagged JSON.
+    state_parts
+        By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's.
     policy
         The fields of the `Decision` that led to it, for the commit record.
     needs
@@ -197,7 +213,7 @@ class Plan:
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
     parent_paths: Mapping[str, str] = field(default_factory=dict)
-    part: Any = None
+    state_parts: Mapping[int, Any] = field(default_factory=dict)
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

@@ -30,6 +30,7 @@ from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.staged import Staged
@@ -72,6 +73,7 @@ def stage(
     peers
         The ranks that share the plan's arrays; None where this process has them all.
     """
+    plan = replace(plan, dense=joined(plan.dense, peers))
     staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 
@@ -81,7 +83,7 @@ def stage(
     with (
         Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
         closing(_objects(home, plan, transfer, staged, shared)) as objects,
-        closing(putting.map(put, objects, _Object.nbytes)) as done,
+        closing(putting.map(put, _telling(objects, peers), _Object.nbytes)) as done,
     ):
         for made, part in done:
             if peers is not None:
@@ -92,6 +94,14 @@ def stage(
     for path, entry in staged.arrays.items():
         staged.arrays[path] = replace(entry, stored=home.moved.get(path))
     return staged
+
+
+def _telling(objects: Iterable[_Object], peers: Peers | None) -> Iterator[_Object]:
+    """The objects; the other ranks hear of each, and this rank of their failures."""
+    for each in objects:
+        if peers is not None:
+            peers.beat()
+        yield each
 
 
 def _exchange(peers: Peers, plan: Plan) -> Exchange:

@@ -22,8 +22,12 @@ class Staged:
 
     Attributes
     ----------
-    own, state_sha256
-        Of many ranks: the dense arrays that only this one knows of, and the digest of its part of the state.
+    own
+        Of many ranks: the dense arrays that only this one knows of.
+    state_sha256
+        By rank, the digest of its part of the state.
+    ranks
+        By rank, the bytes that it put, and the seconds that it took for them.
     """
 
     arrays: dict[str, ArrayEntry] = field(default_factory=dict)
@@ -32,7 +36,8 @@ class Staged:
     nbytes: int = 0
     encoding_seconds: float = 0.0
     own: list[list[Any]] = field(default_factory=list)
-    state_sha256: str | None = None
+    state_sha256: dict[int, str] = field(default_factory=dict)
+    ranks: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def to_vote(self) -> dict[str, Any]:
         """What this rank put, for the rank that commits."""
@@ -40,7 +45,13 @@ class Staged:
             path: [[index, part.nbytes, part.tail] for index, part in sorted(parts.items())]
             for path, parts in self.parts.items()
         }
-        return {"parts": parts, "nbytes": self.nbytes, "own": self.own, "state": self.state_sha256}
+        return {
+            "parts": parts,
+            "nbytes": self.nbytes,
+            "own": self.own,
+            "state": [*self.state_sha256.items()],
+            "ranks": [[rank, *wrote] for rank, wrote in self.ranks.items()],
+        }
 
     def add(self, vote: Mapping[str, Any]) -> None:
         """Add what another rank put.
@@ -57,6 +68,8 @@ class Staged:
                     raise SaveError(f"{path}: two ranks have written object {index}")
                 own[index] = Part(nbytes, tail)
         self.nbytes += vote["nbytes"]
+        self.state_sha256.update(vote["state"])
+        self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
         for path, shape, dtype, torch_dtype in vote["own"]:
             self.note_dense(DenseWrite(path, _shaped(shape, dtype), torch_dtype))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 from cnr_store import errors
-from cnr_store.errors import CheckpointError, SaveError
+from cnr_store.errors import CheckpointError, RanksError, SaveError
 from cnr_store.ranks.group import Alone, Document, Group, Piece
 from cnr_store.ranks.protocol import SaveRound
 
@@ -78,9 +79,30 @@ class Team:
         self.round.vote({})
         return self.round.votes()[1:]
 
+    def forget(self) -> None:
+        """Remove what this rank has told the others of a save that is over on all of them."""
+        with suppress(RanksError):  # whatever needs the keys next finds out
+            self.round.forget()
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one can't go on, so that none waits for it."""
-        self.round.fail(self.round.phase, f"{type(error).__name__}: {error}")
+        kind = type(error).__name__
+        self.round.fail(self.round.phase, f"{kind}: {error}", kind)
+
+    def failure(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
+        """What the caller of this rank is told of an error: on all ranks one of the same class.
+
+        Parameters
+        ----------
+        describe
+            Makes a message of what failed, on which rank and in which phase.
+        """
+        if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
+            return error
+        if self.world == 1:
+            return SaveError(describe(str(error)))
+        kind, text = self.round.failure
+        return error_from({"error": kind, "text": describe(text or str(error))})
 
 
 def error_document(error: BaseException) -> Document:
@@ -91,6 +113,6 @@ def error_document(error: BaseException) -> Document:
 def error_from(doc: Document, otherwise: type[CheckpointError] = SaveError) -> CheckpointError:
     """The error that another rank met, of the same class if that is one of this package."""
     kind = getattr(errors, str(doc.get("error")), None)
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)) or kind is RanksError:
         kind = otherwise
     return kind(str(doc.get("text")))

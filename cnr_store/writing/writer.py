@@ -7,7 +7,6 @@ later; if it can't tell, it removes nothing. No other version ever uses an attem
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import time
@@ -19,20 +18,19 @@ from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
 from cnr_store.catalog.objects import has_object
-from cnr_store.errors import CheckpointError, RanksError, SaveError
+from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
-from cnr_store.format.state import dumps
-from cnr_store.ranks.group import Document
-from cnr_store.writing.commit import commit, finish_record
+from cnr_store.writing.commit import commit, finish_record, put_state_parts
+from cnr_store.writing.outcome import read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import stage
 from cnr_store.writing.staged import Staged
-from cnr_store.writing.team import Team, error_document, error_from
+from cnr_store.writing.team import Team, error_document
 
 log = logging.getLogger("cnr_store")
 
@@ -77,6 +75,11 @@ class Writer:
     @property
     def putting_seconds(self) -> float:
         return self._backend.seconds_putting
+
+    @property
+    def operations(self) -> int:
+        """How many operations of the store have succeeded."""
+        return self._backend.operations
 
     @property
     def claim(self) -> ClaimId | None:
@@ -174,12 +177,10 @@ class Writer:
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
-            votes = team.votes()
-            for vote in votes:
+            for vote in team.votes():
                 staged.add(vote)
             team.round.beat("record")
-            parts = [staged.state_sha256, *(vote["state"] for vote in votes)]
-            record = finish_record(self._backend, version, plan, staged, nonce, parts)
+            record = finish_record(self._backend, version, plan, staged, nonce)
 
             def attempt() -> Record:
                 nonlocal sent
@@ -199,10 +200,11 @@ class Writer:
                 if isinstance(landed, Record):
                     return self._committed(landed, team)
                 left = landed
-            elif version:
+            # The others wait for this, and what is removed may be much.
+            team.round.conclude(error_document(self._failure(error, plan.step, version, left, team)))
+            if version and not left:
                 left = self._remove(version)
-            failure = self._failure(error, plan.step, version, left)
-            team.round.conclude(error_document(failure))
+            failure = self._failure(error, plan.step, version, left, team)
             if failure is error:
                 raise
             raise failure from error
@@ -212,6 +214,7 @@ class Writer:
         version = None
         try:
             try:
+                team.round.beat("claim")
                 announced = team.round.announced()
                 version = str(announced["version"])
                 self._check_shared(version)
@@ -219,42 +222,36 @@ class Writer:
             finally:
                 rows_done()
             team.round.vote(staged.to_vote())
-            outcome = team.round.outcome()
-            if outcome is None:
-                outcome = self._arbitrate(version)
-            if "error" in outcome:
-                raise error_from(outcome)
-            record = decode_record(self._backend.get(layout.record_key(version)), version)
-            if record is None or record.nonce != announced["nonce"]:
-                raise SaveError(f"version {version} was committed by another writer than the first rank")
-            return record
         except Exception as error:
+            # Nothing is committed without this rank's vote.
             team.fail(error)
-            failure = self._failure(error, plan.step, version, "")
+            failure = self._failure(error, plan.step, version, "", team)
             if failure is error:
                 raise
             raise failure from error
+        return read_outcome(self._backend, self._direct, version, announced["nonce"], plan.step, team)
 
     def _stage(self, version: str, plan: Plan, team: Team) -> Staged:
         team.round.beat("encode")
+        began = time.perf_counter()
         with Transfer(self._workers, 2 * self._workers) as transfer:
             staged = stage(self._backend, version, plan, transfer, team)
-        if plan.part is not None:
-            data = dumps(plan.part)
-            self._backend.put(layout.version_key(version, layout.state_part(team.rank)), data)
-            staged.nbytes += len(data)
-            staged.state_sha256 = hashlib.sha256(data).hexdigest()
+        put_state_parts(self._backend, version, plan, staged)
+        staged.ranks[team.rank] = staged.nbytes, time.perf_counter() - began
         self.encoding_seconds += staged.encoding_seconds
         return staged
 
-    def _failure(self, error: Exception, step: int, version: str | None, left: str) -> CheckpointError:
+    def _failure(
+        self, error: Exception, step: int, version: str | None, left: str, team: Team
+    ) -> CheckpointError:
         """What the caller is told of a save that failed."""
-        if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
-            return error
         named = f" as version {version}" if version else ""
-        return SaveError(
-            f"step {step} was not saved{named} to {self._backend.url}: {error}. "
-            f"The versions before it are untouched and its rows stay marked for the next save{left}"
+        return team.failure(
+            error,
+            lambda cause: (
+                f"step {step} was not saved{named} to {self._backend.url}: {cause}. "
+                f"The versions before it are untouched and its rows stay marked for the next save{left}"
+            ),
         )
 
     def _check_shared(self, version: str) -> None:
@@ -270,28 +267,6 @@ class Writer:
             )
         self._shared = attempt.claim
 
-    def _arbitrate(self, version: str) -> Document:
-        """Let the store decide about a version of which the first rank says nothing any more.
-
-        Whoever creates the object of its record decides: the first rank commits, any other makes the version void.
-        """
-        attempt = VersionId.parse(version)
-        if attempt is None or not self._backend.atomic_create:
-            raise SaveError(
-                f"the first rank does not answer, and {self._backend.url} can't decide about version {version}: "
-                "whether it was committed is not known"
-            )
-        key, nonce = layout.record_key(version), secrets.token_hex(16)
-        try:
-            self._direct.create(key, encode_void(str(attempt.claim), nonce, time.time()))
-        except ObjectExistsError:
-            if decode_record(self._direct.get(key), version) is not None:
-                return {"committed": version}
-        return {
-            "error": "SaveError",
-            "text": f"the first rank does not answer: version {version} was made void",
-        }
-
     def _committed(self, record: Record, team: Team) -> Record:
         team.round.conclude({"committed": record.id})
         self._backend.hold_reserve()  # a failed save may have used it up
@@ -304,18 +279,17 @@ class Writer:
         fencing.remember(self._backend, self._seen)
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | str:
-        """End an attempt whose record may have been sent: void its id, then remove its objects.
+        """End an attempt whose record may have been sent: void its id.
 
-        Returns the record if the commit landed after all, as it may when only the response was lost; else what
-        `_remove` does.
+        Returns the record if the commit landed after all, as it may when only the response was lost; else what an error
+        must say of objects that have to stay: nothing if they may go.
         """
         try:
-            landed = self._void(claim, version, nonce)
+            return self._void(claim, version, nonce) or ""
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             self.renew(previous)
             return f". Its objects stay, because it could not be voided: {error}"
-        return landed or self._remove(version)
 
     def _void(self, claim: claims.Claim, version: str, nonce: str) -> Record | None:
         """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""

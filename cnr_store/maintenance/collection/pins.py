@@ -9,8 +9,8 @@ from typing import Any
 from cnr_backends import open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.objects import list_ids
-from cnr_store.errors import VersionNotFoundError
+from cnr_store.catalog.objects import has_object, list_ids
+from cnr_store.errors import CorruptionError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.state import dumps
 
@@ -62,14 +62,18 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     ------
     EmptyStoreError, VersionNotFoundError
     """
-    catalog, record = open_record(url, version, **storage_options)
-    for key, _ in sorted(catalog.backend.list_keys(layout.version_key(record.id, prefix=layout.PINS))):
-        catalog.backend.delete(key)
-    return record.id
+    catalog = Catalog(open_backend(url, **storage_options))
+    backend, pinned = catalog.backend, catalog.resolve(version)
+    # The pin of a version that is lost can be removed, too.
+    if not isinstance(pinned, str) or pinned not in list_ids(backend, layout.PINS):
+        pinned = catalog.find(pinned).id
+    for key, _ in sorted(backend.list_keys(layout.version_key(pinned, prefix=layout.PINS))):
+        backend.delete(key)
+    return pinned
 
 
 def pins(url: Url, **storage_options: Any) -> list[str]:
-    """Ids of the pinned versions, oldest first.
+    """Ids of the pinned versions, oldest first; also of those that are lost or damaged.
 
     Parameters
     ----------
@@ -86,4 +90,16 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format():
         return []
-    return sorted(filter(catalog.find_record, list_ids(catalog.backend, layout.PINS)))
+    return sorted(
+        version for version in list_ids(catalog.backend, layout.PINS) if not _is_void(catalog, version)
+    )
+
+
+def _is_void(catalog: Catalog, version: str) -> bool:
+    """Whether a version was deleted, so that its pin is that of a call that came too late."""
+    try:
+        return catalog.find_record(version) is None and has_object(
+            catalog.backend, layout.record_key(version)
+        )
+    except (CorruptionError, FormatError):
+        return False

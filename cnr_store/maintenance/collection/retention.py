@@ -107,7 +107,8 @@ def gc(
     SupersededError
         With `end_run`, another writer claimed the store at that moment. Nothing was changed.
     CorruptionError, FormatError
-        A record or the newest claim can't be read, so it is unknown what is needed. Nothing was deleted.
+        A record, a tag or the newest claim can't be read, or a tag's version is lost, so it is unknown what is needed.
+        Nothing was deleted.
     cnr_backends.StorageFullError
         The storage is full, and nothing could be deleted that would make room for tombstones and void records.
     cnr_backends.BackendError

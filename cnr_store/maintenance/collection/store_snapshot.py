@@ -112,7 +112,7 @@ class SnapshotReader:
         Raises
         ------
         CorruptionError, FormatError
-            A claim or record can't be read, so it is unknown what is needed.
+            A claim, record or tag can't be read, or a tag's version is lost, so it is unknown what is needed.
         """
         newest = claims.newest_claim(self._backend)
         may_abort = self._own in (None, newest.id if newest else None)
@@ -133,6 +133,7 @@ class SnapshotReader:
                 self._known[name] = known
             elif may_abort and _can_not_commit(name, newest):
                 unaborted.append(name)
+        self._check_tagged(tagged, tombstoned)
         if void:
             full = self._abort_all(unaborted)
         folds = dict(zip(folded, transfer.map(self._fold, folded), strict=True))
@@ -143,6 +144,15 @@ class SnapshotReader:
         if not void:
             aborted |= dict.fromkeys(unaborted, time.time())
         return StoreSnapshot(newest, pinned, tagged, tombstoned, versions, aborted, names, folds, full)
+
+    def _check_tagged(self, tagged: Mapping[str, str], tombstoned: frozenset[str]) -> None:
+        """Refuse a tag that names no version: what it was to keep may be another one, or needed to mend it."""
+        for name, version in tagged.items():
+            if not isinstance(self._known.get(version), Committed) and version not in tombstoned:
+                raise CorruptionError(
+                    f"{self._backend.url}: the tag {name!r} names version {version}, which is lost, so nothing is "
+                    f"deleted; put it back, tag another version {name!r}, or remove the tag (`cnr untag`)"
+                )
 
     def _read(self, version: str) -> Committed | float | None:
         try:

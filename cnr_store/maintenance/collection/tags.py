@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from cnr_backends import ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.tags import read_tags
+from cnr_store.catalog.tags import encode_tag, read_tags
 from cnr_store.errors import OptionError, VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.format.state import dumps
 
 
 def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any) -> str:
@@ -44,7 +42,7 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
         before = backend.get(key)
     except ObjectNotFoundError:
         before = None
-    backend.put(key, dumps({"version": record.id, "time": time.time()}))
+    backend.put(key, encode_tag(name, record.id))
     # As for a pin: retention either saw the tag before its tombstone, or its tombstone is seen here.
     if record.id in claims.list_tombstoned(backend) or Catalog(backend).find_record(record.id) is None:
         if before is None:

@@ -93,6 +93,7 @@ class FoldedArray:
             rows=written.shape[0],
             codec=config,
             aliases=written.aliases,
+            boundaries=written.boundaries,
             stored=written.stored,
         )
         try:

@@ -15,8 +15,9 @@ import numpy as np
 from cnr_backends import Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid
@@ -141,6 +142,8 @@ class Repair:
             )  # before the check: a job that begins after it wins
             claims.check_no_live_writer(catalog.backend)
         self._catalog, self._state = catalog, catalog.state(self._record)
+        ranks = range(count_parts(self._state))
+        self._parts = {rank: read_state_part(catalog, self._record, self._state, rank) for rank in ranks}
         entries = self._record.arrays.items()
         self._dense = [
             _dense(catalog, self._record, path) for path, entry in entries if entry.kind == "dense"
@@ -151,7 +154,7 @@ class Repair:
         with Transfer(workers, 2 * workers) as transfer:
             self._read(transfer, progress)
         damaged = [reader for reader in self._readers if reader.damage is not None]
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in damaged}
+        salvaged = salvaged_by_label(damaged)
         self.report = RepairReport(
             self._record.id,
             "repairable" if damaged else "sound",
@@ -211,7 +214,8 @@ class Repair:
             rows=(),
             dense=self._dense,
             state=self._state,
-            policy=asdict(decision),
+            state_parts=self._parts,
+            policy=asdict(decision) | ({"ranks": {"world": len(self._parts)}} if self._parts else {}),
             restores=record.restores,
             metadata=record.metadata,
             parent_paths=record.stored_paths,

@@ -14,6 +14,7 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_codecs import array_dtype
+from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import region_rows
 from cnr_store.chains.dense import dense_object
@@ -22,7 +23,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
 from cnr_store.format.state import decode_state
-from cnr_store.maintenance.verification.inspect_version import STATE, Rows, VersionCheck
+from cnr_store.maintenance.verification.inspect_version import STATE, STATES, Rows, VersionCheck
 
 _STATE_ARRAYS = ("dense/optim/", "dense/state/")
 
@@ -79,7 +80,7 @@ class DeepCheck:
         for outcome in transfer.map(lambda task: task(), self._tasks()):
             if outcome.what is not None:
                 self._check.add(outcome.what, outcome.key, outcome.path, outcome.rows, outcome.row_count)
-                if outcome.key == self._record.key(STATE):
+                if outcome.key.startswith(self._record.key(STATES)):
                     self._check.soundness.state = False
             present, own = self._counts.get(outcome.path, (0, 0))
             self._counts[outcome.path] = present + outcome.present, own + outcome.own
@@ -157,20 +158,25 @@ class DeepCheck:
         return _Outcome(0, self._check.compare_node(key), key)
 
     def _check_state(self) -> _Outcome:
-        """Whether the state can be decoded, and refers to each of its arrays once."""
-        key, referred = self._record.key(STATE), set[str]()
+        """Whether the state and its parts can be decoded, and refer to each of their arrays once."""
+        catalog, record, referred = self._check.catalog, self._record, set[str]()
+        key = record.key(STATE)
 
         def read(path: str) -> np.ndarray[Any, Any]:
-            entry = self._record.arrays.get(path)
+            entry = record.arrays.get(path)
             if entry is None or path in referred or not path.startswith(_STATE_ARRAYS):
                 raise FormatError(f"it refers to {path[:80]!r}, which is not stored for it, or twice")
             referred.add(path)
             return np.empty(0)
 
         try:
-            decode_state(self._check.catalog.state(self._record), read=read)
+            state = catalog.state(record)
+            decode_state(state, read=read)
+            for rank in range(count_parts(state)):
+                key = record.key(layout.state_part(rank))
+                decode_state(read_state_part(catalog, record, state, rank), read=read)
         except (CorruptionError, FormatError) as error:
-            return _Outcome(0, f"{self._record.home}: {key}: {error}", key)
+            return _Outcome(0, f"{record.home}: {key}: {error}", key)
         return _Outcome()
 
     def _check_counts(self) -> None:

@@ -1,4 +1,7 @@
-"""What names and records alone tell of versions that can't be restored. No array, manifest or state is read."""
+"""What names and records tell of versions that can't be restored, with the states that many ranks saved.
+
+No array and no manifest is read.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Collection, Iterable
 
 from cnr_backends import ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.state_parts import count_parts
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format import layout
 from cnr_store.format.record import Record
 
 
@@ -40,7 +45,11 @@ def find_lost_bases(records: Iterable[Record], folded: Collection[str]) -> dict[
 
 def find_lost(catalog: Catalog, record: Record) -> str | None:
     """What is missing of a version and of those that it depends on: a message, or None."""
+    parts: set[str] = set()
     try:
+        if layout.STATE_PARTS in record.requires:
+            ranks = range(count_parts(catalog.state(record)))
+            parts = {record.key(layout.state_part(rank)) for rank in ranks}
         links = {
             link.key("manifest")
             for path, entry in record.arrays.items()
@@ -54,4 +63,5 @@ def find_lost(catalog: Catalog, record: Record) -> str | None:
             catalog.backend.size(key)
         except ObjectNotFoundError:
             return f"{key} is lost"
-    return None
+    lost = parts.difference(key for key, _ in catalog.backend.list_keys(record.key("state"))) if parts else ()
+    return f"{min(lost)} is lost" if lost else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.catalog.objects import read_object
+from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.dense import dense_layout
 from cnr_store.chains.link import Link, WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError
@@ -21,6 +23,8 @@ from cnr_store.maintenance.verification.report import Finding, Leftovers, find_l
 
 Rows = tuple[int, int]
 STATE = "state/main.json"
+STATES = "state/"
+"""What the places of all parts of a state begin with."""
 
 
 @dataclass
@@ -32,7 +36,8 @@ class Soundness:
     findings
         All damage found.
     manifest, state
-        Whether these can be read. Without its manifest no array of a version can be.
+        Whether these can be read. Without its manifest no array of a version can be. A state has the parts of all
+        ranks that saved it.
     unreadable
         Paths of arrays that can't be read whole.
     max_rows
@@ -99,12 +104,26 @@ class VersionCheck:
     def _check_documents(self, listed: dict[str, int]) -> None:
         self.soundness.manifest = self._is_valid("manifest", self.catalog.manifest, listed)
         if self.record.prefix == layout.VERSIONS:
-            self.soundness.state = self._is_valid(STATE, self.catalog.state, listed)
+            self.soundness.state = self._check_state(listed)
         try:
             VersionInfo.from_record(self.record)
         except FormatError as error:
             self.soundness.state = False
             self.add(f"{self.record.home}: {error}", self.record.key())
+
+    def _check_state(self, listed: dict[str, int]) -> bool:
+        """Check the state, and the part of each rank that saved it."""
+        if not self._is_valid(STATE, self.catalog.state, listed):
+            if layout.STATE_PARTS in self.record.requires:
+                # Nothing tells which parts it had: none that is there is a leftover.
+                for key in [key for key in listed if key.startswith(self.record.key(STATES))]:
+                    del listed[key]
+            return False
+        state, sound = self.catalog.state(self.record), True
+        for rank in range(count_parts(state)):
+            read = partial(read_state_part, self.catalog, state=state, rank=rank)
+            sound &= self._is_valid(layout.state_part(rank), read, listed)
+        return sound
 
     def _is_valid(self, name: str, read: Callable[[Record], Any], listed: dict[str, int]) -> bool:
         key = self.record.key(name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.objects import list_ids
-from cnr_store.catalog.tags import read_tags
+from cnr_store.catalog.tags import list_tags, read_tag
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
@@ -127,11 +127,30 @@ class Listing:
         return named
 
     def _tagged_ids(self) -> dict[str, str]:
-        try:
-            return {version: f"the tag {name}" for name, version in read_tags(self._backend).items()}
-        except CorruptionError as error:
-            self.problems.append(Finding(str(error)))
-            return {}
+        tagged: dict[str, str] = {}
+        for name in list_tags(self._backend):
+            try:
+                version = read_tag(self._backend, name)
+            except CorruptionError as error:
+                self.problems.append(Finding(str(error), key=layout.tag_key(name)))
+                continue
+            if version is not None:
+                tagged[version] = f"the tag {name}"
+        return tagged
+
+    def check_kept(self) -> None:
+        """Report versions of which nothing is left, although a tag or a pin keeps them."""
+        tagged = self._tagged_ids()
+        kept = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin") | tagged
+        # A version that retention deletes has a tombstone until its id is listed no more.
+        there = list_ids(self._backend, layout.TOMBSTONES) | list_ids(self._backend, layout.VERSIONS)
+        for version in sorted(kept.keys() - there):
+            what = (
+                f"version {version} of {self._backend.url} is lost with all its objects, although {kept[version]} "
+                f"keeps it; put versions/{version} back, or remove the {'tag' if version in tagged else 'pin'}"
+            )
+            # A pin alone may also be left of a call that was killed.
+            (self.problems if version in tagged else self.suspicious).append(Finding(what, version))
 
 
 def _read(find: Callable[[str], Record | None], version: str, prefix: str) -> Record | Finding | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.inspect_version import STATE, Soundness
+from cnr_store.maintenance.verification.inspect_version import STATES, Soundness
 from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
@@ -114,7 +113,8 @@ class Restorability:
         ]
         ids = {each for place in places for each in self._fallen[place]}
         # Of its own version, an object's loss is told where no array is concerned, or none in particular.
-        if key is None or is_record or key in map(partial(layout.version_key, version), ("manifest", STATE)):
+        is_state = (key or "").startswith(layout.version_key(version, STATES))
+        if key is None or is_record or is_state or key == layout.version_key(version, "manifest"):
             ids |= {version} & self._failed
         return tuple(sorted(ids))
 

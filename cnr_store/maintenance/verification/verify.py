@@ -109,7 +109,7 @@ class _Run:
         if version is None:
             self._list_store()
         else:
-            self._list_version(self._catalog.resolve(version))
+            self._list_version(version)
         listing = self._listing
         listing.check_attempts()
         self._report(listing.problems)
@@ -165,10 +165,15 @@ class _Run:
         self._report(check_claims(self._backend, ids[-1]))
         self._listing.read(ids)
         self._listing.read_folds()
+        self._listing.check_kept()
 
-    def _list_version(self, wanted: str | int) -> None:
+    def _list_version(self, version: Version) -> None:
         """Read the record asked for, and report newer ones that may be lost."""
         listing = self._listing
+        try:
+            wanted = self._catalog.resolve(version)
+        except CorruptionError:
+            return  # a damaged tag: `Listing.check_attempts` reports it
         if isinstance(wanted, str) and layout.VersionId.parse(wanted):
             listing.read([wanted])
         elif (isinstance(wanted, str) and wanted != "latest") or not self._catalog.ids():

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnr_store.errors import OptionError
+from cnr_store.training.data.shared_epoch import sharding_of
 
 
 def open_source(loader: Iterable[Any], replay: bool) -> Source:
@@ -47,6 +48,10 @@ class Source:
     def kind(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same batch."""
         return {"kind": "iterable"}
+
+    def sharding(self) -> dict[str, Any] | None:
+        """How the loader deals an epoch out to ranks; None if that is not known."""
+        return None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # without a length, its TypeError is the right one
@@ -115,6 +120,9 @@ class LoaderSource(Source):
             batches = length_of(self._sampler.sampler)
             return {"kind": "map", "batch_size": batch, "drop_last": drop, "batches": batches}
         return {"kind": "stream", "batch_size": batch, "drop_last": drop, "workers": self._copy.num_workers}
+
+    def sharding(self) -> dict[str, Any] | None:
+        return sharding_of(self._sampler.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch

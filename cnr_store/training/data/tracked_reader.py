@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
 
 from cnr_store.errors import OptionError
 from cnr_store.training.data.generators import (
@@ -14,11 +17,14 @@ from cnr_store.training.data.generators import (
     set_generators,
 )
 from cnr_store.training.data.loader_replay import open_source
+from cnr_store.training.data.shared_epoch import divide, position_of
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 T = TypeVar("T")
-_FIELDS = {"epoch", "batch", "loader", "reused", "start", "generators"}
+_FIELDS = frozenset({"epoch", "batch", "loader", "reused", "start", "generators"})
+_SHARDING = "sharding"
+"""A field of loaders alone that deal an epoch out to ranks."""
 
 
 class TrackedReader(Generic[T]):
@@ -139,6 +145,7 @@ class TrackedReader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the random numbers that the epoch began with; plain values that a save can store."""
+        sharding = self._source.sharding()
         return {
             "epoch": self._epoch,
             "batch": self._taken,
@@ -146,7 +153,55 @@ class TrackedReader(Generic[T]):
             "reused": self._source.has_workers if self._reused is None else self._reused,
             "start": self._start,
             "generators": None if self._start else generator_states(self._own),
+            **({} if sharding is None else {_SHARDING: sharding}),
         }
+
+    def split_state(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
+        """The state with which this reader goes on where another number of ranks had readers.
+
+        Between two epochs that is always possible. In the middle of one it is for a `DataLoader` with torch's own
+        `DistributedSampler`, if what was taken of the epoch is a number of whole batches for the ranks of now: then no
+        sample is trained twice, and none is left out.
+
+        Parameters
+        ----------
+        states
+            What `state_dict` of each rank's reader gave, by rank.
+        rank, world
+            This process's number, and how many ranks there are.
+
+        Raises
+        ------
+        OptionError
+            It is not possible, and why. Nothing was changed.
+        """
+        try:
+            return self._split(states, rank, world)
+        except OptionError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise OptionError(f"not states of readers, one for each rank: {error!r}") from error
+
+    def _split(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
+        epoch, batch = position_of(states, _FIELDS)
+        if batch:
+            batches = self._source.kind().get("batches")
+            batch = divide(states, batch, self._source.sharding(), batches, world)
+        own = states[rank] if rank < len(states) else None
+        generators = [_begun_with(state) for state in states]
+        if own is not None:
+            chosen = generators[rank]
+        elif all(_is_same(each, generators[0]) for each in generators):
+            chosen = generators[0]  # which ranks may share, to shuffle alike
+        else:
+            chosen = generator_states(self._own)
+        state = self.state_dict() | {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
+        if own is not None:
+            state["reused"] = own["reused"]
+        if batch:
+            begun = own["start"] if own is not None else {"global": _global_state()}
+            state |= {"start": {"global": begun["global"], "own": chosen}, "generators": None}
+        return state
 
     def load_state_dict(self, state: Any) -> None:
         """Continue at the position where `state` was taken.
@@ -170,7 +225,7 @@ class TrackedReader(Generic[T]):
             set_generators(self._own, state["generators"])
 
     def _check(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() != _FIELDS:
+        if not isinstance(state, Mapping) or state.keys() - {_SHARDING} != _FIELDS:
             raise ValueError(
                 f"it is of type {type(state).__name__}, or has other fields than {', '.join(sorted(_FIELDS))}"
             )
@@ -193,6 +248,26 @@ class TrackedReader(Generic[T]):
             raise ValueError("the random numbers that its epoch began with are malformed")
         check_rng_state(start["global"])
         check_generator_states(self._own, start["own"])
+
+
+def _begun_with(state: Mapping[str, Any]) -> Any:
+    """The states of a loader's own generators at the beginning of the epoch that a reader's state is in."""
+    return state["generators"] if state["start"] is None else state["start"]["own"]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether states of generators are equal, which are nested plain values, arrays and tensors."""
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(_is_same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, tuple | list):
+        return type(one) is type(other) and len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _global_state() -> dict[str, Any]:

@@ -37,6 +37,18 @@ class LocalPiece:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True)
+class ColumnPart:
+    """The memory of some columns of an array's rows: ``(rows, columns)``, or ``(rows,)`` for one column."""
+
+    first_column: int
+    tensor: torch.Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.tensor.shape[1] if self.tensor.ndim == 2 else 1
+
+
 def local_pieces(value: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[LocalPiece]]:
     """The shape of a whole tensor, and the boxes of it that this process holds.
 
@@ -118,3 +130,20 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
             "values in memory; materialize it first"
         ) from None
     return plain
+
+
+def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, ...]:
+    """The parts that a process holds of an array, by column.
+
+    Raises
+    ------
+    UnsupportedModelError
+        They have different rows.
+    """
+    if len({(piece.first_row, len(piece.tensor)) for piece in pieces}) > 1:
+        raise UnsupportedModelError(
+            f"table {name!r}: this rank holds other rows of it in some columns than in others; shard all columns of a "
+            "row alike"
+        )
+    ordered = sorted(pieces, key=lambda piece: piece.first_column)
+    return tuple(ColumnPart(piece.first_column, piece.tensor) for piece in ordered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -81,6 +81,14 @@ class TorchGroup(Group):
             self._connect()
         verdict: Document = found["verdict"]
         return verdict
+
+    def refuse(self, phase: str, reason: str) -> None:
+        """See `Group.refuse`."""
+        self._decisions.refuse(phase, reason)
+
+    def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
+        """See `Group.working`."""
+        return self._decisions.beats.working(phase, progress)
 
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Group.sum`. The values are left as they are."""

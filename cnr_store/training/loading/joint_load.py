@@ -17,8 +17,13 @@ Attempt = Callable[[Record], Restored]
 JointAttempt = Callable[[Callable[[], Record]], Restored]
 
 
-def on_all(group: Group, phase: str, work: Callable[[], T]) -> T:
+def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
     """Do something on all ranks, which fails on all if it fails on one.
+
+    Parameters
+    ----------
+    progress
+        Gives another number whenever something was done: the other ranks wait as long as that goes on.
 
     Raises
     ------
@@ -30,14 +35,18 @@ def on_all(group: Group, phase: str, work: Callable[[], T]) -> T:
     failure: Exception | None = None
     result: T | None = None
     try:
-        result = work()
+        with group.working(phase, progress):
+            result = work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         failure = error
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
     found = group.decide(phase, {} if failure is None else error_document(failure), _first_error)
     if failure is not None:
         raise failure
     if found:
-        raise error_from(found, RanksError)
+        raise error_from({**found, "text": f"{phase}: {found['text']}"}, RanksError)
     return result  # type: ignore[return-value]  # there was no failure
 
 

@@ -91,6 +91,17 @@ def warn_salvaged(restored: Restored, url: str) -> None:
         )
 
 
+def warn_readers(restored: Restored, url: str, world: int) -> None:
+    """Log that another number of ranks saved readers, since `Restored.reader` is None then."""
+    if any(each is not None for each in restored.readers):
+        log.warning(
+            "version %s of %s: another number of ranks saved readers (%d, and there are %d now), so `reader` of the "
+            "result is None: give resume() your reader, or place it yourself by `readers`, which has what each rank "
+            "saved",
+            *(restored.version.id, url, len(restored.readers), world),
+        )
+
+
 def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> None:
     """Give a reader its state back.
 
@@ -115,7 +126,7 @@ def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> No
         )
     if reader is not None:
         reader.load_state_dict(restored.reader)
-    elif restored.reader is not None:
+    elif restored.reader is not None and rank == 0:
         log.warning(
             "%s holds the state of a reader, which resume() was not given: the data begins where yours stands",
             where,
@@ -127,14 +138,16 @@ def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> No
     where = f"version {restored.version.id}, step {restored.step},"
     others = len(restored.readers)
     if reader is None:
-        log.warning(
-            "%s holds the state of %d ranks' readers, which resume() was not given: the data begins where yours stands",
-            *(where, others),
-        )
+        if rank == 0:
+            log.warning(
+                "%s holds readers of another number of ranks (%d), and resume() was given none: the data begins where "
+                "yours stands",
+                *(where, others),
+            )
         return
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(
-            f"{where} was saved by {others} ranks, each with a reader of its own, and this job has {world}: "
+            f"{where} holds readers of another number of ranks ({others}, and there are {world} now): "
             f"{type(reader).__name__} has no split_state(states, rank, world) that tells where each of them goes on. "
             "Give it one, or call resume() without a reader, and place it yourself"
         )

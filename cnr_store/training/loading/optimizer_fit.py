@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
+from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
@@ -185,8 +186,13 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
         own = own.clone(memory_format=torch.contiguous_format)
     if own is not None and tuple(own.shape) == shape and own.dtype == dtype:
         return own
+    if is_dtensor(parameter) and shape != tuple(parameter.shape):
+        raise ModelMismatchError(
+            f"table {fit.table.name!r} is a DTensor, and the optimizer's {slot!r} is stored as {entry.shape}: nobody "
+            "knows how to spread it; load without the optimizer"
+        )
     if fit.ids is None and fit.stored_rows == fit.table.rows:
-        return torch.empty(shape, dtype=dtype, device=parameter.device)
+        return _new(torch.empty_like, torch.empty, parameter, shape, dtype)
     if own is not None:
         if tuple(own.shape) == shape and own.is_floating_point() and dtype.is_floating_point:
             return own
@@ -199,4 +205,17 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
             f"table {fit.table.name!r} has rows that are not loaded, and {type(optimizer).__name__} has no {slot!r} of "
             "them: make a step before, or load without the optimizer"
         )
-    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return _new(torch.zeros_like, torch.zeros, parameter, shape, dtype)
+
+
+def _new(
+    like: Callable[..., torch.Tensor],
+    make: Callable[..., torch.Tensor],
+    parameter: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """State of this shape, spread as the parameter is where that is a DTensor."""
+    if is_dtensor(parameter):
+        return like(parameter.detach(), dtype=dtype)
+    return make(shape, dtype=dtype, device=parameter.device)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, VersionInfo
-from cnr_store.catalog.state_parts import read_state_part, state_digests
-from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.catalog.state_parts import count_parts, read_state_part
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
-from cnr_store.chains.salvage import SalvagedRows, SalvageReader, array_label
+from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
+from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor, spread_like
+from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
@@ -36,13 +40,15 @@ from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import load_optimizer
-from cnr_store.training.model.rng_state import set_rng_state
-from cnr_store.training.model.tables import ColumnPart
-from cnr_store.training.model.tensors import AnyArray, assign_dense
+from cnr_store.training.model.rng_state import seed_rng, set_rng_state
+from cnr_store.training.model.row_arrays import slot_parts
+from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
+
+log = logging.getLogger("cnr_store")
 
 
 class Restore:
@@ -89,6 +95,7 @@ class Restore:
         self._record = record
         self._trained = trained
         self._objects = objects
+        self._group = group or Alone()
         self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
         self._has_extra = selection.everything
@@ -96,30 +103,36 @@ class Restore:
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
-        self._state = self._read_state(group or Alone())
+        self._state = self._read_state()
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         self._fits = self._fit_optimizers() if trained.optimizers else []
         self._fused = fit_fused(self._match, trained, self._fused_tree, record.arrays)
         if selection.everything:
             self._compare_rest()
         self._match.prove()
-        self._match.warn()
+        if group is None or group.rank == 0:
+            self._match.warn()
 
-    def _read_state(self, group: Group) -> StoredState:
+    def _read_state(self) -> StoredState:
         """The state, with what this rank saved; or, if there were others, with what all of them saved."""
-        catalog, record, where = self._catalog, self._record, self._match.where
-        doc = catalog.state(record)
-        state = check_tree(decode_tree(catalog, record, doc, where), where)
-        saved_by = len(state_digests(record, doc))
-        if not saved_by:
-            return state
+        catalog, record, where, group = self._catalog, self._record, self._match.where, self._group
+        doc, seen = catalog.state(record), set[str]()
+        state = check_tree(decode_tree(catalog, record, doc, where, seen), where)
+        parts = count_parts(doc)
+        if not parts:
+            own = {"reader": state.reader, "rng": state.rng}
+            return state if group.world == 1 else with_other_parts(state, [own], where)
 
-        def part(rank: int) -> Any:
-            return decode_tree(catalog, record, read_state_part(catalog, record, doc, rank), where)
+        def read(rank: int) -> Any:
+            return read_state_part(catalog, record, doc, rank)
 
-        if saved_by == group.world:
-            return with_own_part(state, part(group.rank), where)
-        return with_other_parts(state, [part(rank) for rank in range(saved_by)], where)
+        if parts == group.world:
+            return with_own_part(state, decode_tree(catalog, record, read(group.rank), where, seen), where)
+        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+            docs = list(transfer.map(read, range(parts)))
+        return with_other_parts(
+            state, [decode_tree(catalog, record, part, where, seen) for part in docs], where
+        )
 
     @property
     def rows(self) -> int:
@@ -193,8 +206,8 @@ class Restore:
         self._fused.assign_settings(self._trained)
         if self._match.selection.everything:
             self._load_objects()
-            if rng and self._state.rng is not None:
-                set_rng_state(self._state.rng)
+            if rng:
+                self._load_rng()
         info, match = self._info, self._match
         restored = Restored(
             info,
@@ -217,7 +230,7 @@ class Restore:
             (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
         ]
         targets += [
-            (path, fit, (ColumnPart(0, tensor),))
+            (path, fit, slot_parts(fit.table, path, tensor))
             for each in self._fits
             for path, fit, tensor in each.targets()
         ]
@@ -244,8 +257,7 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        salvaged = {array_label(reader.path): reader.salvaged() for reader in salvagers}
-        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
+        return changed, salvaged_by_label(salvagers)
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors
@@ -253,8 +265,13 @@ class Restore:
         def read(name: str) -> tuple[AnyArray, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
-        for tensor, (values, torch_dtype) in zip(tensors.values(), transfer.map(read, tensors), strict=True):
-            assign_dense(tensor, values, torch_dtype)
+        for (name, tensor), (values, torch_dtype) in zip(
+            tensors.items(), transfer.map(read, tensors), strict=True
+        ):
+            if is_dtensor(tensor):
+                copy_whole(dense_tensor(values, torch_dtype), tensor, repr(name))
+            else:
+                assign_dense(tensor, values, torch_dtype)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast
@@ -262,16 +279,49 @@ class Restore:
         kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
         converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
         tree, slots = fit.merged(self._names, tables)
+        tree |= {"state": self._spread(optimizer, tree["state"])}
         with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         # What was not chosen has gone through foreign code, too, and stays as it was.
         optimizer.state.update(kept)
+
+    def _spread(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Stored state by parameter, with whole tensors spread where the parameter is a DTensor."""
+        spread = {
+            self._names[id(one)]: one
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if is_dtensor(one)
+        }
+        return {
+            name: {
+                key: spread_like(value, spread[name], f"{key!r} of {name!r}")
+                if name in spread and isinstance(value, torch.Tensor) and value.ndim and not is_dtensor(value)
+                else value
+                for key, value in values.items()
+            }
+            for name, values in state.items()
+        }
 
     def _load_objects(self) -> None:
         for name, value in self._objects.items():
             if name in self._state.objects:
                 with accepted(self._match.where, f"load_state_dict of {name!r}"):
                     value.load_state_dict(self._state.objects[name])
+
+    def _load_rng(self) -> None:
+        """Give the random number generators the state that this rank saved, or one that no other rank has."""
+        state, group = self._state, self._group
+        if state.rng is not None:
+            set_rng_state(state.rng)
+        elif state.rng_ranks:
+            seed_rng(f"{self._record.id}\n{group.rank}")
+            if group.rank == 0:
+                log.warning(
+                    "%s was saved by another number of ranks (%d, and there are %d now), so no random number generator "
+                    "goes on where it stood: those of each rank are seeded anew, by the version and the rank",
+                    *(self._match.where, state.rng_ranks, group.world),
+                )
 
     def trusted(self, lineage: Lineage) -> Lineage:
         """The part of the version's lineage that deltas may depend on, once `run` has ended.

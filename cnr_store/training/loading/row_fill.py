@@ -13,8 +13,8 @@ import torch
 from cnr_backends import Transfer
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
+from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
-from cnr_store.training.model.tables import ColumnPart
 from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,

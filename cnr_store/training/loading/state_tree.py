@@ -18,15 +18,20 @@ from cnr_store.training.loading.validate_state import state_tensor
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
 
 
-def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str) -> Any:
+def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: set[str] | None = None) -> Any:
     """Decode the state of a version, or a part of it, with the arrays that stand beside it.
+
+    Parameters
+    ----------
+    seen
+        Paths of the arrays that other parts have referred to. Those of this one are added.
 
     Raises
     ------
     FormatError, CorruptionError
         The state is malformed; `where` names the version.
     """
-    seen: set[str] = set()
+    seen = set() if seen is None else seen
 
     def read(path: str) -> np.ndarray[Any, Any]:
         # Each reference has an array of its own, so that a small state can't become many large arrays.

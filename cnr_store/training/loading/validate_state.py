@@ -39,6 +39,8 @@ class StoredState:
         For `set_rng_state`; None if it was not saved, or other ranks saved it.
     readers
         Of a version that another number of ranks saved, where the data of each stood.
+    rng_ranks
+        How many ranks saved random number generators, if another number loads them; else 0.
     """
 
     reader: Any
@@ -47,6 +49,7 @@ class StoredState:
     extra_state: Mapping[str, Any]
     rng: Mapping[str, Any] | None
     readers: tuple[Any, ...] = ()
+    rng_ranks: int = 0
 
 
 def check_tree(tree: object, where: str) -> StoredState:
@@ -93,14 +96,17 @@ def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
 
 
 def with_other_parts(state: StoredState, parts: Sequence[object], where: str) -> StoredState:
-    """A state with the readers of a job of another number of ranks.
+    """A state of another number of ranks: with all their readers, and without their random number generators.
 
     Raises
     ------
     CorruptionError
         Naming what is malformed.
     """
-    return replace(state, readers=tuple(_own_members(part, where)[0] for part in parts))
+    own = [_own_members(part, where) for part in parts]
+    has_rng = any(rng is not None for _, rng in own)
+    readers = tuple(reader for reader, _ in own)
+    return replace(state, reader=None, rng=None, readers=readers, rng_ranks=len(own) * has_rng)
 
 
 def _own_members(part: object, where: str) -> tuple[Any, Mapping[str, Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,32 @@ from torch import nn
 
 from cnr_store.errors import StateError
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.training.model.tensors import dense_numpy
+from cnr_store.training.distributed.dtensors import held_pieces
+from cnr_store.training.model.tensors import dense_numpy, dense_type
+from cnr_store.writing.plan import DensePiece
+
+
+@dataclass(frozen=True)
+class SpreadLeaf(ArrayLeaf):
+    """A DTensor as a leaf of a state: of its values, only shape and type are here.
+
+    Attributes
+    ----------
+    pieces
+        Copies of what this process holds of it.
+    """
+
+    pieces: tuple[DensePiece, ...] = ()
+
+
+def spread_leaf(value: torch.Tensor, name: str) -> SpreadLeaf:
+    """A copy of what this process holds of a DTensor, as a leaf of a state."""
+    shape, torch_dtype = dense_type(value)
+    pieces = tuple(
+        DensePiece(piece.first_row, piece.first_column, dense_numpy(piece.tensor)[0])
+        for piece in held_pieces(value, name)
+    )
+    return SpreadLeaf(shape, "torch", torch_dtype, True, pieces)
 
 
 def tensor_leaf(value: object) -> ArrayLeaf | None:
@@ -19,6 +45,8 @@ def tensor_leaf(value: object) -> ArrayLeaf | None:
     None for subclasses, because their masks, units or shards would be lost, and for anything else.
     """
     kind = type(value)
+    if isinstance(value, SpreadLeaf):
+        return value
     if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):
         values, torch_dtype = dense_numpy(value)
         return ArrayLeaf(values, "torch", torch_dtype)

@@ -49,10 +49,11 @@ def row_slots(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.
     They are ``(rows,)``, ``(rows, k)`` or of the parameter's shape.
     """
     state = optimizer.state.get(parameter, {})
-    return {key: value for key, value in state.items() if _follows_rows(key, value, parameter)}
+    return {key: value for key, value in state.items() if follows_rows(key, value, parameter)}
 
 
-def _follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
+def follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
+    """Whether an entry of an optimizer's state for `parameter` is one of its `row_slots`."""
     if not isinstance(key, str) or key == "step" or not isinstance(value, torch.Tensor):
         return False
     if value.layout is not torch.strided or value.dtype not in SLOT_DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from collections.abc import Mapping
@@ -50,6 +51,14 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     if _fits_devices(state):
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_rng(text: str) -> None:
+    """Begin the generators anew. Equal texts give equal numbers, and different ones independent ones."""
+    seed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(seed, "little"))
+    np.random.seed(np.frombuffer(seed, "<u4"))
+    random.seed(seed)
 
 
 def check_rng_state(state: Mapping[str, Any]) -> None:

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import decode_name, slot_path
+from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
+from cnr_store.training.distributed.pieces import ColumnPart, column_parts
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import ColumnPart, SpreadTable, Table, column_parts
+from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import array_dtype, dtype_name, dtype_named
 
 
@@ -113,7 +115,21 @@ def row_arrays(
                     raise UnsupportedModelError(
                         f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
                     )
-                arrays[path] = RowArray(
-                    table, path, tuple(tensor.shape), dtype_name(tensor.dtype), (ColumnPart(0, tensor),)
-                )
+                parts = slot_parts(table, slot, tensor)
+                arrays[path] = RowArray(table, path, tuple(tensor.shape), dtype_name(tensor.dtype), parts)
     return list(arrays.values())
+
+
+def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[ColumnPart, ...]:
+    """The memory that this process holds of what an optimizer keeps for a table's rows.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The table is a DTensor, and the state is not spread like it; or the other way round.
+    """
+    if not (is_dtensor(table.parameter) or is_dtensor(tensor)):
+        return (ColumnPart(0, tensor),)
+    name = f"table {table.name!r}: the optimizer's {slot!r}"
+    check_follows(tensor, table.parameter, name)
+    return column_parts(table.name, held_pieces(tensor, name))

@@ -13,25 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
-from cnr_store.training.distributed.pieces import LocalPiece
+from cnr_store.training.distributed.dtensors import held_pieces, is_dtensor
+from cnr_store.training.distributed.pieces import ColumnPart, LocalPiece, column_parts
 from cnr_store.training.distributed.torchrec import ShardedModule, ShardedTable
 from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
 
 Lookup = nn.Embedding | nn.EmbeddingBag
-
-
-@dataclass(frozen=True)
-class ColumnPart:
-    """The memory of some columns of an array's rows: ``(rows, columns)``, or ``(rows,)`` for one column."""
-
-    first_column: int
-    tensor: torch.Tensor
-
-    @property
-    def columns(self) -> int:
-        return self.tensor.shape[1] if self.tensor.ndim == 2 else 1
 
 
 @dataclass(eq=False)
@@ -119,7 +108,32 @@ class Table:
         return any(module.max_norm is not None for module in self.modules)
 
 
-class SpreadTable(Table):
+class PiecedTable(Table):
+    """A table of which this process may hold a part."""
+
+    @property
+    def pieces(self) -> Sequence[LocalPiece]:
+        """What it holds."""
+        return held_pieces(self.parameter, f"table {self.name!r}")
+
+    @property
+    def first_row(self) -> int:
+        return self.pieces[0].first_row if self.pieces else 0
+
+    @property
+    def local_rows(self) -> int:
+        return len(self.pieces[0].tensor) if self.pieces else 0
+
+    @property
+    def parts(self) -> tuple[ColumnPart, ...]:
+        return column_parts(self.name, self.pieces)
+
+
+class DTensorTable(PiecedTable):
+    """A table whose parameter is a DTensor, as FSDP2 makes it."""
+
+
+class SpreadTable(PiecedTable):
     """A table that TorchRec shards over ranks, and what this process holds of it.
 
     Parameters
@@ -147,41 +161,16 @@ class SpreadTable(Table):
         return self.sharded.shape[1]
 
     @property
-    def first_row(self) -> int:
-        return self.sharded.pieces[0].first_row if self.sharded.pieces else 0
-
-    @property
-    def local_rows(self) -> int:
-        return len(self.sharded.pieces[0].tensor) if self.sharded.pieces else 0
+    def pieces(self) -> Sequence[LocalPiece]:
+        return self.sharded.pieces
 
     @property
     def element(self) -> str:
         return dtype_name(self.sharded.dtype)
 
     @property
-    def parts(self) -> tuple[ColumnPart, ...]:
-        return column_parts(self.name, self.sharded.pieces)
-
-    @property
     def nbytes(self) -> int:
         return self.rows * self.dim * self.sharded.dtype.itemsize
-
-
-def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, ...]:
-    """The parts that a process holds of an array, by column.
-
-    Raises
-    ------
-    UnsupportedModelError
-        They have different rows.
-    """
-    if len({(piece.first_row, len(piece.tensor)) for piece in pieces}) > 1:
-        raise UnsupportedModelError(
-            f"table {name!r}: this rank holds other rows of it in some columns than in others; shard all columns of a "
-            "row alike"
-        )
-    ordered = sorted(pieces, key=lambda piece: piece.first_column)
-    return tuple(ColumnPart(piece.first_column, piece.tensor) for piece in ordered)
 
 
 def _memory(sharded: ShardedTable) -> torch.Tensor:
@@ -227,11 +216,15 @@ def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list
         tables[id(weight)].modules.append(module)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     for key, value in itertools.chain(_own_tensors(model), tensors.items()):
-        if clean_name(key, wrappers) not in spread and (kind := spread_class(value)) is not None:
+        if clean_name(key, wrappers) in spread or (kind := spread_class(value)) is None:
+            continue
+        if not is_dtensor(value):
             raise UnsupportedModelError(
                 f"{key!r} of the model is a {kind}, whose values this process does not hold in plain memory. Models "
-                "spread over ranks, as by TorchRec, can't be stored yet: give a model that this process holds itself"
+                "spread over ranks are those of TorchRec and of FSDP2: give one of these, or a model that this process "
+                "holds itself"
             )
+        held_pieces(value, repr(key))
     plain = {names[key]: value for key, value in tensors.items() if names[key] not in spread}
     note_sharing(model, tables.values(), plain)
     order = {names[key]: position for position, key in enumerate(state)}
@@ -260,7 +253,8 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
     # A parameter of the model itself, tied to it, may come first.
     key = next((key for key in keys if names[key] == own), keys[0])
     tied_names = tuple(names[other] for other in keys if other != key)
-    return Table(table_name(names[key]), names[keys[0]], key, weight, tied_names)
+    kind = DTensorTable if is_dtensor(weight) else Table
+    return kind(table_name(names[key]), names[keys[0]], key, weight, tied_names)
 
 
 def check_weight(path: str, weight: nn.Parameter) -> None:
@@ -275,7 +269,9 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
     where = f"table {path or 'weight'!r}"
     if is_lazy(weight):
         raise UnsupportedModelError(f"{where} is not initialized; run the model once before")
-    if (kind := spread_class(weight)) is not None:
+    if is_dtensor(weight):
+        held_pieces(weight, where)
+    elif (kind := spread_class(weight)) is not None:
         raise UnsupportedModelError(
             f"{where} is a {kind}, spread over ranks; give a model whose tables this process holds itself"
         )

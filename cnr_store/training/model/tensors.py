@@ -221,6 +221,12 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     return numpy_view(copy.reshape(-1)).reshape(tuple(plain.shape)), name
 
 
+def dense_type(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
+    """What `dense_numpy` returns, without the values: an array of zeros that takes no memory."""
+    kind, torch_dtype = dense_numpy(torch.empty(0, dtype=tensor.dtype, device="cpu"))
+    return np.broadcast_to(np.zeros((), kind.dtype), tuple(tensor.shape)), torch_dtype
+
+
 def dense_tensor(array: AnyArray, torch_dtype: str | None) -> torch.Tensor:
     """The tensor that `dense_numpy` copied; it shares the memory of a writable, C-contiguous array.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.distributed.dtensors import reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
 from cnr_store.training.distributed.torchrec_optimizers import take_fused
 from cnr_store.training.model.optimizer_state import as_list, row_slots
@@ -53,6 +54,7 @@ class TrainedModel:
                 f"the model is of type {type(model).__name__}; give a torch.nn.Module"
             )
         optimizers, fused_position = take_fused(as_list(optimizer))
+        reshard(model)
         sharded = find_sharded(model)
         return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position)
 
@@ -62,6 +64,10 @@ class TrainedModel:
         if self.fused_position is None:
             return []
         return [table for table in self.tables if isinstance(table, SpreadTable) and table.is_fused]
+
+    def reshard(self) -> None:
+        """Have FSDP2 give parameters their place back, where it holds whole ones for a forward."""
+        reshard(self.model)
 
     def note_sharing(self) -> None:
         """Note what has come to share the memory of tables."""

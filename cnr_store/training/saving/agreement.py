@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import SaveError
+from cnr_store.errors import SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
 from cnr_store.ranks.decisions import decode, encode
 from cnr_store.ranks.group import Document, Group, Judge
@@ -33,9 +33,10 @@ def together(
     phase: str,
     prepare: Callable[[], T],
     say: Callable[[T], Document],
+    progress: Callable[[], int],
     merge: Judge,
 ) -> tuple[T, Document]:
-    """Prepare on all ranks, and decide alike what comes of what they say.
+    """Prepare on all ranks, and make one document of what they say.
 
     Parameters
     ----------
@@ -43,6 +44,8 @@ def together(
         What may fail on a rank.
     say
         The rank's document, once it is prepared.
+    progress
+        Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
     merge
         Makes one document of those of all ranks. The first rank alone has them all: what each of a thousand ranks
         says must not travel to each of them.
@@ -62,12 +65,16 @@ def together(
     prepared: T | None = None
     said: Document = {}
     try:
-        prepared = prepare()
-        said = say(prepared)
+        with group.working(phase, progress):
+            prepared = prepare()
+            said = say(prepared)
     except Exception as error:
         if group.world == 1:
             raise
         failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
 
     def judge(documents: list[Document]) -> Document:
         failed = {rank: doc["failed"] for rank, doc in enumerate(documents) if "failed" in doc}
@@ -126,8 +133,21 @@ class Layout:
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> bool:
-        """Note what this rank has of each array. Whether that is not what all ranks know of it."""
+        """Note what this rank has of each array. Whether the others do not know of it yet.
+
+        Raises
+        ------
+        UnsupportedModelError
+            It saves alone, and does not have all rows and columns.
+        """
         if self._group.world == 1:
+            for array in arrays:
+                held = (array.table.local_rows, array.local_columns)
+                if held != (array.shape[0], (*array.shape, 1)[1]):
+                    raise UnsupportedModelError(
+                        f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
+                        "the group of all ranks that train the model"
+                    )
             return False
         self._now = {
             array.path: [
@@ -144,9 +164,9 @@ class Layout:
         return self._now != self._said
 
     def settle(self) -> None:
-        """Learn what all ranks have: all call this where it changed on any.
+        """Learn what all ranks have. All call this where it changed on any.
 
-        The first rank joins what the others have. One document of it reaches each rank.
+        The first rank joins what each has, and one document of that goes to all.
 
         Raises
         ------
@@ -186,15 +206,15 @@ class Layout:
 
 def _join(said: Sequence[Document]) -> Document:
     """By path the shape, element and placement of each array, from what each rank has of it."""
-    arrays: dict[str, tuple[Any, str]] = {}
+    arrays: dict[str, tuple[list[int], str]] = {}
     pieces: dict[str, list[Piece]] = {}
     for rank, own in enumerate(said):
         for path, (shape, element, boxes) in own.items():
-            kind = (shape, element)
-            if arrays.setdefault(path, kind) != kind:
+            shape_there, element_there = arrays.setdefault(path, (shape, element))
+            if (shape, element) != (shape_there, element_there):
                 raise SaveError(
-                    f"{path} is {_kind(kind)} on rank {rank} and {_kind(arrays[path])} on others: give all ranks one "
-                    "model"
+                    f"{path} is {(tuple(shape), element)} on rank {rank} and {(tuple(shape_there), element_there)} on "
+                    "others: give all ranks one model"
                 )
             pieces.setdefault(path, []).extend(
                 Piece(first_row, rows, first_column, columns, rank)
@@ -206,14 +226,17 @@ def _join(said: Sequence[Document]) -> Document:
     }
 
 
-def _kind(kind: tuple[Any, str]) -> tuple[tuple[int, ...], str]:
-    return tuple(kind[0]), kind[1]
-
-
 def dense_digest(dense: Sequence[DenseWrite]) -> str:
     """What the dense arrays are called, and how they are shaped: the same on all ranks."""
     listed = [
-        [write.path, list(write.values.shape), write.values.dtype.str, write.torch_dtype] for write in dense
+        [
+            write.path,
+            list(write.values.shape),
+            write.values.dtype.str,
+            write.torch_dtype,
+            write.pieces is not None,
+        ]
+        for write in dense
     ]
     return hashlib.sha256(dumps(listed)).hexdigest()
 
@@ -226,7 +249,9 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
     for position, (write, owner) in enumerate(zip(snapshot.dense, owners, strict=True)):
         if owner != group.rank:
             values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
-            snapshot.dense[position] = replace(write, values=values, is_here=False)
+            snapshot.dense[position] = replace(write, values=values, is_here=False, owner=owner)
+        else:
+            snapshot.dense[position] = replace(write, owner=owner)
 
 
 def merge_reasons(documents: Sequence[Document]) -> dict[str, str]:

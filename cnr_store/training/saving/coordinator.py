@@ -79,16 +79,32 @@ class Coordinator:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
-        ready, agreed = together(
-            self._group, phase, lambda: self._prepare(request), self._say, partial(_merge, phase)
-        )
+        try:
+            ready, agreed = together(
+                self._group,
+                phase,
+                lambda: self._prepare(request),
+                self._say,
+                self._saves.progress,
+                partial(_merge, phase),
+            )
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt, before or after the others have begun
+            self._saves.new_team(self._saves.number + 1).fail(error)
+            raise
         if agreed["skips"] is not None:
             return PendingSave.skip(ready.step, agreed["skips"])
-        assert ready.snapshot is not None  # or this rank skips
+        assert ready.snapshot is not None  # or this rank skips, and so all do
         pending = PendingSave(ready.step)
         pending.began = began
-        self._settle(ready.snapshot, agreed)
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements)
+        team = self._saves.new_team(1 + agreed["number"])
+        try:
+            self._settle(ready.snapshot, agreed)
+        except BaseException as error:
+            team.fail(error)
+            raise
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -111,7 +127,8 @@ class Coordinator:
             self._options.rng,
             self._group.rank if self._group.world > 1 else None,
         )
-        self._options.codecs.warn_unknown_slots(self._trained.table_slots)
+        if self._group.rank == 0:
+            self._options.codecs.warn_unknown_slots(self._trained.table_slots)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
         return _Ready(step, overlap, snapshot)
 
@@ -135,6 +152,7 @@ class Coordinator:
                 for table in self._trained.fused_tables
                 if (settings := table.sharded.settings())
             },
+            "number": self._saves.number,
             "previous": lineage.version,
             "restores": lineage.restores,
         }
@@ -152,6 +170,8 @@ class Coordinator:
             self._layout.settle()
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.unsafe = dict(agreed["unsafe"])
+        if self._group.rank == 0:
+            self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
             add_fused(snapshot, self._trained, agreed["settings"])
         divide_dense(snapshot, self._group)
@@ -167,6 +187,7 @@ def _merge(phase: str, said: list[Document]) -> Document:
     first = said[0]
     return {
         "skips": None,
+        "number": max(doc["number"] for doc in said),
         "previous": first["previous"],
         "restores": first["restores"],
         "apart": any(doc["previous"] != first["previous"] for doc in said),

@@ -217,7 +217,7 @@ class Planner:
             rows=rows,
             dense=[*snapshot.dense, *snapshot.own_dense],
             state=snapshot.state,
-            part=snapshot.part,
+            state_parts=snapshot.parts,
             policy=policy,
             needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
             restores=lineage.restores,

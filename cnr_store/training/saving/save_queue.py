@@ -106,7 +106,8 @@ class SaveQueue:
     ) -> None:
         self._group = group
         self._tally = Tally(group, trained.tables)
-        self._number = 0  # of saves that all ranks agreed on
+        self._teams: list[Team] = []  # of saves whose keys all ranks may still read
+        self._number = 0
         self.planner = Planner(trained, options, self._tally)
         self.is_preempted: Callable[[], bool] = bool
         self._patience = Patience(
@@ -125,6 +126,7 @@ class SaveQueue:
         self.tracker = Tracker(
             trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
         )
+        self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         self._executor.submit(self.planner.compile_codecs)
 
@@ -133,12 +135,30 @@ class SaveQueue:
         """The save whose outcome `finish_latest` has not applied yet."""
         return None if self._pending is None else self._pending[0]
 
+    @property
+    def number(self) -> int:
+        """How many saves this rank has begun or refused. After an interrupt, ranks differ in it."""
+        return self._number
+
+    def new_team(self, number: int) -> Team:
+        """The ranks that make the save of this number, in which none of them has any earlier one under way."""
+        self._number = number
+        for team in self._teams:
+            team.forget()
+        self._teams = [Team(self._group, number)]
+        return self._teams[0]
+
+    def progress(self) -> int:
+        """A number that moves while a save is being written, here or on the ranks that this one waits for."""
+        return self.writer.operations + sum(team.round.beats for team in self._teams)
+
     def start(
         self,
         pending: PendingSave,
         snapshot: Snapshot,
         full: bool,
         placements: Mapping[str, Placement],
+        team: Team,
     ) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
@@ -148,10 +168,10 @@ class SaveQueue:
         ----------
         placements
             Of the arrays that ranks share, by path.
+        team
+            From `new_team`.
         """
-        self._number += 1
         self._tally.placements = placements
-        team = Team(self._group, self._number)
         try:
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
             self._pending = (pending, snapshot.dirty)
@@ -248,6 +268,7 @@ class SaveQueue:
             seconds_encoding=writer.encoding_seconds - encoding,
             seconds_putting=writer.putting_seconds - putting,
             seconds_waiting=self._patience.seconds_waited,
+            ranks=record.policy.get("ranks"),
         )
         return record
 

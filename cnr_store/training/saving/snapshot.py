@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from cnr_store.errors import SaveError, StateError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.distributed.dtensors import check_follows, is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
-from cnr_store.training.model.object_state import state_of, tensor_leaf
-from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
+from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, state_of, tensor_leaf
+from cnr_store.training.model.optimizer_state import FUSED, Tree, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
@@ -140,9 +142,9 @@ class Snapshot:
         What is stored by rows, still live: the planner copies the rows that a version needs.
     dense, state, metadata
         Copies of everything else.
-    part
-        Of many ranks, what this one alone has: its reader, and its random number generators. Its dense arrays are
-        among `own_dense`.
+    parts
+        Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
+        arrays are `own_dense`.
     dirty
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
@@ -153,7 +155,7 @@ class Snapshot:
     dense: list[DenseWrite]
     state: Any
     metadata: Any
-    part: Any = None
+    parts: Mapping[int, Any] = field(default_factory=dict)
     own_dense: list[DenseWrite] = field(default_factory=list)
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
@@ -197,7 +199,10 @@ def take_snapshot(
     shared = {
         "reader": None,
         "objects": {name: state_of(value) for name, value in objects.items()},
-        "optimizers": [optimizer_tree(each, names, trained.tables) for each in trained.optimizers],
+        "optimizers": [
+            _with_leaves(optimizer_tree(each, names, trained.tables), each, names)
+            for each in trained.optimizers
+        ],
         "extra_state": extra_state(trained.model),
         "rng": None,
     }
@@ -205,7 +210,7 @@ def take_snapshot(
         return Snapshot(trained.row_arrays(), dense, _encode(shared | own, dense), doc)
     own_dense: list[DenseWrite] = []
     part = _encode(own, own_dense, f"ranks.{rank:06d}.")
-    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, part, own_dense)
+    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, {rank: part}, own_dense)
 
 
 def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, Mapping[str, float]]) -> None:
@@ -239,7 +244,8 @@ def _encode(tree: Mapping[str, Any], dense: list[DenseWrite], prefix: str = "") 
         while place in used:
             place += "~"  # no encoded name holds one
         used.add(place)
-        dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype, is_own=bool(prefix)))
+        pieces = leaf.pieces if isinstance(leaf, SpreadLeaf) else None
+        dense.append(DenseWrite(place, leaf.values, leaf.torch_dtype, is_own=bool(prefix), pieces=pieces))
         return place
 
     return encode_state(dict(tree), beside=beside, as_leaf=tensor_leaf)
@@ -249,15 +255,45 @@ def _copy_dense(trained: TrainedModel) -> list[DenseWrite]:
     """Copies of the model's own dense tensors; tied ones once, with their other names."""
     entries = list(dense_items(trained.model, trained.tables))
     tied = [(name, owner) for name, owner, _ in entries if name != owner]
-    return [
-        DenseWrite(
-            dense_path("model", name),
-            *dense_numpy(tensor),
-            aliases=tuple(alias for alias, of in tied if of == name),
-        )
-        for name, owner, tensor in entries
-        if name == owner
-    ]
+    written = []
+    for name, owner, tensor in entries:
+        if name != owner:
+            continue
+        path, aliases = dense_path("model", name), tuple(alias for alias, of in tied if of == name)
+        if is_dtensor(tensor):
+            leaf = spread_leaf(tensor, repr(name))
+            written.append(
+                DenseWrite(path, leaf.values, leaf.torch_dtype, aliases=aliases, pieces=leaf.pieces)
+            )
+        else:
+            written.append(DenseWrite(path, *dense_numpy(tensor), aliases=aliases))
+    return written
+
+
+def _with_leaves(tree: Tree, optimizer: Optimizer, names: Mapping[int, str]) -> Tree:
+    """An optimizer's tree, in which state of parameters that are DTensors is as leaves.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Some of it is spread in another way than its parameter.
+    """
+    spread = {
+        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
+    }
+
+    def leaf(name: str, key: str, value: object) -> object:
+        if name not in spread or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return value
+        where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
+        check_follows(value, spread[name], where)
+        return spread_leaf(value, where)
+
+    state = {
+        name: {key: leaf(name, key, value) for key, value in values.items()}
+        for name, values in tree["state"].items()
+    }
+    return {**tree, "state": state}
 
 
 def encode_metadata(metadata: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class SaveStats:
     seconds_encoding, seconds_putting, seconds_waiting
         Of these, the seconds spent on encoding rows, on writing objects, and in pauses: before retries, and for
         `max_write_bytes_per_second`. Threads work beside each other, and their seconds add up.
+    ranks
+        None if one process saved. Of many ranks, the same on all: `world`, their number; by rank, the `bytes` that each
+        wrote, and the `seconds` that it took for them; the fastest waits for the slowest. Of more than 64 ranks, each
+        of these is the `min`, `mean` and `max`.
     """
 
     rows: int
@@ -36,6 +42,7 @@ class SaveStats:
     seconds_encoding: float
     seconds_putting: float
     seconds_waiting: float
+    ranks: Mapping[str, Any] | None = None
 
 
 def save_line(stats: SaveStats, step: int, kind: str) -> str:

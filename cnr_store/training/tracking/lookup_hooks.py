@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cnr_store.training.model.tables import Lookup
+from cnr_store.training.model.tables import DTensorTable, Lookup
 from cnr_store.training.tracking.step_hooks import outside_graphs
 from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
@@ -151,6 +151,10 @@ def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | Non
     """Flag the rows `ids`, or return why the rows that were looked up are not known."""
     if type(module).forward not in _FORWARDS or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own, so the rows that it looks up are not known"
+    if isinstance(tracker.table, DTensorTable):
+        return (
+            "ranks share its rows, so none sees all lookups; give Checkpointer the optimizer that trains it"
+        )
     if ids is None:
         return "rows of another tensor were looked up in its place"
     try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
 
+from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.version_counter import VersionCounter
+from cnr_store.training.tracking.slot_counters import SlotCounters
+from cnr_store.training.tracking.version_counter import counter_of
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -44,6 +46,8 @@ class TableTracker:
         Rows flagged in this interval.
     carried_over
         Rows flagged before this interval: looked up in the last one, or given back by a failed save.
+    had_gradient
+        Whether the parameter had a gradient before the last step.
     has_optimizer
         Whether one of `optimizers` updates the table.
     whole
@@ -59,6 +63,7 @@ class TableTracker:
         "_stepped_by_other",
         "bits",
         "carried_over",
+        "had_gradient",
         "has_optimizer",
         "table",
         "whole",
@@ -67,10 +72,10 @@ class TableTracker:
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
         self._optimizers = list(optimizers)
-        self.has_optimizer = False
+        self.has_optimizer = self.had_gradient = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
-        self._counter = VersionCounter(table.parameter)
-        self._slot_counters = {id(each): _SlotCounters(each, table.parameter) for each in optimizers}
+        self._counter = counter_of(table.parameter)
+        self._slot_counters = {id(each): SlotCounters(each, table.parameter) for each in optimizers}
         self.begin_interval()
 
     def flagged(self, whole: bool) -> Bitmap:
@@ -124,7 +129,7 @@ class TableTracker:
         parameter = self.table.parameter
         slots = (slot for each in self._optimizers for slot in row_slots(each, parameter).values())
         return any(
-            tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+            tensor.device.type == "cpu" and local_of(tensor).untyped_storage().is_shared()
             for tensor in (parameter, *slots)
         )
 
@@ -157,7 +162,7 @@ class TableTracker:
     def acknowledge(self) -> None:
         """Take every change of the parameter so far as flagged."""
         if not self._counter.catch_up(self.table.parameter):
-            self._counter = VersionCounter(self.table.parameter)
+            self._counter = counter_of(self.table.parameter)
 
     def slot_changes(self, optimizer: Optimizer) -> float:
         """The most changes of one slot of `optimizer` that are not acknowledged.
@@ -177,8 +182,8 @@ class TableTracker:
     def acknowledge_slots(self, optimizer: Optimizer) -> None:
         """Take every change of the slots of `optimizer` so far as flagged."""
         counters, parameter = self._slot_counters.get(id(optimizer)), self.table.parameter
-        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {})):
-            self._slot_counters[id(optimizer)] = _SlotCounters(optimizer, parameter)
+        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {}), parameter):
+            self._slot_counters[id(optimizer)] = SlotCounters(optimizer, parameter)
 
     @property
     def replaced(self) -> bool:
@@ -207,7 +212,7 @@ class TableTracker:
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
-        self.bits.mark_gradient(gradient)
+        self.bits.mark_gradient(local_of(gradient))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step of `optimizer` updated the table."""
@@ -228,34 +233,3 @@ class TableTracker:
             self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.local_rows)
         else:
             self.make_whole("its number of rows changed since a save that failed")
-
-
-class _SlotCounters:
-    """The version counters of what one optimizer keeps for the rows of a table."""
-
-    __slots__ = ("_counters", "_entries")
-
-    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        slots = row_slots(optimizer, parameter)
-        self._counters = {slot: VersionCounter(tensor) for slot, tensor in slots.items()}
-        self._entries = len(optimizer.state.get(parameter, {}))
-
-    def count_changes(self, state: Mapping[str, object]) -> float:
-        """The most changes of one slot in `state`, the optimizer's for this parameter."""
-        most: float = 0
-        for slot, counter in self._counters.items():
-            tensor = state.get(slot)
-            changes = counter.count_changes(tensor) if isinstance(tensor, torch.Tensor) else math.inf
-            if changes > most:  # `max` takes longer, and every step asks
-                most = changes
-        return most
-
-    def catch_up(self, state: Mapping[str, object]) -> bool:
-        """Count from now on; False if slots were replaced, or others may have been added."""
-        if len(state) != self._entries:
-            return False
-        for slot, counter in self._counters.items():
-            tensor = state.get(slot)
-            if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):
-                return False
-        return True

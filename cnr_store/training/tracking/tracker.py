@@ -59,6 +59,11 @@ class Tracker:
         `trusted_classes`.
     sharded
         TorchRec's modules that look up rows of `tables`.
+
+    Attributes
+    ----------
+    logs
+        Whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Tracker:
         trusted: Classes = (),
         sharded: Sequence[ShardedModule] = (),
     ) -> None:
+        self.logs = True
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
@@ -110,16 +116,18 @@ class Tracker:
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
             )
-        is_trusted = type(optimizer) in self._trusted
+        # Such a step may set its gradient to zero, or raise after its update. A fused kernel that unscales a gradient
+        # rounds what it writes back, perhaps to zero.
+        marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         for _position, tracker in self._stepped.by(optimizer):
+            tracker.had_gradient = tracker.table.parameter.grad is not None
             if tracker.changes:
                 tracker.make_whole(OUTSIDE)
                 tracker.acknowledge()
             if tracker.slot_changes(optimizer):
                 tracker.make_whole(STATE_OUTSIDE)
                 tracker.acknowledge_slots(optimizer)
-            if is_trusted and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
-                # Such a step may set its gradient to zero, or raise after its update.
+            if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
                 tracker.mark_gradient(gradient)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -130,12 +138,14 @@ class Tracker:
             parameter = tracker.table.parameter
             gradient = parameter.grad
             changes = max(tracker.changes, tracker.slot_changes(optimizer))
-            if gradient is None and not changes:
+            if gradient is None and not changes and not tracker.had_gradient:
                 continue
             if judged != (position, parameter.dtype):  # tables of a group share its settings
                 judged = position, parameter.dtype
                 reason = may_move_untouched_rows(optimizer, *judged, self._trusted)
                 max_changes = max_version_bumps(optimizer, position, self._trusted)
+            if gradient is None and not changes and reason is None:
+                continue  # a hook removed the gradient before the update
             tracker.note_step(optimizer)
             if reason is not None:
                 tracker.make_whole(reason)
@@ -229,7 +239,8 @@ class Tracker:
             reason = tracker.whole_reason or by_optimizers.get(name)
             if reason is not None:
                 reasons[name] = reason
-        self._warn({name: reason for name, reason in reasons.items() if (name, reason) not in self._logged})
+        if self.logs:
+            self.warn(reasons)
         return reasons
 
     def _check_sharded(self) -> None:
@@ -241,12 +252,14 @@ class Tracker:
     def _by_key(self, key: str) -> TableTracker:
         return next(tracker for tracker in self._trackers.values() if tracker.table.key == key)
 
-    def _warn(self, reasons: Mapping[str, str]) -> None:
-        self._logged.update(reasons.items())
-        if len(reasons) == 1:
-            log.warning("table %r is saved whole: %s", *next(iter(reasons.items())))
-        elif reasons:
-            log.warning("%d tables are saved whole: %s", len(reasons), describe(summary(reasons)))
+    def warn(self, reasons: Mapping[str, str]) -> None:
+        """Log why tables are saved whole, each reason once."""
+        new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
+        self._logged.update(new.items())
+        if len(new) == 1:
+            log.warning("table %r is saved whole: %s", *next(iter(new.items())))
+        elif new:
+            log.warning("%d tables are saved whole: %s", len(new), describe(summary(new)))
 
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""

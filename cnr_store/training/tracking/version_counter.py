@@ -7,6 +7,8 @@ import math
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cnr_store.training.distributed.dtensors import is_dtensor, local_of
+
 
 class VersionCounter:
     """The memory of a tensor's values, and how often they had been changed in place, at one moment.
@@ -48,3 +50,25 @@ class VersionCounter:
             return False
         self._version += changes
         return True
+
+
+class SpreadCounter:
+    """The same for a DTensor: changes of it, and of the memory that this process holds of it."""
+
+    __slots__ = ("_local", "_whole")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._whole, self._local = VersionCounter(tensor), VersionCounter(local_of(tensor))
+
+    def count_changes(self, tensor: torch.Tensor) -> float:
+        """See `VersionCounter.count_changes`."""
+        return self._whole.count_changes(tensor) + self._local.count_changes(local_of(tensor))
+
+    def catch_up(self, tensor: torch.Tensor) -> bool:
+        """See `VersionCounter.catch_up`."""
+        return self._whole.catch_up(tensor) and self._local.catch_up(local_of(tensor))
+
+
+def counter_of(tensor: torch.Tensor) -> VersionCounter | SpreadCounter:
+    """What counts the changes of a tensor from now on."""
+    return SpreadCounter(tensor) if is_dtensor(tensor) else VersionCounter(tensor)

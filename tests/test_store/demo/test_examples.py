@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -72,3 +74,44 @@ def test_an_example_without_arguments_tells_its_usage(name: str) -> None:
     )
     assert ended.returncode == 1
     assert ended.stderr == f"usage: python {EXAMPLES / name}.py STORE [STEPS]\n"
+
+
+def _start_ranks(world: int, url: str, steps: int, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone"),
+            *(str(EXAMPLES / "torchrec_dlrm.py"), url, str(steps)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CNR_DATA": str(folder),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec")
+def test_sharded_tables_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    _ratings(tmp_path)
+    url = str(tmp_path / "store")
+    running = _start_ranks(2, url, 100_000, tmp_path)
+    try:
+        while len(cnr_store.versions(url)) < 2:
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.2)
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+    stood = cnr_store.versions(url)[-1].step
+    out, err = (ended := _start_ranks(3, url, stood + 30, tmp_path)).communicate(timeout=300)
+    assert ended.returncode == 0, err
+    resumed = int(out.split("go on from step ")[1].split()[0])
+    assert resumed >= stood
+    last = cnr_store.versions(url)[-1]
+    assert (last.step, last.kind) == (max(stood + 30, resumed), "delta")

@@ -244,6 +244,23 @@ def test_a_doomed_version_can_not_be_pinned(backend: Backend) -> None:
         cnr_store.pin(backend, 17)
 
 
+def test_a_pin_whose_version_is_lost_is_shown(backend: Backend) -> None:
+    made = save_many(backend, [1, 2, 3], policy="full")
+    cnr_store.pin(backend, 1)
+    cnr_store.pin(backend, 2)
+    for key in [key for key in objects(backend) if key.startswith(f"versions/{made[0]}/")]:
+        backend.delete(key)
+    backend.delete(f"versions/{made[1]}/zarr.json")
+    assert cnr_store.pins(backend) == made[:2]
+    report = cnr_store.verify(backend)
+    assert [each.version for each in report.problems] == [made[1]]
+    assert [(each.version, "a pin keeps it" in str(each)) for each in report.suspicious] == [(made[0], True)]
+    assert cnr_store.unpin(backend, made[0]) == made[0]
+    assert cnr_store.pins(backend) == [made[1]]
+    with pytest.raises(VersionNotFoundError):
+        cnr_store.unpin(backend, made[0])
+
+
 def test_a_pin_that_comes_between_the_looks_holds(backend: Backend) -> None:
     """The pin was granted before there was a tombstone, so retention must see it the second time."""
     made = save_many(backend, [1, 2, 3], policy="full")

@@ -61,3 +61,66 @@ def test_a_tag_that_can_not_be_read_removes_nothing(backend: Backend) -> None:
         cnr_store.gc(backend, keep_last=1)
     assert len(cnr_store.versions(backend)) == 3
     assert any("tags/best" in str(each) for each in cnr_store.verify(backend).problems)
+
+
+def test_an_altered_bit_of_a_tag_is_an_error(backend: Backend) -> None:
+    made = save_many(backend, range(1, 4), full=[1, 2, 3])
+    cnr_store.tag(backend, "best", 2)
+    sound = backend.get("tags/best")
+    for position in range(len(sound)):
+        altered = bytearray(sound)
+        altered[position] ^= 1
+        backend.put("tags/best", altered)
+        with pytest.raises(CorruptionError, match="tags/best is malformed"):
+            cnr_store.open(backend, version="best")
+    assert any("tags/best" in str(each) for each in cnr_store.verify(backend).problems)
+    assert cnr_store.tag(backend, "best", 2) == made[1]  # over the damaged one
+    assert cnr_store.tags(backend) == {"best": made[1]}
+
+
+def test_a_tag_under_another_name_is_an_error(backend: Backend) -> None:
+    save_many(backend, [1, 2])
+    cnr_store.tag(backend, "before-launch", 1)
+    cnr_store.tag(backend, "bad-run", 2)
+    backend.put("tags/before-launch", backend.get("tags/bad-run"))
+    with pytest.raises(CorruptionError, match="it is the tag 'bad-run': objects were swapped"):
+        cnr_store.tags(backend)
+
+
+def test_a_tag_of_an_older_release_is_read(backend: Backend) -> None:
+    made = save_many(backend, [1, 2])
+    backend.put("tags/best", f'{{"version":"{made[0]}","time":1760000000.5}}'.encode())
+    assert cnr_store.tags(backend) == {"best": made[0]}
+    assert cnr_store.state_dict(backend, "best").keys() == cnr_store.state_dict(backend, made[0]).keys()
+
+
+def remove_version(backend: Backend, version: str) -> None:
+    for key, _ in list(backend.list_keys(f"versions/{version}")):
+        backend.delete(key)
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["nothing left", "record lost"])
+def test_a_tag_whose_version_is_lost_removes_nothing(backend: Backend, left: int) -> None:
+    made = save_many(backend, range(1, 5), full=range(1, 5))
+    cnr_store.tag(backend, "best", 2)
+    if left:
+        backend.delete(f"versions/{made[1]}/zarr.json")
+    else:
+        remove_version(backend, made[1])
+    before = dict(backend.list_keys(""))
+    for dry_run in (True, False):
+        with pytest.raises(CorruptionError, match=f"the tag 'best' names version {made[1]}, which is lost"):
+            cnr_store.gc(backend, keep_last=1, grace_seconds=0, dry_run=dry_run)
+    assert dict(backend.list_keys("")) == before
+    assert [each.version for each in cnr_store.verify(backend).problems] == [made[1]]
+    cnr_store.untag(backend, "best")
+    assert cnr_store.gc(backend, keep_last=1).removed
+
+
+def test_every_damaged_tag_is_reported(backend: Backend) -> None:
+    save_many(backend, [1])
+    for name in ("one", "two"):
+        backend.put(f"tags/{name}", b"{}")
+    found = {each.key for each in cnr_store.verify(backend).problems}
+    assert found == {"tags/one", "tags/two"}
+    assert {each.key for each in cnr_store.verify(backend, "one").problems} == found

@@ -19,8 +19,8 @@ from cnr_store import RanksError
 from cnr_store.ranks.group import Group, Piece
 from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.distributed.torch_group import TorchGroup, job_group
-from tests.test_store.ranks.support.rank_threads import run_threads
 from tests.test_store.ranks.support.rank_processes import Outcome, reach, run_ranks
+from tests.test_store.ranks.support.rank_threads import run_threads
 
 WORLD = 3
 SECONDS = 2.0

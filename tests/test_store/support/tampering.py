@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -27,6 +28,9 @@ from cnr_store.format.state import dumps
 ROWS, DIM = 3000, 16
 WEIGHT, SLOT, DENSE = "tables/emb/weight", "tables/emb/sum", "dense/model/lin.weight"
 Json = Any
+ABSENT = object()
+HUGE = 10**400
+TORCH_BYTES = {"kind": "torch", "dtype": "|u1", "shape": [3], "data": "AAAA"}
 
 
 class Model(nn.Module):
@@ -59,15 +63,15 @@ class Forgery:
     def __init__(self, base: Path, folder: Path, listed: bool = False) -> None:
         shutil.copytree(base, folder)
         self.url = folder
-        self._version = max(path for path in (folder / "versions").iterdir() if path.is_dir())
-        self.id = self._version.name
-        self.record: Json = json.loads((self._version / "zarr.json").read_bytes())
-        self.state: Json = json.loads((self._version / "state/main.json").read_bytes())
+        self.version = max(path for path in (folder / "versions").iterdir() if path.is_dir())
+        self.id = self.version.name
+        self.record: Json = json.loads((self.version / "zarr.json").read_bytes())
+        self.state: Json = json.loads((self.version / "state/main.json").read_bytes())
         # With each entry by its path; `listed` leaves them as they are.
         if not listed:
             self.cnr["arrays"] = unpack_entries(self.cnr["arrays"], self.cnr.pop("tables"), self.nodes)
             self.cnr["requires"].remove(COMPACT_RECORD)
-        self.manifest: Json = json.loads(zlib.decompress((self._version / "manifest").read_bytes()))
+        self.manifest: Json = json.loads(zlib.decompress((self.version / "manifest").read_bytes()))
         self._texts: dict[str, str] = {}
 
     @property
@@ -121,7 +125,7 @@ class Forgery:
         return data
 
     def _put(self, name: str, data: bytes) -> str:
-        (self._version / name).write_bytes(data)
+        (self.version / name).write_bytes(data)
         return hashlib.sha256(data).hexdigest()
 
 
@@ -192,3 +196,53 @@ def read_all(url: Path, readers: Collection[str] = tuple(READERS)) -> dict[str, 
             found[name] = error
     assert all(len(str(value)) < 2000 for value in found.values() if isinstance(value, Exception))
     return found
+
+
+def refused(
+    forgery: Forgery, exact: dict[str, Json], note: object = "", readers: Collection[str] = tuple(READERS)
+) -> dict[str, Json]:
+    """What the readers find: one at least an error, the others what is true."""
+    forgery.sign()
+    found = read_all(forgery.url, readers)
+    errors = {name for name, value in found.items() if isinstance(value, Exception)}
+    assert errors, f"nobody refuses {note!r}"
+    for name in found.keys() - errors:
+        assert found[name] == exact[name], f"{name} is wrong with {note!r}"
+    return found
+
+
+def put(members: Json, key: Any, value: Json) -> None:
+    if value is ABSENT:
+        del members[key]
+    else:
+        members[key] = value
+
+
+def spoiled_generators(rng: Json) -> Iterator[tuple[str, Json]]:
+    """Name and value of states of which no generator may be made; `rng` is a good one."""
+
+    def changed(name: str, *place: int | str, to: Json) -> tuple[str, Json]:
+        copied = copy.deepcopy(rng)
+        inner = copied[name]
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = to
+        return f"{name} {place} {to!r:.40}", copied
+
+    for name in ("torch", "numpy", "python"):
+        yield f"no {name}", {key: value for key, value in rng.items() if key != name}
+        values: list[Json] = [None, [], 5, "x", {"$tuple": []}, {"$array": TORCH_BYTES}]
+        for value in values:
+            yield f"{name} {value}", rng | {name: value}
+    for position in (-1, 625, 1 << 30, HUGE, 1.5, True, "1"):
+        yield changed("numpy", "$tuple", 2, to=position)
+        yield changed("python", "$tuple", 1, "$tuple", -1, to=position)
+    yield changed("numpy", "$tuple", 0, to="PCG64")
+    yield changed("numpy", "$tuple", 1, to={"$array": TORCH_BYTES | {"kind": "numpy"}})
+    yield changed("numpy", "$tuple", 1, "$array", "dtype", to="<i4")
+    yield changed("numpy", "$tuple", 3, to="x")
+    yield changed("numpy", "$tuple", 4, to="x")
+    yield changed("python", "$tuple", 0, to=2)
+    yield changed("python", "$tuple", 1, "$tuple", to=[1] * 600)
+    yield changed("python", "$tuple", 1, "$tuple", 0, to=1 << 32)
+    yield changed("python", "$tuple", 2, to="x")

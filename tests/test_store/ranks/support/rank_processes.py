@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from tests.paths import ROOT
 
-PRELOAD = ("torch.distributed", "cnr_store.training.distributed.torch_group", __name__)
+PRELOAD = ("torch.distributed", "cnr_store.training.checkpointer", __name__)
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
 _pipe: connection.Connection | None = None

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zarr
+from torch import nn
 
 import cnr_store
 from cnr_backends import BackendError
@@ -142,6 +144,25 @@ def test_a_warning_counts_the_rows(
     (message,) = [each.getMessage() for each in caplog.records if "of emb," in each.getMessage()]
     assert f"{len(restored.salvaged['emb'].rows):,} rows" in message
     assert saved.ids[-1] in message
+
+
+@pytest.mark.parametrize("lost", [["t/sum"], ["t%2Fsum/weight"], ["t/sum", "t%2Fsum/weight"]])
+def test_two_arrays_of_one_name_are_shown_together(tmp_path: Path, lost: list[str]) -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(9, 2), "t/sum": nn.Embedding(9, 2)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model, optimizer, bits=32, policy="consecutive") as checkpointer:
+        checkpointer.save(0).result()
+        for name, row in (("t", 3), ("t/sum", 7)):
+            model[name](torch.tensor([row])).sum().backward()
+        optimizer.step()
+        newest = checkpointer.save(1).result()
+    tables = tmp_path / "versions" / newest.id / "tables"
+    for path in lost:
+        next(each for each in (tables / path).rglob("*") if each.is_file()).unlink()
+    assert set(cnr_store.repair(tmp_path, dry_run=True).salvaged["t/sum"].rows) == set(range(9))
+    restored = cnr_store.load(tmp_path, model, optimizer, salvage=True)
+    assert list(restored.salvaged) == ["t/sum"]
+    assert set(restored.salvaged["t/sum"].rows) == set(range(9))
 
 
 def test_lost_manifest_of_a_link(consecutive: SavedStore, tmp_path: Path) -> None:

@@ -61,12 +61,13 @@ def in_a_table() -> nn.Module:
     return nn.ModuleDict({"t": table})
 
 
-def in_a_layer() -> nn.Module:
-    from torch.distributed.tensor import distribute_tensor
+def in_partial_sums() -> nn.Module:
+    from torch.distributed.tensor import DTensor, Partial
 
     layer = nn.Linear(2, 2)
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
+    part = DTensor.from_local(layer.weight.detach(), mesh, [Partial()], run_check=False)
+    layer.weight = nn.Parameter(part)
     return nn.ModuleDict({"t": layer})
 
 
@@ -93,7 +94,7 @@ def on_meta() -> nn.Module:
     [
         (in_the_state_dict, "'t' of the model is a ShardedTensor.*TorchRec.*this process holds itself"),
         (in_a_table, "table 't' is a ShardedTensor, spread over ranks"),
-        (in_a_layer, r"'t\.weight' of the model is a DTensor"),
+        (in_partial_sums, r"'t\.weight' is a DTensor.*part of a sum"),
         (in_a_class_of_its_own, "'t' of the model is a WithoutStorage"),
         (on_meta, "table 't' is on the meta device"),
     ],

@@ -1,0 +1,44 @@
+"""Whether what an optimizer keeps for the rows of a table was changed since it was last looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.optim import Optimizer
+
+from cnr_store.training.model.optimizer_state import follows_rows, row_slots
+from cnr_store.training.tracking.version_counter import counter_of
+
+
+class SlotCounters:
+    """The version counters of what one optimizer keeps for the rows of a table."""
+
+    __slots__ = ("_counters",)
+
+    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        slots = row_slots(optimizer, parameter)
+        self._counters = {slot: counter_of(tensor) for slot, tensor in slots.items()}
+
+    def count_changes(self, state: Mapping[str, object]) -> float:
+        """The most changes of one slot in `state`, the optimizer's for this parameter."""
+        most: float = 0
+        for slot, counter in self._counters.items():
+            tensor = state.get(slot)
+            changes = counter.count_changes(tensor) if isinstance(tensor, torch.Tensor) else math.inf
+            if changes > most:  # `max` takes longer, and every step asks
+                most = changes
+        return most
+
+    def catch_up(self, state: Mapping[str, object], parameter: torch.Tensor) -> bool:
+        """Count from now on; False if slots were replaced, or others added."""
+        # A slot may take the place of another entry, so their number tells nothing.
+        for key, value in state.items():
+            if key not in self._counters and follows_rows(key, value, parameter):
+                return False
+        for slot, counter in self._counters.items():
+            tensor = state.get(slot)
+            if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):
+                return False
+        return True

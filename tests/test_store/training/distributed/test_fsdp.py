@@ -1,0 +1,37 @@
+"""FSDP2: each rank has some rows of every parameter, and the ranks write one version of them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_store.ranks.support.rank_processes import preload, run_ranks
+from tests.test_store.support.distributed import rank_training
+from tests.test_store.training.distributed.test_ddp import values
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    preload(*rank_training.PRELOAD)
+
+
+@pytest.mark.parametrize(
+    ("world", "how", "kind", "others"),
+    [
+        (2, "fsdp", "adagrad", [(1, "fsdp"), (3, "fsdp"), (2, "ddp"), (1, "bare")]),
+        (3, "fsdp", "adam", [(2, "fsdp"), (1, "bare")]),
+        (4, "hsdp", "adagrad", [(2, "fsdp")]),
+    ],
+)
+def test_every_number_of_ranks_loads_what_some_saved(
+    tmp_path: Path, world: int, how: str, kind: str, others: list[tuple[int, str]]
+) -> None:
+    saved = values(run_ranks(world, rank_training.train, tmp_path, how, kind, False, 3))
+    first, *later = saved[0]["rows"]
+    assert first == 3 * rank_training.ROWS
+    if kind == "adagrad":
+        assert all(0 < rows <= 2 * world * 15 for rows in later)
+    for number, other in others:
+        loaded = values(run_ranks(number, rank_training.load_once, tmp_path, other, kind, False))
+        assert loaded == [saved[0]["trained"]] * number

@@ -1,0 +1,134 @@
+"""Steps that once moved rows, or what is kept for them, without a trace: what a load returns tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+import cnr_store
+from cnr_store import Checkpointer
+from tests.test_store.support.tracked_table import ids
+
+ROWS = 30
+
+
+class Job:
+    """A table that a checkpointer saves as deltas, without the audit, and its optimizer."""
+
+    def __init__(
+        self,
+        place: Path,
+        make: Callable[[Any], Optimizer],
+        *,
+        given: bool = True,
+        dtype: torch.dtype = torch.float32,
+        dim: int = 4,
+        trusted: Sequence[type[Optimizer]] = (),
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"t": nn.Embedding(ROWS, dim, dtype=dtype)})
+        self.optimizer = make(self.model.parameters())
+        self._given = [self.optimizer] if given else []
+        self._place, self._trusted = place, trusted
+        self._again = partial(Job, place, make, given=given, dtype=dtype, dim=dim, trusted=trusted)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        found = self.model["t"].weight
+        assert isinstance(found, nn.Parameter)
+        return found
+
+    def checkpointer(self) -> Checkpointer:
+        return Checkpointer(
+            self._place,
+            self.model,
+            self._given,
+            bits=32,
+            policy="consecutive",
+            audit=False,
+            trusted_optimizers=self._trusted,
+        )
+
+    def train(self, *rows: int) -> None:
+        self.optimizer.zero_grad()
+        self.model["t"](ids(*rows)).square().sum().backward()
+        self.optimizer.step()
+
+    def loaded(self) -> Job:
+        """What the newest version holds, in a model of its own."""
+        other = self._again()
+        cnr_store.load(self._place, other.model, other._given)
+        return other
+
+
+class Dropping(Optimizer):
+    """Moves every row by momentum, uncounted, and drops its gradients, as old code does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                kept = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter.data))
+                kept.mul_(0.9).add_(parameter.grad)
+                parameter.data.add_(kept, alpha=-0.1)
+                parameter.grad = None
+
+
+def test_a_step_of_an_optimizer_not_given_that_drops_its_gradients_is_seen(tmp_path: Path) -> None:
+    job = Job(tmp_path, Dropping, given=False)
+    with job.checkpointer() as checkpointer:
+        for step in range(4):
+            job.train(step)
+            checkpointer.save(step).result()
+    assert torch.equal(job.loaded().weight, job.weight)
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-36)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: Adagrad(parameters, lr=0.1, eps=1e-5, fused=True),
+        lambda parameters: SGD(parameters, lr=10.0, fused=True),
+    ],
+)
+def test_a_gradient_that_a_fused_step_unscales_to_zero_is_seen(
+    tmp_path: Path, make: Callable[[Any], Optimizer], dtype: torch.dtype, small: float
+) -> None:
+    job = Job(tmp_path, make, dtype=dtype)
+    job.weight.data.zero_()
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with job.checkpointer() as checkpointer:
+        checkpointer.save(0).result()
+        scaler.scale(torch.zeros(()))
+        job.weight.grad = torch.zeros_like(job.weight)
+        job.weight.grad[3], job.weight.grad[7] = small, 60
+        scaler.step(job.optimizer)
+        scaler.update()
+        version = checkpointer.save(1).result()
+    assert version.rows == 2
+    assert torch.equal(job.loaded().weight, job.weight)
+
+
+def test_a_slot_in_the_place_of_another_entry_is_watched(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda parameters: Adagrad(parameters, lr=0.1))
+    kept = job.optimizer.state[job.weight]
+    kept["average"] = None  # a placeholder, as some optimizers make
+    with job.checkpointer() as checkpointer:
+        job.train(1)
+        checkpointer.save(0).result()
+        kept["average"] = torch.zeros(ROWS)
+        job.train(2)
+        checkpointer.save(1).result()
+        kept["average"][4] = 9
+        checkpointer.save(2).result()
+    loaded = job.loaded()
+    assert torch.equal(loaded.optimizer.state[loaded.weight]["average"], kept["average"])
