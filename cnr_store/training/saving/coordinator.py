@@ -86,7 +86,7 @@ class Coordinator:
                 lambda: self._prepare(request),
                 self._say,
                 self._saves.progress,
-                partial(_merge, phase),
+                partial(merge_said, phase),
             )
         except Exception:
             raise
@@ -177,7 +177,7 @@ class Coordinator:
         divide_dense(snapshot, self._group)
 
 
-def _merge(phase: str, said: list[Document]) -> Document:
+def merge_said(phase: str, said: list[Document]) -> Document:
     """What all ranks go by, from what each said."""
     check_alike(phase, said, ("step", "full", "overlap"))
     skips = next((doc["skips"] for doc in said if doc["skips"] is not None), None)
