@@ -14,7 +14,7 @@ from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
-from cnr_store.ranks.group import Group
+from cnr_store.ranks.group import Document, Group
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.joint_load import load_jointly, on_all
 from cnr_store.training.loading.load_result import Restored, warn_resharded, warn_salvaged
@@ -118,7 +118,8 @@ class Loader:
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
-        if any(doc["alone"] for doc in self.group.gather("load: end", {"alone": lineage.past is None})):
+        alone = {"alone": lineage.past is None}
+        if self.group.decide("load: end", alone, _any_alone)["alone"]:
             lineage, since_whole = before.alone(), {}
         saves.planner.continue_from(restore.trusted(lineage), since_whole)
         warn_salvaged(restored, self.catalog.backend.url)
@@ -153,3 +154,7 @@ class Loader:
             # Everything has been read by now, so a storage that does not answer any more is no reason to fail.
             is_unchanged = False
         return before.without(to_delete) if is_unchanged else before.alone()
+
+
+def _any_alone(documents: list[Document]) -> Document:
+    return {"alone": any(doc["alone"] for doc in documents)}

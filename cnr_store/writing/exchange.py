@@ -65,6 +65,49 @@ class _Shard:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """Who writes each shard of a version, the same on all ranks.
+
+    Attributes
+    ----------
+    local
+        By path, int32 (shards,): the rank that has a shard whole and writes it; -1 for any other shard.
+    shared
+        All others.
+    """
+
+    local: Mapping[str, Array]
+    shared: Sequence[_Shard]
+
+
+def find_routes(writes: Sequence[tuple[RowsWrite, Grid]], world: int) -> Routes:
+    """Tell the shards that their owners hold whole from those that ranks share.
+
+    Parameters
+    ----------
+    writes
+        As for `Exchange`, by path.
+    world
+        How many ranks there are.
+    """
+    shares = [_share(rows, grid) for rows, grid in writes]
+    local, shared = dict[str, Array](), list[_Shard]()
+    for number, (share, owners) in enumerate(zip(shares, assign(shares, world), strict=True)):
+        whole = local[writes[number][0].path] = owners.copy()
+        for shard in np.flatnonzero(owners >= 0).tolist():
+            owner, first = int(owners[shard]), shard * share.shard_rows
+            suppliers = frozenset(
+                supplier(span.ranks, owner, shard)
+                for band in share.placement.overlapping(first, first + share.shard_rows)
+                for span in band.spans
+            )
+            if suppliers != {owner}:
+                whole[shard] = -1
+                shared.append(_Shard(number, shard, owner, float(share.shard_bytes[shard]), suppliers))
+    return Routes(local, shared)
+
+
+@dataclass(frozen=True)
 class Assembled:
     """The chunks of a shard, by slot, at its owner."""
 
@@ -87,31 +130,17 @@ class Exchange:
     def __init__(self, peers: Peers, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
         self._peers = peers
         self._writes = sorted(writes, key=lambda each: each[0].path)
-        shares = [_share(rows, grid) for rows, grid in self._writes]
-        self._local: dict[str, list[int]] = {}
-        self._shared: list[_Shard] = []
-        for number, (share, owners) in enumerate(zip(shares, assign(shares, peers.world), strict=True)):
-            self._sort(number, share, owners)
+        self._routes = find_routes(self._writes, peers.world)
 
-    def _sort(self, number: int, share: Share, owners: Array) -> None:
-        """Tell the shards that their owners hold whole from those that ranks share."""
-        local = self._local[self._writes[number][0].path] = []
-        for shard in np.flatnonzero(owners >= 0).tolist():
-            owner, first = int(owners[shard]), shard * share.shard_rows
-            suppliers = frozenset(
-                supplier(span.ranks, owner, shard)
-                for band in share.placement.overlapping(first, first + share.shard_rows)
-                for span in band.spans
-            )
-            if suppliers != {owner}:
-                nbytes = float(share.shard_bytes[shard])
-                self._shared.append(_Shard(number, shard, owner, nbytes, suppliers))
-            elif owner == self._peers.rank:
-                local.append(shard)
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits."""
+        return self._peers.rank == 0
 
     def local_shards(self, path: str) -> list[int]:
         """The shards of an array that this rank writes from its own rows alone."""
-        return self._local[path]
+        found: list[int] = np.flatnonzero(self._routes.local[path] == self._peers.rank).tolist()
+        return found
 
     def run(self, seal: Callable[[str, int], int]) -> Iterator[Assembled]:
         """Exchange rows with the other ranks, and yield the shards that this one puts.
@@ -131,7 +160,7 @@ class Exchange:
 
     def _rounds(self) -> Iterator[list[_Shard]]:
         together, nbytes = list[_Shard](), 0.0
-        for shard in self._shared:
+        for shard in self._routes.shared:
             if together and nbytes + shard.nbytes > ROUND_BYTES * self._peers.world:
                 yield together
                 together, nbytes = [], 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,6 +106,7 @@ class RowsWrite:
         """The bytes that a row is expected to take."""
         return self.codec.bytes_per_row(self.columns, self.element)
 
+    @cached_property
     def grid(self) -> Grid:
         """How the array is cut, by the bytes that these rows are expected to take."""
         itemsize = array_dtype(self.element).itemsize

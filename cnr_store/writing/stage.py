@@ -107,7 +107,7 @@ def _telling(objects: Iterable[_Object], peers: Peers | None) -> Iterator[_Objec
 
 def _exchange(peers: Peers, plan: Plan) -> Exchange:
     writes = [rows for rows in plan.rows if rows.held is not None and rows.rows_written]
-    return Exchange(peers, [(rows, rows.grid()) for rows in writes])
+    return Exchange(peers, [(rows, rows.grid) for rows in writes])
 
 
 @dataclass(frozen=True)
@@ -250,25 +250,10 @@ def _objects(
 
 def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
     for rows in plan.rows:
-        kind = "whole" if rows.base is None else "delta"
-        staged.arrays[rows.path] = ArrayEntry(
-            kind,
-            rows.shape,
-            rows.element,
-            rows.base,
-            rows.rows_written,
-            0,
-            rows.codec.get_config(),
-            rows.aliases,
-            rows.boundaries,
-        )
+        if shared is None or shared.leads:
+            _note(rows, staged)
         if rows.rows_written:
-            grid = rows.grid()
-            add_node(
-                staged.nodes,
-                rows.path,
-                rows_document(rows.shape, rows.element, grid, zarr_codecs(rows.codec)[1:]),
-            )
+            grid = rows.grid
             every = range(grid.shard_grid[0])
             own = every if shared is None or rows.held is None else shared.local_shards(rows.path)
             yield from _shards(rows, grid, own)
@@ -288,6 +273,24 @@ def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Tas
         yield _DenseDocument(dense.path, doc)
         for index in range(dense_grid(dense.values.shape, dense.values.dtype).chunks):
             yield _DenseChunk(dense, index)
+
+
+def _note(rows: RowsWrite, staged: Staged) -> None:
+    """Note an array for the record. Only the rank that commits does: there may be thousands."""
+    staged.arrays[rows.path] = ArrayEntry(
+        "whole" if rows.base is None else "delta",
+        rows.shape,
+        rows.element,
+        rows.base,
+        rows.rows_written,
+        0,
+        rows.codec.get_config(),
+        rows.aliases,
+        rows.boundaries,
+    )
+    if rows.rows_written:
+        doc = rows_document(rows.shape, rows.element, rows.grid, zarr_codecs(rows.codec)[1:])
+        add_node(staged.nodes, rows.path, doc)
 
 
 def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chunks]:

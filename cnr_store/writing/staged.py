@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.writing.plan import DenseWrite
+
+_NUMBER = np.dtype("<u4")
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Staged:
     def to_vote(self) -> dict[str, Any]:
         """What this rank put, for the rank that commits."""
         parts = {
-            path: [[index, part.nbytes, part.tail] for index, part in sorted(parts.items())]
+            path: _packed([(index, part.nbytes, part.tail) for index, part in sorted(parts.items())])
             for path, parts in self.parts.items()
         }
         return {
@@ -63,7 +66,7 @@ class Staged:
         """
         for path, parts in vote["parts"].items():
             own = self.parts.setdefault(path, {})
-            for index, nbytes, tail in parts:
+            for index, nbytes, tail in _unpacked(parts):
                 if index in own:
                     raise SaveError(f"{path}: two ranks have written object {index}")
                 own[index] = Part(nbytes, tail)
@@ -82,6 +85,16 @@ class Staged:
             "dense", dense.values.shape, grid.dtype.name, aliases=dense.aliases
         )
         return doc
+
+
+def _packed(parts: list[tuple[int, int, int]]) -> str:
+    """Objects as text of 16 bytes each: rank 0 gets those of all ranks."""
+    return base64.b64encode(np.array(parts, _NUMBER).tobytes()).decode()
+
+
+def _unpacked(text: str) -> list[list[int]]:
+    found: list[list[int]] = np.frombuffer(base64.b64decode(text), _NUMBER).reshape(-1, 3).tolist()
+    return found
 
 
 def _shaped(shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:

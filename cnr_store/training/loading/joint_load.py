@@ -42,13 +42,17 @@ def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[
     except BaseException as error:  # an interrupt
         group.refuse(phase, type(error).__name__)
         raise
-    said = group.gather(phase, {} if failure is None else error_document(failure))
+    found = group.decide(phase, {} if failure is None else error_document(failure), _first_error)
     if failure is not None:
         raise failure
-    for rank, doc in enumerate(said):
-        if "error" in doc:
-            raise error_from({**doc, "text": f"{phase}: rank {rank}: {doc['text']}"}, RanksError)
+    if found:
+        raise error_from({**found, "text": f"{phase}: {found['text']}"}, RanksError)
     return result  # type: ignore[return-value]  # there was no failure
+
+
+def _first_error(documents: list[Document]) -> Document:
+    failed = ((rank, doc) for rank, doc in enumerate(documents) if "error" in doc)
+    return next(({**doc, "text": f"rank {rank}: {doc['text']}"} for rank, doc in failed), {})
 
 
 def load_jointly(

@@ -6,6 +6,7 @@ A rank that can't begin tells the others, so that none begins. Every difference 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ import numpy as np
 
 from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
-from cnr_store.ranks.group import Document, Group
+from cnr_store.ranks.decisions import decode, encode
+from cnr_store.ranks.group import Document, Group, Judge
 from cnr_store.ranks.owners import split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.training.model.row_arrays import RowArray
@@ -32,8 +34,9 @@ def together(
     prepare: Callable[[], T],
     say: Callable[[T], Document],
     progress: Callable[[], int],
-) -> tuple[T, list[Document]]:
-    """Prepare on all ranks, and tell each what the others have to say.
+    merge: Judge,
+) -> tuple[T, Document]:
+    """Prepare on all ranks, and make one document of what they say.
 
     Parameters
     ----------
@@ -43,10 +46,13 @@ def together(
         The rank's document, once it is prepared.
     progress
         Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
+    merge
+        Makes one document of those of all ranks. The first rank alone has them all: what each of a thousand ranks
+        says must not travel to each of them.
 
     Returns
     -------
-    What was prepared here, and the documents of all ranks.
+    What was prepared here, and the merged document.
 
     Raises
     ------
@@ -69,15 +75,22 @@ def together(
     except BaseException as error:  # an interrupt
         group.refuse(phase, type(error).__name__)
         raise
-    documents = group.gather(phase, said)
+
+    def judge(documents: list[Document]) -> Document:
+        failed = {rank: doc["failed"] for rank, doc in enumerate(documents) if "failed" in doc}
+        if not failed:
+            return merge(documents)
+        return {"failed": "; ".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:_SHOWN])}
+
+    merged = group.decide(phase, said, judge)
     if failure is not None:
         raise failure
-    failed = {rank: doc["failed"] for rank, doc in enumerate(documents) if "failed" in doc}
-    if failed:
-        named = "; ".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:_SHOWN])
-        raise SaveError(f"{phase}: nothing was begun on any rank, because it failed on others. {named}")
+    if "failed" in merged:
+        raise SaveError(
+            f"{phase}: nothing was begun on any rank, because it failed on others. {merged['failed']}"
+        )
     assert prepared is not None
-    return prepared, documents
+    return prepared, merged
 
 
 def check_alike(
@@ -124,8 +137,8 @@ class Layout:
         self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
         self.placements: dict[str, Placement] = {}
 
-    def say(self, arrays: Sequence[RowArray]) -> Document:
-        """What this rank has of each array, and what that is as a digest.
+    def say(self, arrays: Sequence[RowArray]) -> bool:
+        """Note what this rank has of each array. Whether the others do not know of it yet.
 
         Raises
         ------
@@ -140,8 +153,8 @@ class Layout:
                         f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
                         "the group of all ranks that train the model"
                     )
-            return {}
-        said = {
+            return False
+        self._now = {
             array.path: [
                 list(array.shape),
                 array.element,
@@ -151,39 +164,35 @@ class Layout:
                 ],
             ]
             for array in arrays
+            if array.parts  # a rank without rows need not know their type
         }
-        self._now = said
-        return {"arrays": None if said == self._said else said}
+        return self._now != self._said
 
-    def settle(self, documents: Sequence[Document]) -> None:
-        """Learn what all ranks have, if that changed on any.
+    def settle(self) -> None:
+        """Learn what all ranks have. All call this where it changed on any.
+
+        The first rank joins what each has, and one document of that goes to all.
 
         Raises
         ------
         SaveError, UnsupportedModelError
             Ranks have arrays of another shape or type, rows that no rank has, or parts that overlap.
         """
-        if self._group.world == 1 or all(doc["arrays"] is None for doc in documents):
-            return
-        everything = self._group.gather("save: where rows are", {"arrays": self._now})
-        arrays: dict[str, tuple[tuple[int, ...], str]] = {}
-        pieces: dict[str, list[Piece]] = {}
-        for rank, doc in enumerate(everything):
-            for path, (shape, element, boxes) in doc["arrays"].items():
-                kind = (tuple(shape), element)
-                # A rank without rows need not know their type.
-                if boxes and arrays.setdefault(path, kind) != kind:
-                    raise SaveError(
-                        f"{path} is {kind} on rank {rank} and {arrays[path]} on others: give all ranks one model"
-                    )
-                pieces.setdefault(path, []).extend(
-                    Piece(first_row, rows, first_column, columns, rank)
-                    for first_row, rows, first_column, columns in boxes
-                )
+        joined: bytes | None = None
+
+        def join(documents: list[Document]) -> Document:
+            nonlocal joined
+            joined = zlib.compress(encode(_join([doc["arrays"] for doc in documents])))
+            return {}
+
+        self._group.decide("save: where rows are", {"arrays": self._now}, join)
+        found = decode(zlib.decompress(self._group.broadcast(joined)))
         self.placements.clear()
-        for path, (shape, _element) in arrays.items():
-            self.placements[path] = Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path])
-        self._arrays, self._said = arrays, self._now
+        self._arrays.clear()
+        for path, (shape, element, placement) in found.items():
+            self.placements[path] = Placement.from_json(placement)
+            self._arrays[path] = (tuple(shape), element)
+        self._said = self._now
 
     def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
         """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
@@ -198,6 +207,28 @@ class Layout:
                     shape, element = self._arrays[path]
                     complete.append(own.get(path) or RowArray(table, path, shape, element, ()))
         return complete
+
+
+def _join(said: Sequence[Document]) -> Document:
+    """By path the shape, element and placement of each array, from what each rank has of it."""
+    arrays: dict[str, tuple[list[int], str]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for rank, own in enumerate(said):
+        for path, (shape, element, boxes) in own.items():
+            shape_there, element_there = arrays.setdefault(path, (shape, element))
+            if (shape, element) != (shape_there, element_there):
+                raise SaveError(
+                    f"{path} is {(tuple(shape), element)} on rank {rank} and {(tuple(shape_there), element_there)} on "
+                    "others: give all ranks one model"
+                )
+            pieces.setdefault(path, []).extend(
+                Piece(first_row, rows, first_column, columns, rank)
+                for first_row, rows, first_column, columns in boxes
+            )
+    return {
+        path: [shape, element, Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path]).to_json()]
+        for path, (shape, element) in arrays.items()
+    }
 
 
 def dense_digest(dense: Sequence[DenseWrite]) -> str:

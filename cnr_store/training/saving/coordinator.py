@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cnr_store.errors import CheckpointError
@@ -81,24 +82,27 @@ class Coordinator:
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
         try:
-            ready, said = together(
-                self._group, phase, lambda: self._prepare(request), self._say, self._saves.progress
+            ready, agreed = together(
+                self._group,
+                phase,
+                lambda: self._prepare(request),
+                self._say,
+                self._saves.progress,
+                partial(merge_said, phase),
             )
         except Exception:
             raise
         except BaseException as error:  # an interrupt, before or after the others have begun
             self._saves.refuse(error)
             raise
-        check_alike(phase, said, ("step", "full", "overlap"))
-        if ready.snapshot is None or any(doc["skips"] is not None for doc in said):
-            under_way = next(doc["skips"] for doc in said if doc["skips"] is not None)
-            return PendingSave.skip(ready.step, under_way)
-        check_alike(phase, said, ("dense",))
+        if agreed["skips"] is not None:
+            return PendingSave.skip(ready.step, agreed["skips"])
+        assert ready.snapshot is not None  # or this rank skips, and so all do
         pending = PendingSave(ready.step)
         pending.began = began
-        team = self._saves.new_team(1 + max(doc["number"] for doc in said))
+        team = self._saves.new_team(1 + agreed["number"])
         try:
-            self._settle(ready.snapshot, said)
+            self._settle(ready.snapshot, agreed)
         except BaseException as error:
             team.fail(error)
             if not isinstance(error, CheckpointError):  # those are raised on all ranks
@@ -145,7 +149,7 @@ class Coordinator:
             said["dense"] = dense_digest(ready.snapshot.dense)
         return {
             **said,
-            **self._layout.say(ready.snapshot.arrays),
+            "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
@@ -158,22 +162,42 @@ class Coordinator:
             "restores": lineage.restores,
         }
 
-    def _settle(self, snapshot: Snapshot, said: list[Document]) -> None:
+    def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
         """Make this rank's snapshot what all ranks plan with."""
-        first = said[0]
         planner = self._saves.planner
-        if any(doc["previous"] != first["previous"] for doc in said):
+        if agreed["apart"]:
             # The outcome of a save was lost on the way to some ranks. All go on from what the first rank knows.
-            planner.begin_after(first["previous"], first["restores"])
-        elif first["folded"] is not None:
-            planner.apply_fold(*first["folded"])
+            planner.begin_after(agreed["previous"], agreed["restores"])
+        elif agreed["folded"] is not None:
+            planner.apply_fold(*agreed["folded"])
         self._folded = None
-        self._layout.settle(said)
+        if agreed["moved"]:
+            self._layout.settle()
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
-        snapshot.unsafe = merge_reasons(said)
+        snapshot.unsafe = dict(agreed["unsafe"])
         if self._group.rank == 0:
             self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
-            settings = {name: each for doc in said for name, each in doc["settings"].items()}
-            add_fused(snapshot, self._trained, settings)
+            add_fused(snapshot, self._trained, agreed["settings"])
         divide_dense(snapshot, self._group)
+
+
+def merge_said(phase: str, said: list[Document]) -> Document:
+    """What all ranks go by, from what each said."""
+    check_alike(phase, said, ("step", "full", "overlap"))
+    skips = next((doc["skips"] for doc in said if doc["skips"] is not None), None)
+    if skips is not None:
+        return {"skips": skips}
+    check_alike(phase, said, ("dense",))
+    first = said[0]
+    return {
+        "skips": None,
+        "number": max(doc["number"] for doc in said),
+        "previous": first["previous"],
+        "restores": first["restores"],
+        "apart": any(doc["previous"] != first["previous"] for doc in said),
+        "folded": first["folded"],
+        "moved": any(doc["moved"] for doc in said),
+        "unsafe": merge_reasons(said),
+        "settings": {name: each for doc in said for name, each in doc["settings"].items()},
+    }

@@ -1,0 +1,1 @@
+"""What one save of many ranks sends and writes, and how long it takes."""

@@ -1,0 +1,39 @@
+"""What the sizing in docs/ranks.md counts in one process is what real ranks do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ranks_bench.scaling import exponents, record, summary
+from cnr_store.format import grid
+from tests.test_store.ranks.support.counted_save import SIZES, save_rank, small_model
+from tests.test_store.ranks.support.rank_processes import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SIZES.items():
+        monkeypatch.setattr(grid, name, size)
+
+
+@pytest.mark.parametrize("every", [0, 7])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_recorded_ranks_count_what_real_ones_do(tmp_path: Path, world: int, every: int) -> None:
+    outcomes = run_ranks(world, save_rank, f"file://{tmp_path / 'store'}", every)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    real = [outcome.value for outcome in outcomes]
+    recorded = record(world, small_model(every))
+    assert json.dumps(recorded, indent=1) == json.dumps(real, indent=1)
+    if world > 1:
+        assert sum(rank["messages"] for rank in real) > 0
+
+
+def test_what_ranks_say_grows_no_faster_than_their_number() -> None:
+    model = small_model(7)
+    runs = [summary(world, model, record(world, model)) for world in (4, 8, 16, 32)]
+    found = exponents(runs)
+    assert found["rank 0's documents"] <= 1.05
+    assert found["requests"] <= 1.05
