@@ -21,7 +21,7 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import digests, member, shown
+from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
@@ -320,19 +320,8 @@ class Catalog:
         """
         with self.reading(record):
             data = self.proven(record, "state/main.json", record.state_sha256)
-        what = f"state of version {record.id}"
-        state = loads(data, what)
-        has_parts = layout.STATE_PARTS in record.requires
-        if (isinstance(state, dict) and "ranks" in state) != has_parts:
-            raise CorruptionError(
-                f"{what}: it has {'no ' if has_parts else ''}parts of ranks, and the record "
-                f"{'requires' if has_parts else 'does not require'} {layout.STATE_PARTS}; the object was altered"
-            )
-        if has_parts:
-            try:
-                digests(state["ranks"], "ranks", layout.MAX_RANKS)
-            except ValueError as error:
-                raise CorruptionError(f"{what}: {error}") from error
+        state = loads(data, f"state of version {record.id}")
+        prove_parts(record, state)
         return state
 
     def proven(self, record: Record, name: str, sha256: str) -> bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
+from cnr_store.format.record import Record
+from cnr_store.format.validate import digests
 
 _MAX_LISTINGS = 50
 
@@ -75,3 +78,23 @@ def read_object(backend: Backend, key: str, what: str) -> bytes:
         return backend.get(key)
     except ObjectNotFoundError as error:
         raise CorruptionError(f"{what}: {key} is lost from {backend.url}") from error
+
+
+def prove_parts(record: Record, state: Any) -> None:
+    """Prove that a state names the parts of ranks, by their digests, if and only if its record says that it has some.
+
+    Raises
+    ------
+    CorruptionError
+    """
+    what, has_parts = f"state of version {record.id}", layout.STATE_PARTS in record.requires
+    if (isinstance(state, dict) and "ranks" in state) != has_parts:
+        raise CorruptionError(
+            f"{what}: it has {'no ' if has_parts else ''}parts of ranks, and the record "
+            f"{'requires' if has_parts else 'does not require'} {layout.STATE_PARTS}; the object was altered"
+        )
+    if has_parts:
+        try:
+            digests(state["ranks"], "ranks", layout.MAX_RANKS)
+        except ValueError as error:
+            raise CorruptionError(f"{what}: {error}") from error
