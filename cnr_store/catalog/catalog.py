@@ -13,7 +13,7 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
-from cnr_store.catalog.objects import list_from_newest, list_ids, read_object
+from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
 from cnr_store.catalog.tags import read_tag
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
