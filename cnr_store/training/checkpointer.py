@@ -150,7 +150,7 @@ class Checkpointer:
 
     Raises
     ------
-    OptionError, UnsupportedModelError, StateError, cnr_backends.OpenError, FormatError
+    OptionError, UnsupportedModelError, StateError, RanksError, cnr_backends.OpenError, FormatError
     """
 
     @_on_all_ranks
