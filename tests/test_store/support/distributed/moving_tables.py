@@ -73,7 +73,7 @@ def made(optimizer: str, ways: str) -> tuple[Any, list[torch.optim.Optimizer]]:
     sharder = EmbeddingBagCollectionSharder(
         fused_params={"optimizer": EmbOptimType[fused], "learning_rate": 0.1}
     )
-    kinds = {
+    kinds: dict[str, Any] = {
         "tw": lambda number: table_wise(rank=number % world, compute_kernel=kernel),
         "rw": lambda _: row_wise(compute_kernel=kernel),
         "cw": lambda number: column_wise(ranks=[number % world, (number + 1) % world], compute_kernel=kernel),
@@ -129,7 +129,10 @@ def go_on(url: Path, optimizer: str, ways: str, strict: str = "raise") -> dict[s
     with cnr_store.Checkpointer(
         url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
     ) as checkpointer:
-        loaded, missing, start, over, resharded = {}, (), 0, "", {}
+        loaded: dict[str, Any] = {}
+        resharded: dict[str, Any] = {}
+        missing: tuple[str, ...] = ()
+        start, over = 0, ""
         if cnr_store.versions(url):
             restored = checkpointer.load(strict=strict)  # type: ignore[arg-type]
             start, missing, loaded = restored.step, restored.missing, alike(bits(model, optimizers))
