@@ -43,7 +43,9 @@ def gather_split(placed: Sequence[PlacedTensor], local: LocalItems, team: Team) 
 
 
 def _part(local: LocalItems, name: str, offsets: Sequence[int]) -> torch.Tensor:
-    return next(part for begin, part in local.tensors[name][1] if tuple(begin) == tuple(offsets))
+    return next(
+        part for begin, part in local.tensors[name][1] if tuple(begin) == tuple(offsets) and part.numel()
+    )
 
 
 def _assembled(owned: Sequence[PlacedTensor], received: Mapping[int, memoryview]) -> dict[str, torch.Tensor]:

@@ -60,8 +60,9 @@ class Writer(StorageWriter):
     `codec`.
 
     All ranks make a writer at the same point of the program and use it for all saves. A version exists once `save` has
-    returned on any rank; if it fails, nothing of it is visible, and the same writer may save again. The step of a
-    version is the `checkpoint_id` given to `save`, in digits; without one, it is the last version's plus 1.
+    returned on any rank. If any rank fails before the commit, nothing of it is visible; if one fails behind it, the
+    version is whole. In both cases the same writer may save again. The step of a version is the `checkpoint_id` given
+    to `save`, in digits; without one, it is the last version's plus 1.
 
     Parameters
     ----------
@@ -267,11 +268,10 @@ class Writer(StorageWriter):
         self._number = 1 + max(doc["number"] for doc in said)
         team = Team(self._group, self._number)
         try:
-            version = self._plan(local, said, team)
-        except BaseException as error:
+            record = self._writer.write(self._plan(local, said, team), team=team)
+        except BaseException as error:  # also an interrupt, so that no rank waits for this one
             team.fail(error)
             raise
-        record = self._writer.write(version, team=team)
         if team.leads:
             log.info("saved step %d as version %s, %d bytes", record.step, record.id, record.nbytes)
         return record

@@ -26,6 +26,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import OptionError
 from cnr_store.dcp import Reader, Writer
+from tests.test_store.ranks.support.rank_processes import reach
 
 ROWS, COLUMNS = 3001, 12
 
@@ -47,6 +48,7 @@ def whole_state(seed: int = 0) -> dict[str, Any]:
             "conv": values(8, 4, 3, 3),
             "bias": values(COLUMNS),
             "counts": torch.arange(41) + seed,
+            "tiny": values(2, 3),
             "empty": torch.empty(0, 4),
         },
         "optim": {
@@ -60,7 +62,7 @@ def whole_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-SPLIT = ("users.weight", "half.weight", "conv", "bias", "counts", "momentum")
+SPLIT = ("users.weight", "half.weight", "conv", "bias", "counts", "momentum", "tiny")
 
 
 def zeroed(state: Any) -> Any:
@@ -182,6 +184,22 @@ class Failing(DefaultSavePlanner):
             raise RuntimeError("no such tensor")
         found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
         return found
+
+
+class Stopping(DefaultSavePlanner):
+    """Reaches a point on the last rank when it is asked for a tensor."""
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            reach("resolving")
+        found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        return found
+
+
+def save_and_be_killed(url: str) -> None:
+    save(
+        on_mesh("rows of 3", whole_state()), storage_writer=Writer(url, timeout_seconds=3), planner=Stopping()
+    )
 
 
 def fail_and_save_again(url: str) -> list[str]:

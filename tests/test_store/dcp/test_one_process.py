@@ -255,7 +255,7 @@ def test_values_that_json_does_not_hold(tmp_path: Path, value: Any, monkeypatch:
 
 def test_the_deepest_value_that_is_stored_is_sound(tmp_path: Path) -> None:
     deep: list[Any] = []
-    for _ in range(196):
+    for _ in range(197):
         deep = [deep]
     state = {"$deep": deep, "x": torch.arange(5000)}
     planner = DefaultSavePlanner(flatten_state_dict=False)

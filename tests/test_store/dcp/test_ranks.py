@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def test_a_rank_whose_storage_fails_leaves_nothing(tmp_path: Path) -> None:
         assert left == []
     assert len(cnr_store.versions(tmp_path)) == 1
     assert len(list((tmp_path / "versions").glob("*/manifest"))) == 1
+
+
+def test_a_rank_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    run_ranks(1, saved_state.save_on, {"one": str(tmp_path)})
+    signals = {(2, "resolving"): [(2, signal.SIGKILL)]}
+    *others, killed = run_ranks(3, saved_state.save_and_be_killed, str(tmp_path), signals=signals)
+    assert killed.signal == signal.SIGKILL
+    assert all(each.error for each in others)
+    assert len(cnr_store.versions(tmp_path)) == 1
+    run(2, saved_state.load_all, ["columns of 2"], [str(tmp_path)])
 
 
 def test_what_json_does_not_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
