@@ -258,12 +258,15 @@ class Writer(StorageWriter):
         raise TypeError("a Writer can't go to another process: give async_save AsyncCheckpointerType.THREAD")
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Record:
-        local, said = together(
+        local, merged = together(
             self._group,
             "save",
             lambda: local_items(plan, planner, self._group.rank),
             lambda found: {**found.say(), **self._where()},
+            lambda: 0,
+            lambda documents: {"said": documents},
         )
+        said = merged["said"]
         check_alike("save", said, ("checkpoint_id",))
         self._number = 1 + max(doc["number"] for doc in said)
         team = Team(self._group, self._number)

@@ -48,7 +48,8 @@ class Model(nn.Module):
         self.over = nn.Linear(DIM * len(names), 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        return self.over(self.pooled(ids))
+        logits: torch.Tensor = self.over(self.pooled(ids))
+        return logits
 
     def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
         """What is looked up, in the order of the tables: that of TorchRec's output depends on the sharding."""

@@ -74,7 +74,7 @@ class Dropping(Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 kept = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter.data))
@@ -141,7 +141,7 @@ class ByColumn(Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             columns = self.state[parameter].setdefault("columns", torch.zeros(parameter.shape[1]))
             columns += parameter.grad.square().sum(0)
