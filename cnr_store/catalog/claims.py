@@ -109,7 +109,8 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
     doc = {"generation": claim.generation, "token": claim.token, "base": base, "time": time.time()}
-    doc |= {"host": platform.node(), "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
+    host = platform.node().encode(errors="backslashreplace").decode()  # its bytes may be no UTF-8
+    doc |= {"host": host, "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
     _claimed.add((os.getpid(), claim.token))  # before: it may be created although the response is lost
     with suppress(ObjectExistsError):
         backend.with_reserve(lambda: backend.create(layout.writer_key(name), dumps(doc)))

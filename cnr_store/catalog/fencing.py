@@ -40,6 +40,7 @@ LIVE_SECONDS = 600
 """A writer that committed so short a time ago may still run. Only a warning goes by it."""
 
 _WORKERS = 8
+_SAME_PROTOCOLS = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
 _last_seen: dict[str, Seen] = {}
 
 
@@ -258,7 +259,8 @@ def _place(backend: Backend) -> str:
     if backend.url.startswith("file://"):
         return os.path.realpath(backend.url.removeprefix("file://"))
     protocol, _, path = backend.url.partition("://")
-    return f"{protocol}://{path.strip('/')}"
+    protocol = protocol.lower()
+    return f"{_SAME_PROTOCOLS.get(protocol, protocol)}://{path.strip('/')}"
 
 
 def _refuse_another_store(backend: Backend, seen: str) -> None:

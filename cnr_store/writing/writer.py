@@ -301,7 +301,9 @@ class Writer:
             self._backend.with_reserve(lambda: self._backend.create(key, void))
         except ObjectExistsError:
             landed = decode_record(self._backend.get(key), version)
-            return landed if landed is not None and landed.nonce == nonce else None
+            if landed is not None and landed.nonce != nonce:
+                raise SaveError(f"another writer committed version {version}") from None
+            return landed
         return None
 
     def _remove(self, version: str) -> str:

@@ -194,7 +194,7 @@ def deletable(snapshot: StoreSnapshot, now: float, grace_seconds: float) -> list
     aborted = [
         version
         for version, when in snapshot.aborted.items()
-        if ended or version in snapshot.tombstoned or when + grace_seconds <= now
+        if ended or version in snapshot.tombstoned or _is_over(when, now, grace_seconds)
     ]
     return sorted({*aborted, *(snapshot.folds.keys() - snapshot.names)})
 
@@ -215,5 +215,10 @@ def deletable_records(
         for version in emptied
         if version not in last
         and version in snapshot.aborted
-        and snapshot.aborted[version] + grace_seconds <= now
+        and _is_over(snapshot.aborted[version], now, grace_seconds)
     ]
+
+
+def _is_over(began: float, now: float, grace_seconds: float) -> bool:
+    """Whether a grace time is over. The clock that told when it began may have been ahead, by a year, too."""
+    return abs(now - began) >= grace_seconds

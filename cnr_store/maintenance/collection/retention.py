@@ -179,7 +179,7 @@ class Retention:
                 if deletion.freed_bytes == freed_bytes:
                     raise StorageFullError(
                         f"{self._backend.url} is full, and nothing more can be deleted without room for a small object "
-                        f"({full}); free 100 kB by hand, then try again"
+                        f"({full}); free 100 kB and a few files by hand, then try again"
                     ) from full
                 snapshot = self._reader.take(transfer, void=True)
             self._backend.hold_reserve()

@@ -156,6 +156,18 @@ def test_what_a_killed_run_left_is_freed_once_it_is_ended(url: str, killed: str)
     trainer.close()
 
 
+@pytest.mark.parametrize("grace_seconds", [0, 3600])
+def test_a_clock_that_was_ahead_keeps_no_leftovers(
+    jobs: Jobs, url: str, killed: str, grace_seconds: float
+) -> None:
+    """The job that gave the attempt up ran on a machine whose clock was ahead by a month."""
+    jobs.run("train", url, saves=1, keep_last=9, skew=30 * 24 * 3600.0)
+    assert is_void(open_backend(url), killed)
+    assert remains(open_backend(url), killed)
+    report = cnr_store.gc(url, grace_seconds=grace_seconds)
+    assert (report.leftovers, report.left) == ((killed,), {})
+
+
 def test_the_command_asks_before_it_ends_a_run(
     url: str, killed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,28 @@ def test_a_link_to_a_store_is_that_store(jobs: Jobs, url: str) -> None:
     jobs.run("train", url, saves=1)
     with pytest.raises(SupersededError, match="this job is stale"):
         cnr_store.save(str(link), model, step=9)
+
+
+@pytest.mark.parametrize("names", [("s3a", "s3"), ("GS", "gcs"), ("az", "abfs"), ("abfss", "abfs")])
+def test_protocols_with_several_names_are_one_place(jobs: Jobs, url: str, names: tuple[str, str]) -> None:
+    jobs.run("train", url, saves=1)
+    places = [FaultyBackend(open_backend(url), lambda *_: None) for _ in names]
+    for place, name in zip(places, names, strict=True):
+        place.url = f"{name}://bucket/{Path(url).parent.name}"
+    model, _ = small_model.make_model("sgd", 1)
+    cnr_store.load(places[0], model)
+    jobs.run("train", url, saves=1)
+    with pytest.raises(SupersededError, match="this job is stale"):
+        cnr_store.save(places[1], model, step=9)
+
+
+def test_a_host_of_any_name_may_claim(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may be no UTF-8."""
+    monkeypatch.setattr(platform, "node", lambda: "trainer-\udcff")
+    with Checkpointer(url, make_model()) as checkpointer:
+        checkpointer.save(1).result()
+        checkpointer.save(2).result()
+        assert len(cnr_store.gc(url, keep_last=1).removed) == 1
 
 
 def test_a_load_that_has_read_everything_does_not_fail_at_the_end(url: str) -> None:

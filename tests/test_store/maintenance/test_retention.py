@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, Checkpointer, OptionError, SupersededError, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId, record_key, version_key
+from cnr_store.format.record_document import decode_record, encode_record
 from tests.test_store.support.places import memory_url, quick_folder
 from tests.test_store.support.retention_helpers import (
     Trainer,
@@ -476,6 +478,26 @@ def test_an_attempt_of_unknown_outcome_is_followed_by_a_new_claim(backend: Backe
     assert storm == ["fine"]
     assert Catalog(backend).record(last).needs
     assert check_exact(backend, {**contents(backend), **before}) == [*made, landed, last]
+    trainer.close()
+
+
+class Outrun(FaultyBackend):
+    """Another writer, with the same claim, commits right before this one does."""
+
+    def _create(self, key: str, data: bytes) -> bool:
+        if is_record(key) and b'"cnr_void"' not in data:
+            record = decode_record(data, key.split("/")[1])
+            assert record is not None
+            self.inner.create(key, encode_record(replace(record, nonce="0" * 32)))
+        return super()._create(key, data)
+
+
+def test_what_another_writer_committed_at_the_key_is_not_removed(backend: Backend) -> None:
+    trainer = Trainer(Outrun(backend, lambda *_: None))
+    with pytest.raises(cnr_store.SaveError, match="another writer committed version"):
+        trainer.save(1)
+    assert len(visible(backend)) == 1
+    assert cnr_store.verify(backend, deep=True).ok
     trainer.close()
 
 
