@@ -252,8 +252,10 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path: Path) -> None
         "docs/following.md",
         "docs/upkeep.md",
         "docs/codecs.md",
+        "docs/dcp.md",
     ],
 )
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
 def test_the_programs_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

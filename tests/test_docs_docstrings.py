@@ -14,6 +14,7 @@ import pytest
 import cnr_backends
 import cnr_codecs
 import cnr_store
+import cnr_store.dcp
 
 
 def classes(package: ModuleType) -> list[type]:
@@ -36,14 +37,18 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for package in PACKAGES:
         for name in package.__all__:
             if inspect.isfunction(found := getattr(package, name)):
-                yield f"{package.__name__}.{name}", found
+                yield f"{last_name(package)}.{name}", found
         for each in classes(package):
-            yield from ((f"{package.__name__}.{name}", found) for name, found in methods(each))
+            yield from ((f"{last_name(package)}.{name}", found) for name, found in methods(each))
 
 
-PACKAGES = (cnr_store, cnr_codecs, cnr_backends)
+def last_name(package: ModuleType) -> str:
+    return package.__name__.rpartition(".")[2]
+
+
+PACKAGES = (cnr_store, cnr_store.dcp, cnr_codecs, cnr_backends)
 FUNCTIONS = dict(functions())
-CLASSES = {f"{package.__name__}.{each.__name__}": each for package in PACKAGES for each in classes(package)}
+CLASSES = {f"{last_name(package)}.{each.__name__}": each for package in PACKAGES for each in classes(package)}
 
 
 def parameters(of: Callable[..., Any]) -> list[str]:

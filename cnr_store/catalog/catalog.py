@@ -13,7 +13,7 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
-from cnr_store.catalog.objects import list_ids, read_object
+from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
 from cnr_store.catalog.tags import read_tag
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
@@ -21,7 +21,7 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import digests, member, shown
+from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,17 @@ class Catalog:
         """Ids of all attempts, newest first. Not all of them were committed."""
         return sorted(list_ids(self.backend, layout.VERSIONS), reverse=True)
 
+    def ids_from_newest(self) -> list[str]:
+        """Ids of attempts, newest first, from the newest committed version on; none if nothing was committed."""
+        return list_from_newest(self.ids, self.may_be_committed, self.backend.url)
+
+    def may_be_committed(self, version: str) -> bool:
+        """Whether a version was committed; True if its record is damaged."""
+        try:
+            return self.find_record(version) is not None
+        except (CorruptionError, FormatError):
+            return True
+
     def find_record(self, version: str) -> Record | None:
         """The record of a version, or None if that id was never committed."""
         return self._find(version, layout.VERSIONS)
@@ -225,7 +236,7 @@ class Catalog:
     def newest_first(self) -> Iterator[Record]:
         """Committed versions, newest first, read as they are asked for."""
         self.check_format()
-        for version in self.ids():
+        for version in self.ids_from_newest():
             record = self.find_record(version)
             if record is not None:
                 yield record
@@ -233,9 +244,9 @@ class Catalog:
     def oldest_first(self) -> list[Record]:
         """Committed versions, oldest first, several read at once."""
         self.check_format()
+        ids = self.ids_from_newest()
         with Transfer(_READ_WORKERS, 4 * _READ_WORKERS) as transfer:
-            records = list(transfer.map(self.find_record, reversed(self.ids())))
-        return [record for record in records if record is not None]
+            return [record for record in transfer.map(self.find_record, reversed(ids)) if record is not None]
 
     def resolve(self, version: Version) -> str | int:
         """The id that a `VersionInfo` or a tag stands for; an id, a step and ``latest`` as they are."""
@@ -309,19 +320,8 @@ class Catalog:
         """
         with self.reading(record):
             data = self.proven(record, "state/main.json", record.state_sha256)
-        what = f"state of version {record.id}"
-        state = loads(data, what)
-        has_parts = layout.STATE_PARTS in record.requires
-        if (isinstance(state, dict) and "ranks" in state) != has_parts:
-            raise CorruptionError(
-                f"{what}: it has {'no ' if has_parts else ''}parts of ranks, and the record "
-                f"{'requires' if has_parts else 'does not require'} {layout.STATE_PARTS}; the object was altered"
-            )
-        if has_parts:
-            try:
-                digests(state["ranks"], "ranks", layout.MAX_RANKS)
-            except ValueError as error:
-                raise CorruptionError(f"{what}: {error}") from error
+        state = loads(data, f"state of version {record.id}")
+        prove_parts(record, state)
         return state
 
     def proven(self, record: Record, name: str, sha256: str) -> bytes:

@@ -31,7 +31,7 @@ from cnr_store.catalog.claims import (
     store_id,
 )
 from cnr_store.catalog.objects import has_object
-from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, FormatError, SupersededError
+from cnr_store.errors import BaseLostError, CheckpointError, CorruptionError, SupersededError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 
@@ -51,6 +51,8 @@ class Seen:
     ----------
     number
         The greatest number under ``writers/`` and ``versions/``.
+    claim
+        The claim that had this number; "" if that is unknown.
     version
         The greatest committed version, "" if there was none.
     removable
@@ -63,21 +65,30 @@ class Seen:
     version: str = ""
     removable: str = ""
     store: str = ""
+    claim: str = ""
 
     def including(self, version: str) -> Seen:
         """With a version that was loaded or committed: whoever claimed before its writer can't commit any more."""
         known = VersionId.parse(version)
         assert known is not None  # the id of a committed version is valid
-        number = max(self.number, known.claim.generation)
-        return replace(self, number=number, version=max(self.version, version))
+        seen = replace(self, version=max(self.version, version))
+        if known.claim.generation <= self.number:
+            return seen
+        return replace(seen, number=known.claim.generation, claim=str(known.claim))
 
 
 def look(catalog: Catalog) -> Seen:
-    """What there is to be seen. The claims are listed first: a version committed meanwhile then counts as seen."""
-    store = store_id(catalog.backend)
-    names, ids = list_claims(catalog.backend), catalog.ids()
-    newest = next((each for each in ids if _is_committed(catalog, each)), "")
-    return Seen(_greatest(names, ids), newest, store=store)
+    """What there is to be seen. Claims come before versions: a version committed meanwhile then counts as seen."""
+    store, names = store_id(catalog.backend), list_claims(catalog.backend)
+    holder = None
+    if names:
+        with suppress(CorruptionError):
+            holder = read_claim(catalog.backend, names[-1]).id
+    ids = catalog.ids()
+    newest = next((each for each in ids if catalog.may_be_committed(each)), "")
+    number = _greatest(names, ids)
+    claim = str(holder) if holder is not None and holder.generation == number else ""
+    return Seen(number, newest, store=store, claim=claim)
 
 
 def remember(backend: Backend, seen: Seen) -> None:
@@ -117,20 +128,27 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> C
     raise SupersededError(_stale(backend, f"claim {layout.claim_name(number + 1)} was made"))
 
 
-def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str) -> Claim:
-    """Give `own` up for the next number. See `first_claim` for the parameters.
+def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str, store: str) -> Claim:
+    """Give `own` up for the next number. See `first_claim` for the other parameters.
+
+    Parameters
+    ----------
+    store
+        The store that `own` was made in (`Seen.store`).
 
     Raises
     ------
     SupersededError
-        Another writer has claimed the store since `own`.
+        Another writer has claimed the store since `own`, or it is another store.
     SaveError
         No number is left.
     """
     claim = ClaimId(own.generation + 1, token)
     name = layout.claim_name(claim.generation)
+    _refuse_another_store(backend, store)
     names = list_claims(backend)
     _refuse_others_alone(backend, names, own)
+    _refuse_another_holder(backend, names, own)
     _refuse_newer(backend, [each for each in names if each != name], own)
     if not create_claim(backend, claim, base):
         _refuse_newer(backend, [name], own)
@@ -199,13 +217,6 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
         )
 
 
-def _is_committed(catalog: Catalog, version: str) -> bool:
-    try:
-        return catalog.find_record(version) is not None
-    except (CorruptionError, FormatError):
-        return True  # damaged, but it was committed
-
-
 def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
     """The greatest number that counts as seen. A claim with `token` is left out: it is the one that is being made.
 
@@ -216,6 +227,7 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
     """
     catalog = Catalog(backend)
     names, ids = list_claims(backend), catalog.ids()
+    _refuse_older_copy(backend, names, ids, seen)
     number = min(seen.number, _greatest(names, ids))  # what was seen may have been removed by hand
     for name in names:
         if (layout.claim_number(name) or 0) <= number:
@@ -230,7 +242,7 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
             raise SupersededError(_stale(backend, f"writer {claim} claimed the store"))
         number = claim.id.generation
     for newer in ids:
-        if newer > seen.version and not is_own_version(newer) and _is_committed(catalog, newer):
+        if newer > seen.version and not is_own_version(newer) and catalog.may_be_committed(newer):
             raise SupersededError(_stale(backend, f"version {newer} was committed"))
     return number
 
@@ -260,6 +272,37 @@ def _refuse_others_alone(backend: Backend, names: Iterable[str], own: ClaimId) -
     numbers = {layout.claim_number(name) for name in names}
     if numbers and own.generation not in numbers:
         raise SupersededError(_stale(backend, "the store was removed, and another one made in its place,"))
+
+
+def _refuse_older_copy(backend: Backend, names: Sequence[str], ids: Iterable[str], seen: Seen) -> None:
+    """Refuse a store that was put back from a copy, older than what was seen: its numbers are given out once more.
+
+    The greatest claim that was seen must be there, or an attempt under it. A store without claims may be used.
+    """
+    known = ClaimId.parse(seen.claim)
+    if not names or known is None or _refuse_another_holder(backend, names, known):
+        return
+    if not any(each.startswith(f"{known}.") for each in ids):
+        raise SupersededError(
+            _stale(backend, f"claim {known} went, as if the store was put back from a copy,")
+        )
+
+
+def _refuse_another_holder(backend: Backend, names: Iterable[str], known: ClaimId) -> bool:
+    """Refuse a store in which another process's claim has the number of a `known` one. Returns whether any has it."""
+    held = [name for name in names if layout.claim_number(name) == known.generation]
+    holders = []
+    for name in held:
+        with suppress(CorruptionError):  # it may be the known one
+            holders.append(read_claim(backend, name))
+    if holders and not any(holder.id == known or is_own(holder.id) for holder in holders):
+        raise SupersededError(
+            _stale(
+                backend,
+                f"the store was put back from a copy or made anew, and writer {holders[-1]} claimed it,",
+            )
+        )
+    return bool(held)
 
 
 def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:

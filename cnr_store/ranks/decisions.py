@@ -66,6 +66,9 @@ class Decisions:
             verdict = self._lead(prefix, phase, judge) if self._rank == 0 else self._follow(prefix, phase)
         except RanksError as error:
             raise RanksError(f"{phase}: {error}") from error
+        except BaseException as error:  # an interrupt: no other rank should wait for this one
+            self._refuse(phase, type(error).__name__)
+            raise
         return _accepted(verdict)
 
     def refuse(self, phase: str, reason: str) -> None:
@@ -79,6 +82,9 @@ class Decisions:
             Why it does not.
         """
         self.number += 1
+        self._refuse(phase, reason)
+
+    def _refuse(self, phase: str, reason: str) -> None:
         error = RanksError(f"{phase}: {named([self._rank])} does not take part: {reason}")
         with suppress(RanksError):  # the store is gone: the others find out as this rank did
             self._conclude(f"{self._prefix}/{self.number}", _failure(error))

@@ -87,6 +87,9 @@ class Group(ABC):
             Why it does not.
         """
 
+    def break_off(self) -> None:  # noqa: B027 - as above
+        """Let no rank wait for this one in `sum`, `either` or `exchange`, which work again after the next decision."""
+
     def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
         """Have ranks that wait in a decision for this one wait on while the block makes progress.
 

@@ -6,8 +6,9 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
-from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.options import CONSTRUCT, Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
 from cnr_store.training.tracking.audit import Audit
@@ -44,6 +45,26 @@ from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 
 log = logging.getLogger("cnr_store")
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def _on_all_ranks(
+    build: Callable[Concatenate[Checkpointer, Arguments], None],
+) -> Callable[Concatenate[Checkpointer, Arguments], None]:
+    """A constructor that fails on all ranks if it fails on one, or was given other options there."""
+
+    @wraps(build)
+    def build_alike(self: Checkpointer, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            build(self, *arguments, **named)
+            self._agree_on_options()
+        except BaseException as error:
+            self._dismantle(error)
+            raise
+
+    return build_alike
 
 
 class Checkpointer:
@@ -129,9 +150,10 @@ class Checkpointer:
 
     Raises
     ------
-    OptionError, UnsupportedModelError, StateError, cnr_backends.OpenError, FormatError
+    OptionError, UnsupportedModelError, StateError, RanksError, cnr_backends.OpenError, FormatError
     """
 
+    @_on_all_ranks
     def __init__(
         self,
         url: Url,
@@ -208,6 +230,18 @@ class Checkpointer:
             ranks, trained, options, self._saves, self._upkeep, self._follow_model
         )
         self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
+
+    def _agree_on_options(self) -> None:
+        self._options.agree(self._group, self._catalog.backend.url, self._trained.tables)
+
+    def _dismantle(self, error: BaseException) -> None:
+        """Undo a constructor that failed, and tell the other ranks."""
+        if hasattr(self, "_loader"):
+            self._saves.close()
+            self._upkeep.close()
+        if hasattr(self, "_group"):
+            self._group.refuse(CONSTRUCT, f"{type(error).__name__}: {error}")
+            self._group.close()
 
     def save(
         self,
@@ -424,6 +458,7 @@ class Checkpointer:
                 self._saves.close()
                 self._upkeep.close()
                 self._saves.writer.close()
+                self._group.refuse("close", "its checkpointer was closed")
                 self._group.close()
             if latest is not None and not latest.result_taken:
                 latest.result()

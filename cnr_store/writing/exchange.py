@@ -1,8 +1,9 @@
 """Which rank puts which shard, and how the rows of a shard come together there from the ranks that hold them.
 
 Grids, keys and row sets do not depend on ranks, so a shard may hold rows of several ranks, and a chunk, too. Each shard
-has one owner, computed alike on all ranks. A chunk whose rows one rank holds whole travels encoded. Of any other chunk,
-the rows and columns travel as they are, and the owner encodes it: the codes are those that one process would write.
+has one owner, computed alike on all ranks. A chunk whose rows one rank holds whole travels encoded. So do some rows of
+a chunk, if its codec encodes each row by itself: the owner then moves codes. All other rows and columns travel as they
+are, and the owner encodes them. In either case the codes are those that one process would write.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cnr_codecs import array_dtype
+from cnr_codecs import (
+    LosslessRows,
+    RowCodec,
+    UniformRows,
+    array_dtype,
+    build_payload,
+    merge_segments,
+    parse,
+)
+from cnr_codecs.elements import element_named
 from cnr_store.errors import SaveError
 from cnr_store.format.grid import Grid, rows_in
-from cnr_store.ranks.fragments import EncodedChunk, Fragment, RawRows, pack, unpack
+from cnr_store.ranks.fragments import BytesLike, EncodedChunk, Fragment, RawRows, pack, unpack
 from cnr_store.ranks.owners import Share, assign, supplier
 from cnr_store.writing.plan import Held, RowsWrite
 
@@ -103,7 +113,7 @@ class Assembled:
 
     rows: RowsWrite
     shard: int
-    chunks: list[bytes | None]
+    chunks: Sequence[BytesLike | None]
 
 
 class Exchange:
@@ -206,10 +216,11 @@ class Exchange:
                     continue
                 values = rows.source.values(start, stop)
                 offsets = _offsets(rows, slice(start, stop), chunk)
-                if band.is_full_width and begin <= chunk and chunk_end <= end:
+                is_whole = begin <= chunk and chunk_end <= end
+                if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):
                     payload = rows.codec.encode_rows(
                         values,
-                        None if rows.ids is None else offsets,
+                        None if rows.ids is None and is_whole else offsets,
                         grid.chunk_rows,
                         element=rows.element,
                         seal=seal(rows.path, chunk),
@@ -221,6 +232,11 @@ class Exchange:
                     yield RawRows(
                         shard.write, shard.shard, slot, span.first_column, offsets.astype(np.uint32), part
                     )
+
+
+def _encodes_row_by_row(codec: RowCodec) -> bool:
+    """Whether rows that were encoded apart can be put together: what is stored of each depends on no other."""
+    return isinstance(codec, UniformRows | LosslessRows)
 
 
 def positions_of(rows: RowsWrite, first_rows: Array) -> Array:
@@ -271,26 +287,37 @@ def _assemble(
     shard: int,
     fragments: Sequence[Fragment],
     seal: Callable[[str, int], int],
-) -> list[bytes | None]:
+) -> list[BytesLike | None]:
     """The chunks of a shard, from what all its suppliers gave."""
-    chunks: list[bytes | None] = [None] * grid.chunks_per_shard
+    encoded: dict[int, list[BytesLike]] = {}
     raw: dict[int, list[RawRows]] = {}
     for fragment in fragments:
         if isinstance(fragment, RawRows):
             raw.setdefault(fragment.slot, []).append(fragment)
         else:
-            chunks[fragment.slot] = bytes(fragment.payload)
+            encoded.setdefault(fragment.slot, []).append(fragment.payload)
+    first_row = shard * grid.shard_rows
+    seals = {slot: seal(rows.path, first_row + slot * grid.chunk_rows) for slot in (*encoded, *raw)}
     for slot, parts in raw.items():
-        first_row = shard * grid.shard_rows + slot * grid.chunk_rows
         offsets, values = _joined(rows, parts)
-        chunks[slot] = rows.codec.encode_rows(
+        payload = rows.codec.encode_rows(
             values,
-            None if rows.ids is None else offsets,
+            None if rows.ids is None and slot not in encoded else offsets,
             grid.chunk_rows,
             element=rows.element,
-            seal=seal(rows.path, first_row),
+            seal=seals[slot],
         )
+        encoded.setdefault(slot, []).append(payload)
+    chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
+    for slot, payloads in encoded.items():
+        chunks[slot] = payloads[0] if len(payloads) == 1 else _merged(rows, grid, payloads, seals[slot])
     return chunks
+
+
+def _merged(rows: RowsWrite, grid: Grid, payloads: Sequence[BytesLike], seal: int) -> bytes:
+    """One chunk of rows that were encoded apart."""
+    segments = merge_segments(segment for payload in payloads for segment in parse(payload).segments)
+    return build_payload(grid.chunk_rows, grid.columns, element_named(rows.element), segments, seal)
 
 
 def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:

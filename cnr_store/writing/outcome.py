@@ -54,7 +54,8 @@ def _arbitrate(backend: Backend, version: str, team: Team) -> Document:
     Whoever creates the object of its record decides: the first rank commits, any other makes the version void.
     """
     attempt = VersionId.parse(version)
-    cause = team.round.failure[1] or "outcome: rank 0 does not answer"
+    team.round.fail("outcome", "it hears nothing of rank 0")  # what failed before, such as rank 0, goes first
+    cause = team.round.failure[1]
     if attempt is None or not backend.atomic_create:
         raise SaveError(
             f"{cause}, and {backend.url} can't decide about version {version}: whether it was committed is not known"

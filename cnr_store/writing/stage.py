@@ -8,7 +8,7 @@ put.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
@@ -114,15 +115,15 @@ class _Object:
     """An object to put: a shard's chunks, or bytes that are the object. `path` is None for metadata."""
 
     key: str
-    data: bytes | list[bytes | None]
+    data: bytes | Sequence[BytesLike | None]
     path: str | None = None
     index: int = 0
 
     def nbytes(self) -> int:
-        return sum(map(len, filter(None, self.data))) if isinstance(self.data, list) else len(self.data)
+        return len(self.data) if isinstance(self.data, bytes) else sum(map(len, filter(None, self.data)))
 
     def put(self, backend: Backend) -> Part:
-        pieces = build_shard(self.data) if isinstance(self.data, list) else [self.data]
+        pieces = [self.data] if isinstance(self.data, bytes) else build_shard(self.data)
         backend.put(self.key, pieces)
         return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
 
@@ -167,7 +168,7 @@ class _Chunks:
         return _shard_object(home, self.rows, self.shard, chunks)
 
 
-def _shard_object(home: _Home, rows: RowsWrite, shard: int, chunks: list[bytes | None]) -> _Object:
+def _shard_object(home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None]) -> _Object:
     return _Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
 
 

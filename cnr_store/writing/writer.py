@@ -129,7 +129,9 @@ class Writer:
 
     def _claim_anew(self) -> claims.Claim:
         if self._after is not None:
-            return fencing.renewed_claim(self._backend, self._after, self._base, self._token)
+            return fencing.renewed_claim(
+                self._backend, self._after, self._base, self._token, self._seen.store
+            )
         run_before = "" if self._base is not None else fencing.open_run(self._backend)
         claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
         if self._base is None and claim.id.generation > 1:

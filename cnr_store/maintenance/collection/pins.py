@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from cnr_backends import open_backend
+from cnr_backends import Backend, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids
@@ -33,17 +33,33 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
         There is no such version, or it is being deleted. Nothing is pinned.
     """
     catalog, record = open_record(url, version, **storage_options)
-    backend, name = catalog.backend, record.id
+    put_pin(catalog.backend, record.id, "pin")
+    return record.id
+
+
+def put_pin(backend: Backend, version: str, what: str) -> str:
+    """Make a pin, and return its key.
+
+    Parameters
+    ----------
+    what
+        What the caller does to the version, for the message.
+
+    Raises
+    ------
+    VersionNotFoundError
+        The version is being deleted. Nothing is pinned.
+    """
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
-    mine = layout.version_key(name, secrets.token_hex(8), prefix=layout.PINS)
+    mine = layout.version_key(version, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, dumps({"time": time.time()}))
-    # Asked of a new catalog, since the other one remembers the record.
-    if name in claims.list_tombstoned(backend) or Catalog(backend).find_record(name) is None:
+    # Asked of a new catalog, since the caller's remembers the record.
+    if version in claims.list_tombstoned(backend) or Catalog(backend).find_record(version) is None:
         backend.delete(mine)
         raise VersionNotFoundError(
-            f"version {name} of {backend.url} is being deleted by retention; pin another version"
+            f"version {version} of {backend.url} is being deleted by retention; {what} another version"
         )
-    return name
+    return mine
 
 
 def unpin(url: Url, version: Version, **storage_options: Any) -> str:
@@ -67,8 +83,10 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     # The pin of a version that is lost can be removed, too.
     if not isinstance(pinned, str) or pinned not in list_ids(backend, layout.PINS):
         pinned = catalog.find(pinned).id
-    for key, _ in sorted(backend.list_keys(layout.version_key(pinned, prefix=layout.PINS))):
+    folder = layout.version_key(pinned, prefix=layout.PINS)
+    for key, _ in sorted(backend.list_keys(folder)):
         backend.delete(key)
+    backend.sweep(folder)  # one that was killed may have left it empty, and the folder counts as a pin
     return pinned
 
 

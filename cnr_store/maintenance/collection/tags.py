@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cnr_backends import ObjectNotFoundError, open_backend
-from cnr_store.catalog import claims
+from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.tags import encode_tag, read_tags
-from cnr_store.errors import OptionError, VersionNotFoundError
+from cnr_store.errors import OptionError
 from cnr_store.format import layout
+from cnr_store.maintenance.collection.pins import put_pin
 
 
 def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any) -> str:
@@ -37,21 +37,14 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
     """
     _check_name(name)
     catalog, record = open_record(url, version, **storage_options)
-    backend, key = catalog.backend, layout.tag_key(name)
+    backend = catalog.backend
+    # The pin shows that the version stays, so the tag need not be taken back, and what it named before is kept until
+    # then. Retention lists pins before tags, so it sees one of the two.
+    pin = put_pin(backend, record.id, "tag")
     try:
-        before = backend.get(key)
-    except ObjectNotFoundError:
-        before = None
-    backend.put(key, encode_tag(name, record.id))
-    # As for a pin: retention either saw the tag before its tombstone, or its tombstone is seen here.
-    if record.id in claims.list_tombstoned(backend) or Catalog(backend).find_record(record.id) is None:
-        if before is None:
-            backend.delete(key)
-        else:
-            backend.put(key, before)
-        raise VersionNotFoundError(
-            f"version {record.id} of {backend.url} is being deleted by retention; tag another version"
-        )
+        backend.put(layout.tag_key(name), encode_tag(name, record.id))
+    finally:
+        backend.delete(pin)
     return record.id
 
 

@@ -12,17 +12,18 @@ from cnr_store.errors import OptionError
 _NUMBERS = ("samples", "batch_size", "ranks")
 
 
-def sharding_of(batches: object) -> dict[str, Any] | None:
+def sharding_of(batches: Any) -> dict[str, Any] | None:
     """How a sampler of batches deals an epoch out to ranks; None if that is not known.
 
     `DistributedSampler` shuffles alike on all ranks, and each takes every so many-th sample. When all have taken as
     many, these are the first ones of the shuffled epoch, whatever the number of ranks.
     """
-    sampler = batches.sampler if type(batches) is BatchSampler else None
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else None
     if type(sampler) is not DistributedSampler:
         return None
+    dataset: Any = sampler.dataset
     return {
-        "samples": len(sampler.dataset),  # type: ignore[arg-type]  # the sampler has asked for it, too
+        "samples": len(dataset),
         "batch_size": batches.batch_size,
         "ranks": sampler.num_replicas,
         "shuffle": sampler.shuffle,
@@ -94,7 +95,8 @@ def divide(
         _refuse(f"this DistributedSampler has another {' and '.join(differing)}")
     if batches is not None and batch == states[0]["loader"].get("batches"):
         return batches
-    taken, together = batch * first["batch_size"] * len(states), sharding["batch_size"] * world
+    taken: int = batch * first["batch_size"] * len(states)
+    together: int = sharding["batch_size"] * world
     if taken % together:
         _refuse(
             f"{taken} samples of the epoch were taken, which is no number of whole batches for {world} ranks that take "

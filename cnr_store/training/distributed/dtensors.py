@@ -110,4 +110,4 @@ def reshard(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, base):
-            module.reshard()  # type: ignore[operator]
+            module.reshard()

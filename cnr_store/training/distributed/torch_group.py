@@ -86,6 +86,12 @@ class TorchGroup(Group):
         """See `Group.refuse`."""
         self._decisions.refuse(phase, reason)
 
+    def break_off(self) -> None:
+        """See `Group.break_off`."""
+        self._broken = True
+        for group in self._groups:
+            break_connections(group, self._ranks)
+
     def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
         """See `Group.working`."""
         return self._decisions.beats.working(phase, progress)
@@ -149,9 +155,7 @@ class TorchGroup(Group):
 
     def _lost(self, name: str, cause: RuntimeError) -> RanksError:
         """Break the connections, so that no rank waits on, and call the roll: whoever is silent is to blame."""
-        self._broken = True
-        for group in self._groups:
-            break_connections(group, self._ranks)
+        self.break_off()
         roll = Decisions(
             self.keyvalue, self.rank, self.world, ROLL_CALL_SECONDS, f"roll/{self._decisions.number}"
         )

@@ -132,7 +132,7 @@ def _newest_first(catalog: Catalog, wanted: str | int) -> Iterator[tuple[str, Re
     A damaged record does not tell its step: where a step is asked for, each such version may be the one.
     """
     catalog.check_format()
-    names = catalog.ids()
+    names = catalog.ids_from_newest() if wanted == "latest" else catalog.ids()
     if isinstance(wanted, str) and wanted != "latest":
         if VersionId.parse(wanted) is None or wanted not in names:
             return

@@ -8,7 +8,7 @@ weighted by width: where shards are joined, their mean; where one is split, its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.loading.match import Match, TableFit
+from cnr_store.training.loading.moved_tables import FUSED_SLOT, STEPPED_SLOT, MovedTables
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import FUSED, Tree
 from cnr_store.training.model.row_arrays import RowArray
@@ -29,6 +30,8 @@ class FusedSlot:
 
     Attributes
     ----------
+    path
+        Where it is stored.
     weights
         (stored columns, columns): how the numbers stored make those of each column; None where they are the same.
     """
@@ -36,6 +39,7 @@ class FusedSlot:
     array: RowArray
     fit: TableFit
     weights: npt.NDArray[np.float64] | None
+    path: str
 
 
 @dataclass
@@ -48,10 +52,13 @@ class FusedFit:
         What is read by rows.
     resharded
         By ``TABLE/SLOT``, the column shards saved and those of now, where they differ.
+    blended
+        By path, the weights of those.
     """
 
     slots: list[FusedSlot] = field(default_factory=list)
     resharded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    blended: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     _settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def assign_settings(self, trained: TrainedModel) -> None:
@@ -68,16 +75,24 @@ def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
 
 
 def fit_fused(
-    match: Match, trained: TrainedModel, tree: Tree | None, arrays: Mapping[str, ArrayEntry]
+    match: Match, trained: TrainedModel, moved: MovedTables, arrays: Mapping[str, ArrayEntry]
 ) -> FusedFit:
     """Compare what TorchRec's optimizers keep with what is stored; what differs goes into `match`.
 
     Parameters
     ----------
+    moved
+        The stored state, and the tables that were stepped when it was saved.
     arrays
         The version's.
     """
-    fused, everything = FusedFit(), match.selection.everything
+    fused, everything, tree = FusedFit(), match.selection.everything, moved.fused
+    for table in moved.to_stepped.values():
+        stored = arrays[slot_path(table.name, FUSED_SLOT)].boundaries
+        if stored:
+            path = slot_path(table.name, FUSED_SLOT)
+            fused.blended[path] = _shares(stored, (0, table.dim))
+            fused.resharded[f"{table.name}/{STEPPED_SLOT}"] = len(stored) - 1, 1
     if trained.fused_position is None:
         if tree is not None and everything:
             match.unexpected.append("state of TorchRec's optimizer")
@@ -100,6 +115,15 @@ def fit_fused(
         fit = fits.get(array.table.name)
         if fit is None or array.is_weight or array.table not in trained.fused_tables:
             continue
+        if array.table.parameter_name in moved.without_state:
+            continue
+        if array.table.name in moved.to_fused:
+            entry = arrays[slot_path(array.table.name, STEPPED_SLOT)]
+            if len(array.shape) == 1 or array.boundaries:  # a number a row, which is stored as a column
+                entry = replace(entry, shape=entry.shape[:1])
+            path = slot_path(array.table.name, STEPPED_SLOT)
+            fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry), path))
+            continue
         if array.slot not in tree["slots"].get(array.table.name, ()):
             match.lacks(
                 [f"{array.table.name}/{array.slot}"],
@@ -108,7 +132,8 @@ def fit_fused(
             )
             continue
         entry = arrays[slot_path(array.table.name, array.slot)]
-        fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry)))
+        fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry), array.path))
+    fused.blended |= {slot.path: slot.weights for slot in fused.slots if slot.weights is not None}
     return fused
 
 
@@ -126,6 +151,11 @@ def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray
         )
     stored = stored or (0, width)
     fused.resharded[name] = len(stored) - 1, len(now) - 1
+    return _shares(stored, now)
+
+
+def _shares(stored: Sequence[int], now: Sequence[int]) -> npt.NDArray[np.float64]:
+    """(stored columns, columns): how much of each column's width lies in each stored one."""
     overlap = np.minimum.outer(stored[1:], now[1:]) - np.maximum.outer(stored[:-1], now[:-1])
     shares = np.maximum(overlap, 0).astype(np.float64)
     return np.asarray(shares / shares.sum(axis=0))

@@ -13,6 +13,7 @@ from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
+from cnr_store.training.loading.moved_tables import FUSED_SLOT, MovedTables
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.model.tables import Table
@@ -37,6 +38,8 @@ class OptimizerFit:
         Names of the parameters whose state is loaded. One without any in `tree` had none.
     settings
         Whether the groups' settings are loaded.
+    moved
+        Names of the tables whose state is read from what a fused optimizer kept.
     slots
         By table and slot, the tensor to fill: the optimizer's own, or a new one.
     """
@@ -46,6 +49,7 @@ class OptimizerFit:
     fits: Mapping[str, TableFit]
     loaded: Collection[str]
     settings: bool
+    moved: Collection[str] = ()
     slots: Slots = field(default_factory=dict)
 
     def take_slots(self, arrays: Mapping[str, ArrayEntry]) -> None:
@@ -58,14 +62,19 @@ class OptimizerFit:
         """
         for name, fit in self.fits.items():
             for slot in self.tree["slots"].get(name, ()):
-                target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)])
+                if name in self.moved:
+                    target = row_slots(self.optimizer, fit.table.parameter)[slot]
+                    target = target.clone() if may_overlap_itself(target) else target
+                else:
+                    target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)])
                 self.slots.setdefault(name, {})[slot] = target
 
     def targets(self) -> Iterator[tuple[str, TableFit, torch.Tensor]]:
         """Path, table and tensor of all state that is read by rows."""
         for name, slots in self.slots.items():
             for slot, tensor in slots.items():
-                yield slot_path(name, slot), self.fits[name], tensor
+                stored = FUSED_SLOT if name in self.moved else slot
+                yield slot_path(name, stored), self.fits[name], tensor
 
     def merged(self, names: Mapping[int, str], tables: Sequence[Table]) -> tuple[Tree, Slots]:
         """The optimizer's present state with what is stored of the parameters loaded, as `load_optimizer` takes it.
@@ -102,7 +111,7 @@ class OptimizerFit:
 def fit_optimizers(
     match: Match,
     optimizers: Sequence[Optimizer],
-    trees: Sequence[Tree],
+    moved: MovedTables,
     names: Mapping[int, str],
     loaded: Collection[str],
 ) -> list[OptimizerFit]:
@@ -110,14 +119,15 @@ def fit_optimizers(
 
     Parameters
     ----------
-    trees
+    moved
         The stored state of each optimizer of the version.
     names
         ``id(parameter)`` to name.
     loaded
         Names of the parameters that are loaded.
     """
-    everything = match.selection.everything
+    everything, trees = match.selection.everything, moved.trees
+    loaded = {*loaded} - moved.without_state
     if len(trees) < len(optimizers) or (everything and len(trees) > len(optimizers)):
         stored = f"holds the state of {len(trees)} optimizers" if trees else "was saved without an optimizer"
         match.differs(
@@ -129,7 +139,9 @@ def fit_optimizers(
         kind = type(optimizer).__name__
         stored_kind = trees[position]["class"] if position < len(trees) else None
         if stored_kind == kind:
-            fits.append(_fit_optimizer(match, position, optimizer, trees[position], names, loaded))
+            fit = _fit_optimizer(match, position, optimizer, trees[position], names, loaded)
+            fit.moved = moved.to_stepped.keys() & fit.fits.keys()
+            fits.append(fit)
             continue
         match.missing.append(f"state of optimizer {position} ({kind})")
         if stored_kind is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
+from cnr_store.training.loading.moved_tables import MovedTables, move_tables
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
 from cnr_store.training.loading.row_fill import AllRows, Blended, ChosenRows, Fill, Reader, Target, fill_all
 from cnr_store.training.loading.selection import Selection
@@ -39,7 +40,7 @@ from cnr_store.training.loading.validate_state import (
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
 from cnr_store.training.model.names import parameter_names
-from cnr_store.training.model.optimizer_state import load_optimizer
+from cnr_store.training.model.optimizer_state import Tree, load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
 from cnr_store.training.model.row_arrays import slot_parts
 from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
@@ -105,8 +106,10 @@ class Restore:
         self._match = match_model(catalog, record, trained.model, trained.tables, selection)
         self._state = self._read_state()
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
-        self._fits = self._fit_optimizers() if trained.optimizers else []
-        self._fused = fit_fused(self._match, trained, self._fused_tree, record.arrays)
+        trees = self._unwrapped_trees()
+        moved = move_tables(self._match, trained, trees, self._fused_tree, self._names, record.arrays)
+        self._fits = self._fit_optimizers(trees, moved) if trained.optimizers else []
+        self._fused = fit_fused(self._match, trained, moved, record.arrays)
         if selection.everything:
             self._compare_rest()
         self._match.prove()
@@ -142,16 +145,18 @@ class Restore:
             for fit in self._match.tables
         )
 
-    def _fit_optimizers(self) -> list[OptimizerFit]:
-        match, names = self._match, {*self._names.values()}
-        stored, given = self._stepping, self._trained.optimizers
+    def _unwrapped_trees(self) -> list[Tree]:
+        stored, given, names = self._stepping, self._trained.optimizers, {*self._names.values()}
         # Either may be longer than the other, which `fit_optimizers` tells.
         trees = [unwrap_tree(tree, one, names) for tree, one in zip(stored, given, strict=False)]
-        trees += stored[len(given) :]
+        return trees + stored[len(given) :]
+
+    def _fit_optimizers(self, trees: Sequence[Tree], moved: MovedTables) -> list[OptimizerFit]:
+        match, names = self._match, {*self._names.values()}
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
         loaded = names if match.selection.whole else chosen
-        fits = fit_optimizers(match, given, trees, self._names, loaded)
+        fits = fit_optimizers(match, self._trained.optimizers, moved, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
         fused = [] if self._fused_tree is None else [self._fused_tree]
@@ -236,8 +241,8 @@ class Restore:
         ]
         exact: dict[str, AllRows] = {}
         salvagers: list[SalvageReader] = []
-        targets += [(slot.array.path, slot.fit, slot.array.parts) for slot in self._fused.slots]
-        blended = {slot.array.path: slot.weights for slot in self._fused.slots if slot.weights is not None}
+        targets += [(slot.path, slot.fit, slot.array.parts) for slot in self._fused.slots]
+        blended = self._fused.blended
         others: list[Fill] = []
         for path, fit, parts in targets:
             reader: Reader
@@ -248,7 +253,7 @@ class Restore:
                 reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if path in blended:
-                others.append(Blended(reader, target, blended[path]))
+                others.append(Blended(reader, target, fit.ids, blended[path]))
             elif fit.exact:
                 exact[path] = AllRows(reader, target)
             else:
@@ -257,7 +262,8 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        return changed, salvaged_by_label(salvagers)
+        salvaged = salvaged_by_label(salvagers)
+        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def _read_dense(self, transfer: Transfer) -> None:
         tensors = self._match.tensors

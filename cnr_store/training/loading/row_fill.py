@@ -105,15 +105,20 @@ class ChosenRows(Fill):
             return
         out = np.empty((rows, self.reader.columns), self.reader.dtype)
         self.reader.read_rows(first, out, wanted.copy())
+        made = self.made_of(out[offsets])
         for part in self.target.parts:
-            values = _columns(part, out[offsets])
+            values = _columns(part, made)
             if part.tensor.dtype is torch.bfloat16:
                 values = values.astype(np.float32)  # the array type of bfloat16
             assign_ids(part.tensor, start + offsets, values)
 
+    def made_of(self, stored: AnyArray) -> AnyArray:
+        """The rows to assign, of those stored."""
+        return stored
 
-class Blended(Fill):
-    """Takes every row that the target has, each column made of the numbers stored by `weights`.
+
+class Blended(ChosenRows):
+    """The same, each column made of the numbers stored by `weights`.
 
     Parameters
     ----------
@@ -121,16 +126,15 @@ class Blended(Fill):
         (stored columns, columns of the array) float64.
     """
 
-    def __init__(self, reader: Reader, target: Target, weights: npt.NDArray[np.float64]) -> None:
-        super().__init__(reader, target)
+    def __init__(
+        self, reader: Reader, target: Target, ids: Ids | None, weights: npt.NDArray[np.float64]
+    ) -> None:
+        super().__init__(reader, target, ids)
         self._weights = weights
 
-    def fill(self, first: int, rows: int) -> None:
-        out = np.empty((rows, self.reader.columns), self.reader.dtype)
-        self.reader.read(first, out)
-        values = (out.astype(np.float64) @ self._weights).astype(self.reader.dtype)
-        for part in self.target.parts:
-            assign_rows(part.tensor, first - self.target.first_row, _columns(part, values))
+    def made_of(self, stored: AnyArray) -> AnyArray:
+        made: AnyArray = (stored.astype(np.float64) @ self._weights).astype(self.reader.dtype)
+        return made
 
 
 def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:

@@ -106,6 +106,10 @@ def check_row_ids(table: str, ids: object, rows: int) -> torch.Tensor:
         tensor = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelMismatchError(f"table {table!r}: ids are no numbers ({error}); give integers") from error
+    if tensor.layout is not torch.strided:
+        raise ModelMismatchError(
+            f"table {table!r}: ids are a {tensor.layout} tensor; give row numbers of a dense one"
+        )
     if not tensor.numel():
         return tensor
     if tensor.dtype is torch.bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import SaveError, UnsupportedModelError
+from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
 from cnr_store.format.state import dumps
 from cnr_store.ranks.decisions import decode, encode
 from cnr_store.ranks.group import Document, Group, Judge
@@ -93,13 +93,18 @@ def together(
     return prepared, merged
 
 
-def check_alike(phase: str, documents: Sequence[Document], names: Sequence[str]) -> None:
+def check_alike(
+    phase: str,
+    documents: Sequence[Document],
+    names: Sequence[str],
+    kind: type[CheckpointError] = SaveError,
+) -> None:
     """Check that all ranks say the same under these names.
 
-    Raises
-    ------
-    SaveError
-        Naming what differs, and what the ranks say.
+    Parameters
+    ----------
+    kind
+        What to raise otherwise, naming what differs, and what the ranks say.
     """
     for name in names:
         by_value: dict[Any, list[int]] = {}
@@ -109,7 +114,7 @@ def check_alike(phase: str, documents: Sequence[Document], names: Sequence[str])
             said = "; ".join(
                 f"{value!r} on {_ranks(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
             )
-            raise SaveError(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
+            raise kind(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -68,7 +68,7 @@ class CodecChoice:
         state_bits: StateBits = LOSSLESS,
     ) -> None:
         self._bits = check_bits(bits)
-        self._state = StateWidths(state_bits)
+        self._state, self._state_bits = StateWidths(state_bits), state_bits
         self._expected = expected
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
@@ -86,6 +86,17 @@ class CodecChoice:
             )
         if expected is not None and not self._may_be_auto:
             raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What was asked for, which ranks compare."""
+        patterns = {pattern: codec.get_config() for pattern, codec in self._patterns.items()}
+        return {
+            "bits": repr(self._bits),
+            "codec": repr(patterns if self._single is None else self._single.get_config()),
+            "state_bits": repr(self._state_bits),
+            "expected_restores": repr(self._expected),
+        }
 
     @property
     def _may_be_auto(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from cnr_store.errors import CheckpointError
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model import arguments
@@ -44,6 +45,7 @@ class _Ready:
 
     step: int
     overlap: str
+    full: bool
     snapshot: Snapshot | None
     step_under_way: int = -1
 
@@ -91,7 +93,7 @@ class Coordinator:
         except Exception:
             raise
         except BaseException as error:  # an interrupt, before or after the others have begun
-            self._saves.new_team(self._saves.number + 1).fail(error)
+            self._saves.refuse(error)
             raise
         if agreed["skips"] is not None:
             return PendingSave.skip(ready.step, agreed["skips"])
@@ -103,6 +105,8 @@ class Coordinator:
             self._settle(ready.snapshot, agreed)
         except BaseException as error:
             team.fail(error)
+            if not isinstance(error, CheckpointError):  # those are raised on all ranks
+                self._group.break_off()
             raise
         self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
         pending.stall_seconds = time.perf_counter() - began
@@ -115,7 +119,7 @@ class Coordinator:
         )
         latest = self._saves.latest
         if overlap == "skip" and latest is not None and not latest.done():
-            return _Ready(step, overlap, None, latest.step)
+            return _Ready(step, overlap, request.full, None, latest.step)
         self._saves.finish_latest(next_step=step)
         self._folded = self._upkeep.pop_folded() or self._folded
         self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
@@ -130,11 +134,12 @@ class Coordinator:
         if self._group.rank == 0:
             self._options.codecs.warn_unknown_slots(self._trained.table_slots)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
-        return _Ready(step, overlap, snapshot)
+        return _Ready(step, overlap, request.full, snapshot)
 
     def _say(self, ready: _Ready) -> Document:
         """What the other ranks must know of this one."""
-        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "skips": None}
+        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "full": bool(ready.full)}
+        said["skips"] = None
         if ready.snapshot is None:
             return said | {"skips": ready.step_under_way}
         folded, lineage = self._folded, self._saves.planner.lineage

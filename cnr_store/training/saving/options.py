@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 
+from cnr_store.errors import OptionError
+from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.policy import Costs, PolicyName
+from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model.arguments import OnFailure, Overlap
+from cnr_store.training.model.tables import Table
+from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
+
+CONSTRUCT = "construct"
+"""What ranks that compare their options are doing."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +56,50 @@ class Options:
     max_failures: int
     retry_seconds: float
     max_write_bytes_per_second: float | None
+
+    def agree(self, group: Group, url: str, tables: Sequence[Table]) -> None:
+        """Compare what all ranks were given.
+
+        Parameters
+        ----------
+        url
+            Of the store, without secrets.
+
+        Raises
+        ------
+        OptionError
+            It differs, or the store lies in the memory of one process.
+        RanksError
+            Ranks don't answer.
+        """
+        if group.world == 1:
+            return
+
+        def judge(documents: list[Document]) -> Document:
+            memory = next((doc["url"] for doc in documents if doc["url"].startswith("memory:")), None)
+            if memory is not None:
+                raise OptionError(
+                    f"{memory} lies in the memory of one process, and there are {group.world} ranks: give a URL of a "
+                    "place that all of them reach"
+                )
+            check_alike(CONSTRUCT, documents, list(documents[0]), OptionError)
+            return {}
+
+        listed = [[table.name, table.rows, table.dim] for table in tables]
+        said = {
+            "url": url,
+            "tables": hashlib.sha256(dumps(listed)).hexdigest()[:16],
+            "policy": self.policy,
+            **self.codecs.settings,
+            "restores_per_save": self.costs.restores_per_save,
+            "keep_last": self.retention.keep_last,
+            "keep_every": self.retention.keep_every,
+            "max_chain": self.max_chain,
+            "state": repr(sorted(self.objects)),
+            "rng": self.rng,
+            "overlap": self.overlap,
+            "on_failure": self.on_failure,
+            "max_failures": self.max_failures,
+            "timeout_seconds": group.timeout_seconds,
+        }
+        group.decide(CONSTRUCT, said, judge)

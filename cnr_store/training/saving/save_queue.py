@@ -12,6 +12,7 @@ from cnr_store.errors import (
     BaseLostError,
     CheckpointError,
     ClosedError,
+    RanksError,
     StateError,
     SupersededError,
     TrackingError,
@@ -148,6 +149,11 @@ class SaveQueue:
         self._teams = [Team(self._group, number)]
         return self._teams[0]
 
+    def refuse(self, error: BaseException) -> None:
+        """Let the next save fail, which other ranks may have begun and this one, interrupted, has not."""
+        self._number += 1
+        Team(self._group, self._number).fail(error)
+
     def progress(self) -> int:
         """A number that moves while a save is being written, here or on the ranks that this one waits for."""
         return self.writer.operations + sum(team.round.beats for team in self._teams)
@@ -191,9 +197,15 @@ class SaveQueue:
             if pending.future.cancel():  # it has not begun, and never will
                 self.tracker.restore(snapshot.dirty)
                 self._pending = None
+                if not isinstance(error, RanksError):
+                    self._group.break_off()  # others may still count their rows together with this one
             else:
                 pending.interrupted.set()
                 pending.rows_taken.wait()
+            if isinstance(error, RanksError):  # the connection broke because another rank failed
+                raise team.failure(
+                    error, lambda cause: f"the save of step {pending.step} can't begin: {cause}"
+                ) from error
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
             raise

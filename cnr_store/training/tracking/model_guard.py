@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from cnr_store.errors import ModelMismatchError
+from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.names import clean_name, wrapper_paths
 from cnr_store.training.model.tables import Lookup, check_weight
 
@@ -22,6 +23,7 @@ class ModelStructure:
         self._model = model
         self._modules = list(model.modules())  # kept, or a new module might get the id of an old one
         self._layout = _layout(model)
+        self._spread = _spread(model)
 
     def check(self) -> None:
         """Look through the model again.
@@ -29,13 +31,28 @@ class ModelStructure:
         Raises
         ------
         UnsupportedModelError
-            A table can't be stored as it is now: its element type, shape, layout or device.
+            A table can't be stored as it is now: its element type, shape, layout or device; or ranks have come to share
+            it, or share it no more.
         ModelMismatchError
             A table was added, removed, renamed, or is in another module, or other modules share its parameter.
         """
         layout = _layout(self._model)
         if layout != self._layout:
             raise ModelMismatchError(f"{_difference(self._layout, layout)}; make a new checkpointer")
+        for path in sorted(self._spread ^ (spread := _spread(self._model))):
+            now = "a DTensor, spread over ranks," if path in spread else "no DTensor"
+            raise UnsupportedModelError(
+                f"table {path or 'weight'!r} is {now} and was not so when this checkpointer was made; make a new one"
+            )
+
+
+def _spread(model: nn.Module) -> set[str]:
+    """Paths of the modules whose weight is a DTensor."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Lookup) and is_dtensor(module._parameters.get("weight"))
+    }
 
 
 def _layout(model: nn.Module) -> _Layout:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.errors import OptionError
+from cnr_store.training.model.optimizer_state import row_slots
 
 _ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
 """Module and qualified name of torchrec's class, which is recognized without torchrec installed."""
@@ -65,12 +66,29 @@ def may_move_untouched_rows(
     return _adagrad_moves(group, where, dtype) if adagrad else None
 
 
+def unclear_state(optimizer: Optimizer, parameter: torch.Tensor, trusted: Classes) -> str | None:
+    """Why it is not known what a trusted class keeps for the rows of `parameter`; None if it is.
+
+    Of a square one, state of another shape than its own may as well be kept for columns.
+    """
+    if type(optimizer) not in trusted or parameter.shape[0] != parameter.shape[-1]:
+        return None
+    for slot, value in row_slots(optimizer, parameter).items():
+        if value.shape != parameter.shape:
+            return (
+                f"it has as many rows as columns, and {type(optimizer).__name__} may keep {slot!r} for either"
+            )
+    return None
+
+
 def _adagrad_moves(group: dict[str, Any], where: str, dtype: torch.dtype) -> str | None:
+    # A subnormal eps counts as zero after ``torch.set_flush_denormal(True)``.
+    least = torch.finfo(dtype if dtype == torch.float64 else torch.float32).tiny
     eps, decay, first = (
         float(group.get(name, 0)) for name in ("eps", "lr_decay", "initial_accumulator_value")
     )
     # A row never touched is updated by 0 / (sqrt(0) + eps), computed in the precision of the table.
-    if not 0 < eps < math.inf or _vanishes(eps, dtype):
+    if not least <= eps < math.inf or _vanishes(eps, dtype):
         return f"{where}: with eps={eps} in {dtype} rows without a gradient become NaN, or -0.0 in them 0.0"
     if not 0 <= decay < math.inf:
         return f"{where}: with lr_decay={decay} the rate may be negative or NaN, which moves any row"
@@ -105,6 +123,18 @@ def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()
     if type(optimizer) in trusted:
         return math.inf
     return 0 if optimizer.param_groups[position].get("fused") else 1
+
+
+def may_miss_its_rows(
+    optimizer: Optimizer, position: int, parameter: torch.Tensor, gradient: torch.Tensor
+) -> bool:
+    """Whether a step may move other rows than those of this gradient: fused kernels walk raw memory, not rows."""
+    if not optimizer.param_groups[position].get("fused"):
+        return False
+    return not all(
+        each.layout is torch.strided and each.is_contiguous()
+        for each in (parameter, gradient, *row_slots(optimizer, parameter).values())
+    )
 
 
 def is_noop_step(optimizer: Optimizer, gradient: torch.Tensor) -> bool:

@@ -16,6 +16,8 @@ from cnr_store.training.model.memory import overlapping
 from cnr_store.training.tracking.table_tracker import TableTracker
 
 Stepped = list[tuple[int, TableTracker]]
+_Address = tuple[int, tuple[int, ...], tuple[int, ...]] | None
+"""Where a tensor's memory begins, its shape and its strides; None for one without a single memory."""
 
 
 class _Found(NamedTuple):
@@ -26,7 +28,7 @@ class _Found(NamedTuple):
 
     ids: list[list[int]]
     others: list[torch.Tensor]
-    addresses: list[int]
+    addresses: list[_Address]
     parameters: list[torch.Tensor]  # kept, so that no other one gets the id of one of them
     stepped: Stepped
     sharing: list[TableTracker]
@@ -90,5 +92,8 @@ class SteppedTables:
         self.forget()
 
 
-def _addresses(parameters: Iterable[torch.Tensor]) -> list[int]:
-    return [each.data_ptr() if each.layout is torch.strided else 0 for each in parameters]
+def _addresses(parameters: Iterable[torch.Tensor]) -> list[_Address]:
+    return [
+        (each.data_ptr(), each.shape, each.stride()) if each.layout is torch.strided else None
+        for each in parameters
+    ]

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import describe, summary
 from cnr_store.training.distributed.torchrec import ShardedModule
-from cnr_store.training.distributed.torchrec_lookups import LookupHooks, Mark
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -33,8 +32,11 @@ from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     is_noop_step,
     max_version_bumps,
+    may_miss_its_rows,
     may_move_untouched_rows,
+    unclear_state,
 )
+from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
 from cnr_store.training.tracking.stepped_tables import SteppedTables
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
@@ -85,9 +87,7 @@ class Tracker:
         for tracker in self._trackers.values():
             for module in tracker.table.modules:
                 hook_lookups(module, tracker, hooks)
-        self._sharded = [LookupHooks(module, self._marker()) for module in sharded]
-        for each in self._sharded:
-            hooks.callback(each.remove)
+        self._sharded = ShardedLookups(sharded, list(self._trackers.values()), hooks)
         self._close = weakref.finalize(self, hooks.close)
         add_step_listener(self)
 
@@ -95,15 +95,6 @@ class Tracker:
         """Remove every hook; nothing is flagged any more."""
         remove_step_listener(self)
         self._close()
-
-    def _marker(self) -> Mark:
-        """Flags what TorchRec's lookups say, and keeps no tracker alive."""
-        by_key = {tracker.table.key: tracker for tracker in self._trackers.values()}
-
-        def mark(key: str, _first_row: int, rows: torch.Tensor) -> None:
-            by_key[key].mark(rows)
-
-        return mark
 
     # Hooks
 
@@ -154,6 +145,7 @@ class Tracker:
                 or gradient is None
                 or changes > max_changes
                 or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
+                or may_miss_its_rows(optimizer, position, parameter, gradient)
             ):
                 tracker.make_whole(
                     f"a step of {type(optimizer).__name__} changed it by more than its gradient"
@@ -232,7 +224,7 @@ class Tracker:
         """
         self.adopt_replaced()
         self._find_owners()
-        self._check_sharded()
+        self._sharded.check()
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
@@ -242,15 +234,6 @@ class Tracker:
         if self.logs:
             self.warn(reasons)
         return reasons
-
-    def _check_sharded(self) -> None:
-        for hooks in self._sharded:
-            reason = hooks.check()
-            for table in hooks.sharded.tables if reason else ():
-                self._by_key(table.name).make_whole(str(reason))
-
-    def _by_key(self, key: str) -> TableTracker:
-        return next(tracker for tracker in self._trackers.values() if tracker.table.key == key)
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Log why tables are saved whole, each reason once."""
@@ -285,6 +268,7 @@ class Tracker:
             for position, tracker in self._stepped.by(optimizer):
                 parameter = tracker.table.parameter
                 reason = may_move_untouched_rows(optimizer, position, parameter.dtype, self._trusted)
+                reason = reason or unclear_state(optimizer, parameter, self._trusted)
                 if reason is not None and parameter.requires_grad:
                     moved[tracker.table.name] = reason
         return moved

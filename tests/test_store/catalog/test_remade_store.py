@@ -61,6 +61,57 @@ def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) 
     checkpointer.close()
 
 
+@pytest.mark.parametrize("outcome", ["lost", "unknown"])
+def test_a_job_whose_last_save_failed_does_not_take_the_new_store(jobs: Jobs, url: str, outcome: str) -> None:
+    """It claims anew after that, and the claims of the new store have the numbers of its own."""
+    silent: list[bool] = []
+
+    def fault(operation: str, key: str, _: int) -> Fault:
+        is_record = key.startswith("versions/0") and key.endswith("/zarr.json") and key.count("/") == 2
+        return "before" if silent and is_record else None
+
+    model = make_model()
+    backend = FaultyBackend(open_backend(url), fault)
+    checkpointer = Checkpointer(backend, model, policy="full", keep_last=1, on_failure="log", retry_seconds=0)
+    checkpointer.save(10).result()
+    checkpointer._upkeep.wait()  # or it writes into the folder that is removed
+    if outcome == "lost":
+        shutil.rmtree(url)
+    silent[:] = [True] if outcome == "unknown" else []
+    with pytest.raises(CheckpointError):
+        checkpointer.save(11).result()
+    silent.clear()
+    shutil.rmtree(url, ignore_errors=True)
+    jobs.run("train", url, saves=3)
+    before = objects(open_backend(url))
+    for step in (12, 13):
+        with pytest.raises(SupersededError, match=REMADE):
+            checkpointer.save(step).result()
+        assert objects(open_backend(url)) == before
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("copied_at", [1, 3])
+def test_a_job_that_loaded_before_the_store_was_put_back_is_stale(
+    jobs: Jobs, url: str, copied_at: int
+) -> None:
+    """The copy has fewer claims than the job has seen, and another job has claimed the next number once more."""
+    for number in range(1, 5):
+        jobs.run("train", url, saves=2)
+        if number == copied_at:
+            shutil.copytree(url, f"{url}-copy")
+    with Checkpointer(url, make_model(), keep_last=1, on_failure="log") as checkpointer:
+        checkpointer.load(tables=[])
+        shutil.rmtree(url)
+        shutil.copytree(f"{url}-copy", url)
+        jobs.run("train", url, saves=3)
+        before = objects(open_backend(url))
+        for step in (50, 51):
+            with pytest.raises(SupersededError, match="the store was put back from a copy"):
+                checkpointer.save(step).result()
+            assert objects(open_backend(url)) == before
+
+
 def test_single_saves_do_not_take_the_new_store(jobs: Jobs, url: str) -> None:
     cnr_store.save(url, make_model(), step=1)
     cnr_store.save(url, make_model(), step=2)

@@ -76,13 +76,12 @@ NO_REASONS: list[Any] = [
     *({"why": {"count": wrong, "tables": ["t"]}} for wrong in (-1, 0, "x", HUGE)),
     *({"why": {"count": 1, "tables": wrong}} for wrong in (1, "t", [1], {"t": 1})),
 ]
+NO_WRITTEN: list[Any] = [[1], [1, "x"], [1, -1], [1, HUGE], [1, True], {}, "xx"]
+NO_SUMS: list[Any] = [[1] * 65, {"min": 1, "max": 2}, {"min": 1, "mean": "x", "max": 2}]
 NO_RANKS: list[Any] = [
     *(1, [], {}, {"world": None}, {"world": -1}, {"world": 1 << 30}, {"world": 2, "bytes": None}),
-    *({"world": 2, "bytes": wrong} for wrong in ([1], [1, "x"], [1, -1], [1, HUGE], [1, True], {}, "xx")),
-    *(
-        {"world": 65, "seconds": wrong}
-        for wrong in ([1] * 65, {"min": 1, "max": 2}, {"min": 1, "mean": "x", "max": 2})
-    ),
+    *({"world": 2, "bytes": wrong} for wrong in NO_WRITTEN),
+    *({"world": 65, "seconds": wrong} for wrong in NO_SUMS),
 ]
 NO_OBJECT = [ABSENT, None, [], "x", 5]
 NO_SHAPE = [ABSENT, None, 5, [], [5], "x", {}, [1 << 40, 16], [1, HUGE]]

@@ -105,15 +105,18 @@ def test_parts_without_their_feature_or_the_feature_without_parts(
 
 def test_parts(forge: Forge, exact: dict[str, Json]) -> None:
     array = {"$array": {"kind": "torch", "path": DENSE}}
-    wrong: list[Callable[[Json], Json]] = [
-        *(lambda own, value=value: value for value in (None, [], 5, "x", {}, {"reader": 1}, {"rng": None})),
-        *(lambda own, value=value: own | {"rng": value} for value in (5, "x", [], {}, {"torch": None})),
-        *(lambda own, value=value: own | {"reader": value} for value in ({"$x": 1}, array, {"$tuple": 5})),
-        lambda own: own,  # it refers to the arrays of the first rank
+    values: list[Json] = [None, [], 5, "x", {}, {"reader": 1}, {"rng": None}]
+    generators: list[Json] = [5, "x", [], {}, {"torch": None}]
+    own = forge().own
+    wrong: list[Json] = [
+        *values,
+        *(own | {"rng": value} for value in generators),
+        *(own | {"reader": value} for value in ({"$x": 1}, array, {"$tuple": 5})),
+        own,  # it refers to the arrays of the first rank
     ]
-    for number, change in enumerate(wrong):
+    for number, part in enumerate(wrong):
         forgery = forge()
-        forgery.parts[1] = change(forgery.own)
+        forgery.parts[1] = part
         forgery.sign_parts()
         refused(forgery, exact, number, ["load", "verify"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import BaseLostError, Checkpointer, OptionError, SupersededError, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.layout import VersionId, record_key, version_key
-from tests.test_store.support.places import memory_url
+from tests.test_store.support.places import memory_url, quick_folder
 from tests.test_store.support.retention_helpers import (
     Trainer,
     check_exact,
@@ -232,6 +233,16 @@ def test_a_pinned_version_stays_with_what_it_leans_on(backend: Backend) -> None:
     assert cnr_store.pins(backend) == []
     cnr_store.gc(backend, keep_last=1)
     assert check_exact(backend, before) == [made[6]]
+
+
+def test_an_empty_folder_is_no_pin_after_unpin() -> None:
+    """A process that was killed in `unpin` may leave it."""
+    with quick_folder() as folder:
+        made = save_many(open_backend(folder), [1, 2], full=[1, 2])
+        Path(folder, "pins", made[0]).mkdir(parents=True)
+        cnr_store.unpin(folder, made[0])
+        assert cnr_store.pins(folder) == []
+        assert cnr_store.gc(folder, keep_last=1).removed == (made[0],)
 
 
 def test_a_doomed_version_can_not_be_pinned(backend: Backend) -> None:

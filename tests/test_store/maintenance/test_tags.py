@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 import cnr_store
 from cnr_backends import Backend, open_backend
+from cnr_backends.errors import StorageError
+from cnr_backends.testing import FaultyBackend
+from cnr_backends.testing.faulty import Fault
 from cnr_store import CorruptionError, OptionError, VersionNotFoundError
+from tests.test_store.support.faults import fault_at
 from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import save_many
 
@@ -26,6 +31,7 @@ def test_a_tagged_version_stays_and_goes_by_its_name(backend: Backend) -> None:
     assert cnr_store.tag(backend, "best") == made[4]
     assert cnr_store.tag(backend, "best", "before-launch") == made[1]
     assert cnr_store.tags(backend) == {"before-launch": made[1], "best": made[1]}
+    assert cnr_store.pins(backend) == []
     report = cnr_store.gc(backend, keep_last=1)
     assert report.kept[made[1]].startswith("tagged ")
     assert cnr_store.state_dict(backend, "best").keys() == cnr_store.state_dict(backend, made[1]).keys()
@@ -45,6 +51,37 @@ def test_a_version_that_is_removed_can_not_be_tagged(backend: Backend) -> None:
         with pytest.raises(VersionNotFoundError, match="is being deleted by retention; tag another"):
             cnr_store.tag(backend, name, made[0])
     assert cnr_store.tags(backend) == {"best": made[2]}
+
+
+def test_what_a_tag_names_stays_while_it_is_moved(backend: Backend) -> None:
+    """To a version that is being removed, while another process collects, or moves the tag elsewhere."""
+    made = save_many(backend, range(1, 7), full=range(1, 7))
+    cnr_store.tag(backend, "best", made[0])
+    backend.put(f"tombstones/{made[2]}/{'0' * 16}", b"{}")
+    other: list[str] = []
+
+    def meanwhile(operation: str, key: str, _: int) -> Fault:
+        if (operation, key) == ("list_names", "tombstones") and not other:
+            assert made[0] not in cnr_store.gc(backend, keep_last=3).removed
+            other.append(cnr_store.tag(backend, "best", made[3]))
+        return None
+
+    with pytest.raises(VersionNotFoundError, match="tag another"):
+        cnr_store.tag(FaultyBackend(backend, meanwhile, reads=True), "best", made[2])
+    assert other == [made[3]]
+    assert cnr_store.tags(backend) == {"best": made[3]}
+    assert cnr_store.gc(backend, keep_last=1).kept[made[3]] == "tagged best"
+
+
+def test_a_tag_is_as_it_was_although_the_storage_fails(backend: Backend) -> None:
+    made = save_many(backend, range(1, 4), full=range(1, 4))
+    cnr_store.tag(backend, "best", made[0])
+    backend.put(f"tombstones/{made[1]}/{'0' * 16}", b"{}")
+    for number in range(4):
+        failing = FaultyBackend(backend, fault_at(number, "before"))
+        with suppress(StorageError, VersionNotFoundError):
+            cnr_store.tag(failing, "best", made[1])
+        assert cnr_store.tags(backend) == {"best": made[0]}
 
 
 @pytest.mark.parametrize("name", ["", "latest", "7", "A", "a/b", ".a", "a.", "a" * 101, "zarr.json", "../a"])

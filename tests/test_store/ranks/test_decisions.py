@@ -146,3 +146,53 @@ def test_one_rank_talks_to_itself() -> None:
     assert alone.broadcast(b"x") == b"x"
     assert bytes(alone.exchange({0: [b"a", b"", b"b"]}, {0})[0]) == b"ab"
     assert alone.exchange({}, set()) == {}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_makes_progress_is_waited_for(slow: int) -> None:
+    """It works for several times as long as others wait for one that does nothing."""
+    _, ranks = group(3)
+
+    def work() -> Any:
+        done = 0
+        with ranks[slow].beats.working("load", lambda: done):
+            for done in range(40):  # noqa: B007 - the beats look at it
+                threading.Event().wait(SECONDS / 10)
+        return ranks[slow].decide("load", {"n": slow}, total)
+
+    def wait(rank: int) -> Callable[[], Any]:
+        return lambda: ranks[rank].decide("load", {"n": rank}, total)
+
+    calls = [work if rank == slow else wait(rank) for rank in range(3)]
+    assert on_threads(*calls) == [{"total": 3, "order": [0, 1, 2]}] * 3
+
+
+def test_a_rank_that_works_without_progress_is_given_up() -> None:
+    _, ranks = group(2)
+
+    def hang() -> Any:
+        with ranks[1].beats.working("load", lambda: 0):
+            threading.Event().wait(4 * SECONDS)
+        return ranks[1].decide("load", {"n": 1}, total)
+
+    found = on_threads(lambda: ranks[0].decide("load", {"n": 0}, total), hang)
+    assert "rank 1 did not answer within 0.5 s" in same_errors(found)
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_a_rank_that_refuses_is_named_at_once(refusing: int) -> None:
+    _, ranks = group(3, 30)
+    ranks[refusing].refuse("save", "KeyboardInterrupt")
+    others = [rank for number, rank in enumerate(ranks) if number != refusing]
+    text = same_errors(deciding(others))
+    assert text == f"save: rank {refusing} does not take part: KeyboardInterrupt"
+    assert deciding(ranks)[0]["total"] == 3
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_passes_over_calls_that_it_never_made(absent: int) -> None:
+    _, ranks = group(3)
+    others = [rank for number, rank in enumerate(ranks) if number != absent]
+    for phase in ("save of step 1", "save of step 2"):
+        assert f"rank {absent} did not answer" in str(deciding(others, phase)[0])
+    assert deciding(ranks, "save of step 3")[0]["total"] == 3

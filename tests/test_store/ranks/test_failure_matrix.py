@@ -7,7 +7,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import cnr_store
@@ -18,7 +17,14 @@ from tests.test_store.ranks.support.failing_save import (
     save_with_trouble,
 )
 from tests.test_store.ranks.support.rank_processes import Outcome, run_ranks
-from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of, together
+from tests.test_store.ranks.support.shared_model import (
+    SharedModel,
+    Values,
+    assert_equal,
+    checkpointer_of,
+    load_alone,
+    together,
+)
 
 WORLD = 3
 SECONDS = {"raise": 5, "SIGKILL": 10, "SIGSTOP": 8}
@@ -30,7 +36,7 @@ PHASES = {
     "exchange": "exchange",
     "put": "put|exchange",
     "vote": "vote",
-    "record": "record",
+    "record": "record|outcome",
     "commit": "commit",
     "outcome": "",
 }
@@ -107,7 +113,9 @@ def check_reports(found: Sequence[Outcome], committed: bool, phase: str, victim:
             assert report.error in {"SaveError", "RanksError", "OSError"}
             if rank != victim:
                 assert re.search(rf"\brank {victim}\b", report.text), report.text
-                assert re.search(PHASES[phase], report.text), report.text
+                # Whoever exchanges rows with a rank that was killed notices before its silence tells where it was.
+                noticed = "|exchange" if how == "SIGKILL" else ""
+                assert re.search(PHASES[phase] + noticed, report.text), report.text
 
 
 def ended(found: Sequence[Outcome]) -> Sequence[Outcome]:
@@ -123,16 +131,3 @@ def expected_after(step: int) -> Values:
         for each in range(1, step + 1):
             model.train(each, checkpointer)
     return model.values()
-
-
-def load_alone(url: str) -> Values:
-    model = SharedModel(0, 1)
-    with checkpointer_of(model, url) as checkpointer:
-        checkpointer.load()
-    return model.values()
-
-
-def assert_equal(found: Values, expected: Values) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name].view(np.int32), values.view(np.int32), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from cnr_store.training.saving import codec_choice, tally
 from cnr_store.writing import exchange, lineage, stage, writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.team import Team
-from tests.nightly import histories
-from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut
+from tests.nightly import FACTOR
+from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut, resharded
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models
 from tests.test_store.stateful.conftest import GRID_LIMITS_BYTES
 from tests.test_store.support.places import memory_url
@@ -50,6 +49,7 @@ SLOTS: tuple[dict[str, bool], ...] = (
 )
 POLICIES = ("full", "one-shot", "consecutive", "intermittent", "auto")
 BLOCK_ROWS = 64
+HISTORIES = 10 if FACTOR == 1 else 20 * FACTOR
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def draw_kinds(random: Random) -> list[TableKind]:
         TableKind(
             name,
             int(random.choice([1, 2, 3, 7, 16, 41, 100, 300])),
-            int(random.choice([1, 4, 5, 8, 16])),
+            int(random.choice([1, 4, 5, 8, 16, 70])),
             dtypes[random.integers(len(dtypes))],
             SLOTS[random.integers(len(SLOTS))],
         )
@@ -168,7 +168,7 @@ def train(job: ThreadJob, alone: ThreadJob, random: Random, truth: Truth, step: 
     return step
 
 
-@pytest.mark.parametrize("seed", range(histories(10)))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
     random = np.random.default_rng(seed)
     kinds = draw_kinds(random)
@@ -206,14 +206,6 @@ def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
                 assert not different, different
 
 
-def resharded(values: Array, dim: int, before: tuple[int, ...], after: tuple[int, ...]) -> Array:
-    """Numbers of a row and column shard for other column shards: means by width, and the same for each part of one."""
-    columns = np.repeat(values.reshape(len(values), -1).astype(np.float64), np.diff((*before, dim)), axis=1)
-    means = [columns[:, left:right].mean(axis=1) for left, right in pairwise((*after, dim))]
-    shape = (len(values), len(after)) if len(after) > 1 else (len(values),)
-    return np.stack(means, axis=1).reshape(shape).astype(np.float32)
-
-
 def assert_is(found: Truth, truth: Truth, job: ThreadJob, columns: dict[str, tuple[int, ...]]) -> None:
     """What was loaded is `truth`, of tables that had these column shards."""
     for (table, slot), values in found.items():
@@ -243,10 +235,9 @@ class LosslessHistory:
         self.step = 0
         self.failing: tuple[int, int] | None = None
         self.keeps_all = random.random() < 0.6
-        whole_stage = writer.stage
 
         def stage_or_fail(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team) -> Any:
-            staged = whole_stage(backend, version, plan, transfer, peers)
+            staged = stage.stage(backend, version, plan, transfer, peers)
             if self.failing == (plan.step, peers.rank):
                 raise OSError("the disk of this rank is full")
             return staged
@@ -280,15 +271,25 @@ class LosslessHistory:
         job.load(step if step != latest else "latest")
         found = job.found()
         assert_is(found, saved.truth, job, saved.columns)
-        if random.random() < 0.3:  # a part again, over rows that are others now
-            table = self.kinds[random.integers(len(self.kinds))].name
-            job.fill(truth)
-            job.load(step, tables=f"*.{table}")
-            again = job.found()
-            for key, values in again.items():
-                assert differing(values, (found if key[0] == table else truth)[key]) is None, key
-            return again
-        return found
+        return self.load_part(job, step, found, truth) if random.random() < 0.3 else found
+
+    def load_part(self, job: ThreadJob, step: int, found: Truth, truth: Truth) -> Truth:
+        """Load a table or some rows of it again, when all rows are others."""
+        random = self.random
+        kind = self.kinds[random.integers(len(self.kinds))]
+        ids = None if random.random() < 0.5 else draw_ids(random, kind.rows)
+        job.fill(truth)
+        job.load(step, tables=f"*.{kind.name}", **({} if ids is None else {"rows": {f"*.{kind.name}": ids}}))
+        expected = dict(truth)
+        for key, values in found.items():
+            if key[0] == kind.name:
+                chosen = slice(None) if ids is None else ids
+                expected[key] = truth[key].copy()
+                expected[key][chosen] = values[chosen]
+        again = job.found()
+        for key, values in again.items():
+            assert differing(values, expected[key]) is None, key
+        return again
 
     def train(self, job: ThreadJob, truth: Truth) -> Truth:
         random = self.random
@@ -307,7 +308,7 @@ class LosslessHistory:
         return truth
 
 
-@pytest.mark.parametrize("seed", range(histories(10)))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_ranks_load_what_ranks_saved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     history = LosslessHistory(np.random.default_rng(seed), monkeypatch)
     with memory_url() as url:

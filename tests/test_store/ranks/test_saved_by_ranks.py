@@ -172,9 +172,9 @@ def test_a_damaged_part_is_named(folder: Path, damage: Callable[[Path], None], d
     assert all(finding.versions == (version,) for finding in report.problems)
     assert report.restorable == (cnr_store.versions(folder)[0].id,)
     assert report.leftovers == ()
-    for load in (lambda: load_at(folder, 1, WORLD), lambda: load_at(folder, 0, 1)):
+    for rank, world in ((1, WORLD), (0, 1)):
         with pytest.raises(CorruptionError, match="state/ranks/00000"):
-            load()
+            load_at(folder, rank, world)
     with pytest.raises(CorruptionError, match="state/ranks/00000"):
         cnr_store.repair(folder)
     model, optimizer = make()

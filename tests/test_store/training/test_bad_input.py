@@ -311,6 +311,7 @@ def test_names_of_optimizer_state(tmp_path: Path, slot: str, message: str | None
         ("t", [1, ROWS], "ids from 1 to 600, but it has 600 rows"),
         ("t", [-1], "ids from -1 to -1"),
         ("t", [1.5], "ids are torch.float32; give integers"),
+        ("t", torch.tensor([1, 2]).to_sparse(), "ids are a torch.sparse_coo tensor; give row numbers"),
         ("t", "abc", "ids are no numbers .*; give integers"),
         ("t", None, "ids are no numbers .*; give integers"),
     ],

@@ -55,8 +55,9 @@ class Report:
 class Trouble:
     """A fault that comes once, when armed, as an error or as a point that the test's signals wait for."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, error: Exception) -> None:
         self._raises = how == "raise"
+        self._error = error
         self.armed = self.struck = False
 
     def strike(self) -> None:
@@ -64,7 +65,7 @@ class Trouble:
             return
         self.struck = True
         if self._raises:
-            raise RanksError("injected")
+            raise self._error
         reach(POINT)
 
     def before(self, owner: Any, name: str, applies: Callable[..., bool] = lambda *_: True) -> None:
@@ -99,7 +100,7 @@ def _nothing(*_: object) -> Fault:
 
 def prepare(url: str, phase: str, how: str, rank: int) -> tuple[Trouble, FaultyBackend]:
     """Have trouble come on this rank in a phase of a save, once it is armed."""
-    trouble = Trouble(how)
+    trouble = Trouble(how, RanksError("injected") if phase == "record" else OSError("injected"))
     storage: Callable[[str, str, int], Fault] = _nothing
     if phase == "":
         pass

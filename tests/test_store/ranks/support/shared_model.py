@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -93,15 +94,27 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
     def tables(module: nn.Module, _: object = ()) -> list[Table]:
         return [model.table(), *find_tables(module)]
 
-    before, trained_model.find_tables = trained_model.find_tables, tables
-    try:
+    with patch.object(trained_model, "find_tables", tables):
         return Checkpointer(
             url, model, model.optimizer, bits=32, policy="consecutive", workers=1, retry_seconds=2, **options
         )
-    finally:
-        trained_model.find_tables = before
 
 
 def together(parts: list[Values]) -> Values:
     """The values of the whole model, from those of all its ranks."""
     return {**parts[0], "items": np.concatenate([part["items"] for part in parts])}
+
+
+def load_alone(url: str) -> Values:
+    """What one process loads."""
+    model = SharedModel(0, 1)
+    with checkpointer_of(model, url) as checkpointer:
+        checkpointer.load()
+    return model.values()
+
+
+def assert_equal(found: Values, expected: Values) -> None:
+    """Check that values are equal bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].view(np.int32), values.view(np.int32), name)

@@ -47,12 +47,12 @@ class Cut:
 
 def draw_cut(random: Random, rows: int, dim: int, world: int) -> Cut:
     """Rows cut into bands, some of them empty, whose columns are cut alike, each box on one rank or several."""
-    columns = (0, *_inner_cuts(random, dim, random.choice([0, 0, 0, 1, 2])))
+    columns = (0, *_inner_cuts(random, dim, int(random.choice([0, 0, 0, 1, 2]))))
     by_rows = random.random() < 0.7
     if by_rows and random.random() < 0.3:  # as TorchRec cuts rows: the last ranks may get none
         edges = [min(rank * -(-rows // world), rows) for rank in range(world + 1)]
     else:
-        edges = [0, *_inner_cuts(random, rows, random.integers(world) if by_rows else 0), rows]
+        edges = [0, *_inner_cuts(random, rows, int(random.integers(world)) if by_rows else 0), rows]
     bands = [(begin, end) for begin, end in pairwise(edges) if begin < end]
     ranks = random.permutation(world).tolist()
     holders = [[ranks.pop()] for _ in bands]
@@ -167,3 +167,11 @@ def _pieces(own: Sequence[Piece], dtype: torch.dtype) -> list[LocalPiece]:
         LocalPiece(piece.first_row, piece.first_column, torch.zeros(piece.rows, piece.columns, dtype=dtype))
         for piece in own
     ]
+
+
+def resharded(values: Array, dim: int, before: tuple[int, ...], after: tuple[int, ...]) -> Array:
+    """Numbers of a row and column shard for other column shards: means by width, and the same for each part of one."""
+    columns = np.repeat(values.reshape(len(values), -1).astype(np.float64), np.diff((*before, dim)), axis=1)
+    means = [columns[:, left:right].mean(axis=1) for left, right in pairwise((*after, dim))]
+    shape = (len(values), len(after)) if len(after) > 1 else (len(values),)
+    return np.stack(means, axis=1).reshape(shape).astype(np.float32)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cnr_store import Checkpointer
+from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.training import checkpointer as checkpointer_module
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.model import trained_model
 from cnr_store.training.model.tensors import array_dtype
-from tests.test_store.ranks.support.rank_threads import on_threads
+from tests.test_store.ranks.support.rank_threads import ThreadGroup, on_threads
 from tests.test_store.ranks.support.spread_model import Array, Cut, Random, SpreadModel, TableKind
-from tests.test_store.ranks.support.thread_group import ThreadGroup, thread_groups
 from tests.test_store.support.same_arrays import differing
 
 _here = threading.local()
@@ -51,7 +51,8 @@ class ThreadJob:
         self.cuts, self.world = cuts, world
         self.kinds = {kind.name: kind for kind in kinds}
         self.models = [SpreadModel(kinds, cuts, rank) for rank in range(world)]
-        self._groups: list[ThreadGroup] = thread_groups(world)
+        keys = MemoryKeyValue()
+        self.groups = [ThreadGroup(keys, rank, world) for rank in range(world)]
         self.checkpointers: list[Checkpointer] = self.each(
             lambda rank: Checkpointer(url, self.models[rank], [], rng=False, **options)
         )
@@ -74,7 +75,7 @@ class ThreadJob:
         """The same, with what was raised among what was returned."""
 
         def run(rank: int) -> Any:
-            _here.group = self._groups[rank]
+            _here.group = self.groups[rank]
             return call(rank)
 
         return on_threads(*(partial(run, rank) for rank in range(self.world)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,7 +130,7 @@ class Lines(logging.Handler):
         self.lines.append(f"{record.levelname}: {record.getMessage()}")
 
 
-def spread(model: nn.Module, how: str) -> nn.Module:
+def spread(model: Any, how: str) -> Any:
     """A model as ``ddp``, ``fsdp`` or ``hsdp`` has it, or as it is (``bare``)."""
     if how == "bare":
         return model
@@ -193,7 +195,7 @@ def load_once(url: Path, how: str, kind: str, sparse: bool) -> dict[str, str]:
 def save_once(url: Path) -> dict[str, Any]:
     """Two saves of `cnr_store.save`, and what `cnr_store.load` brings back."""
     lines = Lines()
-    model: nn.Module = DistributedDataParallel(Net())
+    model: Any = DistributedDataParallel(Net())
     saved = []
     for step in (1, 2):
         with torch.no_grad():
@@ -209,7 +211,7 @@ def save_once(url: Path) -> dict[str, Any]:
 
 def flags_of_one_rank(url: Path) -> list[int]:
     """Rows that are changed unseen on all ranks, and named by one rank alone."""
-    model: nn.Module = DistributedDataParallel(Net())
+    model: Any = DistributedDataParallel(Net())
     optimizers = optimizers_of("sgd", model)
     rank, world = dist.get_rank(), dist.get_world_size()
     with cnr_store.Checkpointer(
@@ -227,3 +229,89 @@ def flags_of_one_rank(url: Path) -> list[int]:
         assert alike(digests(model, optimizers)) == trained
     written: list[int] = np.flatnonzero(model.module.items.weight[:, 0].detach().numpy() >= 5).tolist()
     return [alike(rows), *written]
+
+
+def refusals(url: Path) -> list[Any]:
+    """What is said of a rank that saves alone, and of state that is not spread; and the rows saved unowned."""
+    rank, said = dist.get_rank(), list[Any]()
+    own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    model = spread(Net(sparse=False), "fsdp")
+    with cnr_store.Checkpointer(url / f"{rank}", model, bits=32, group=own) as checkpointer:
+        said.append(_refused(checkpointer))
+    (optimizer,) = optimizers_of("adagrad", model)
+    for parameter in (model.items.weight, model.over.weight):
+        with cnr_store.Checkpointer(url / "all", model, optimizer, bits=32) as checkpointer:
+            kept = optimizer.state[parameter]["sum"]
+            optimizer.state[parameter]["sum"] = kept.full_tensor()
+            said.append(_refused(checkpointer))
+            optimizer.state[parameter]["sum"] = kept
+    with cnr_store.Checkpointer(url / "all", model, bits=32, policy="consecutive") as checkpointer:
+        rows = []
+        for step in (1, 2):
+            model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+            rows.append(checkpointer.save(step).result().rows)
+    return [*said, alike(rows)]
+
+
+def _refused(checkpointer: cnr_store.Checkpointer) -> str:
+    try:
+        checkpointer.save(1)
+    except cnr_store.UnsupportedModelError as error:
+        return str(error)
+    return "saved"
+
+
+def wrapped(url: Path, package: str, steps: int) -> dict[str, Any]:
+    """Go on from what is stored with a model and an optimizer that a package has wrapped, train, and save."""
+    warnings.simplefilter("ignore")  # what these packages warn of is no concern of ours
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{world}",
+        "LOCAL_WORLD_SIZE": f"{world}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    bare, lines = Net(), Lines()
+    inner = torch.optim.Adagrad(bare.parameters(), lr=0.1)
+    model, optimizer = _wrap(package, bare, inner)
+    reader = Reader()
+    with cnr_store.Checkpointer(
+        url, model, optimizer, policy="consecutive", bits=32, timeout_seconds=30
+    ) as checkpointer:
+        start = checkpointer.resume(reader)
+        loaded = alike(digests(bare, [inner]))
+        rows = []
+        for step in range(start + 1, start + steps + 1):
+            optimizer.zero_grad()
+            model(reader.batch()).square().sum().backward()
+            optimizer.step()
+            rows.append(checkpointer.save(step, reader).result().rows)
+    kind = f"{type(model).__name__} {type(optimizer).__name__}"
+    trained = alike(digests(bare, [inner]))
+    return {
+        "start": start,
+        "loaded": loaded,
+        "rows": alike(rows),
+        "trained": trained,
+        "kind": kind,
+        "lines": lines.lines,
+    }
+
+
+def _wrap(package: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    if package == "accelerate":
+        accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+        assert accelerator.num_processes == dist.get_world_size()
+        return accelerator.prepare(model, optimizer)
+    if package == "fabric":
+        fabric = importlib.import_module("lightning.fabric").Fabric(
+            accelerator="cpu", devices=dist.get_world_size(), strategy="ddp"
+        )
+        fabric.launch()
+        assert fabric.world_size == dist.get_world_size()
+        return fabric.setup(model, optimizer)
+    return DistributedDataParallel(model), optimizer

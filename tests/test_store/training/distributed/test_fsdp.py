@@ -35,3 +35,23 @@ def test_every_number_of_ranks_loads_what_some_saved(
     for number, other in others:
         loaded = values(run_ranks(number, rank_training.load_once, tmp_path, other, kind, False))
         assert loaded == [saved[0]["trained"]] * number
+
+
+def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path) -> None:
+    whole = values(run_ranks(2, rank_training.train, tmp_path / "whole", "fsdp", "adagrad", False, 4))
+    before = values(run_ranks(2, rank_training.train, tmp_path / "parts", "fsdp", "adagrad", False, 2))
+    after = values(run_ranks(2, rank_training.train, tmp_path / "parts", "fsdp", "adagrad", False, 2))
+    for rank in (0, 1):
+        assert after[rank]["loaded"] == before[rank]["trained"]
+        assert after[rank]["random"] == before[rank]["next"]
+        assert after[rank]["trained"] == whole[rank]["trained"]
+    assert max(after[0]["rows"]) <= 60  # deltas of what the others saved
+
+
+def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
+    for alone, of_rows, of_layer, unowned in values(run_ranks(2, rank_training.refusals, tmp_path)):
+        assert "saves alone, and other ranks have a part of it; give Checkpointer the group" in alone
+        assert "table 'items': the optimizer's 'sum' is a Tensor of shape" in of_rows
+        assert "'sum' of 'over.weight' in Adagrad is a Tensor of shape" in of_layer
+        assert "nobody knows which part" in of_rows
+        assert unowned == [1209, 1209]

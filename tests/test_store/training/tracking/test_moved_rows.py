@@ -262,6 +262,22 @@ def test_a_parameter_that_gets_the_memory_between_two_steps_makes_it_whole(tmp_p
         assert run.save() == ROWS
 
 
+def test_a_parameter_that_grows_over_a_table_makes_it_whole(tmp_path: Path) -> None:
+    with job(tmp_path) as run:
+        memory = torch.zeros(10 + ROWS * 3)
+        run.table.weight.data = memory[10:].view(ROWS, 3).copy_(run.table.weight.detach())
+        head = nn.Parameter(memory[:10])
+        head.grad = torch.zeros(10)
+        optimizer = SGD([head], lr=1.0)
+        run.save()
+        optimizer.step()
+        head.grad, head.data = None, memory
+        head.grad = torch.zeros(10 + ROWS * 3)
+        head.grad[10 + 9 * 3] = 1
+        optimizer.step()
+        assert run.save() == ROWS
+
+
 def test_a_buffer_beside_the_state_dict_over_a_table_makes_it_whole(tmp_path: Path) -> None:
     table = nn.Embedding(ROWS, 3)
     table.register_buffer("view", table.weight.data[4:], persistent=False)

@@ -132,3 +132,72 @@ def test_a_slot_in_the_place_of_another_entry_is_watched(tmp_path: Path) -> None
         checkpointer.save(2).result()
     loaded = job.loaded()
     assert torch.equal(loaded.optimizer.state[loaded.weight]["average"], kept["average"])
+
+
+class ByColumn(Optimizer):
+    """Keeps one number a column, and moves only rows that have a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            columns = self.state[parameter].setdefault("columns", torch.zeros(parameter.shape[1]))
+            columns += parameter.grad.square().sum(0)
+            parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(ROWS, ROWS), (4, 1)])
+def test_state_of_a_square_table_may_be_kept_for_columns(tmp_path: Path, dim: int, rows: int) -> None:
+    job = Job(tmp_path, ByColumn, dim=dim, trusted=[ByColumn])
+    with job.checkpointer() as checkpointer:
+        for step in range(3):
+            job.train(step)
+            version = checkpointer.save(step).result()
+    assert version.rows == rows
+    loaded = job.loaded()
+    assert torch.equal(loaded.weight, job.weight)
+    kept = (each.optimizer.state[each.weight]["columns"] for each in (loaded, job))
+    assert torch.equal(*kept)
+
+
+def transposed() -> torch.Tensor:
+    return torch.zeros(4, ROWS).t()
+
+
+def columns_of_a_wider_tensor() -> torch.Tensor:
+    return torch.zeros(ROWS, 8)[:, :4]
+
+
+@pytest.mark.parametrize("values", [transposed, columns_of_a_wider_tensor])
+@pytest.mark.parametrize("kind", [Adagrad, SGD])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_fused_step_of_a_table_with_gaps_is_seen(
+    tmp_path: Path, values: Callable[[], torch.Tensor], kind: Any, given: bool
+) -> None:
+    job = Job(tmp_path, partial(kind, lr=0.1, fused=True), given=given)
+    job.model["t"].weight = nn.Parameter(values())
+    job.optimizer = kind(job.model.parameters(), lr=0.1, fused=True)
+    job._given = [job.optimizer] if given else []
+    with job.checkpointer() as checkpointer:
+        checkpointer.save(0).result()
+        job.model["t"](ids(10, 11)).sum().backward()
+        job.optimizer.step()
+        checkpointer.save(1).result()
+    assert torch.equal(job.loaded().weight, job.weight)
+
+
+def test_a_subnormal_eps_may_become_zero(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda parameters: Adagrad(parameters, lr=0.1, eps=1e-40))
+    with job.checkpointer() as checkpointer:
+        checkpointer.save(0).result()
+        torch.set_flush_denormal(True)
+        try:
+            job.weight.grad = torch.zeros_like(job.weight)
+            job.weight.grad[3] = 1
+            job.optimizer.step()
+        finally:
+            torch.set_flush_denormal(False)
+        checkpointer.save(1).result()
+    assert torch.equal(job.loaded().weight.isnan(), job.weight.isnan())

@@ -1,0 +1,211 @@
+"""Tables that TorchRec's fused optimizers trained when a version was saved, and that an optimizer steps now; or back.
+
+How a table is sharded decides which of the two trains it: one that every rank has whole is stepped as dense parameters
+are. What both keep for a row is the same number where both are Adagrad, or Adagrad with one number a row, and nothing
+where both are plain gradient descent. So it is carried over there, and groups are compared as if the table had always
+been where it is now. Settings, such as the learning rate, stay those of the optimizer that trains the table now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from cnr_store.format.layout import slot_path
+from cnr_store.format.record import ArrayEntry
+from cnr_store.training.loading.match import Match
+from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.optimizer_state import Group, Tree, row_slots
+from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.trained_model import TrainedModel
+
+FUSED_SLOT, STEPPED_SLOT = "momentum1", "sum"
+_KINDS = {
+    "SGD": ("sgd", "exact_sgd"),
+    "Adagrad": ("exact_adagrad",),
+    "RowWiseAdagrad": ("row_wise_adagrad", "exact_row_wise_adagrad"),
+}
+"""By the class of an optimizer, the fused ones of the same mathematics."""
+
+
+@dataclass
+class MovedTables:
+    """What a version holds of optimizers, as if each table had been trained then by what trains it now.
+
+    Attributes
+    ----------
+    trees
+        Of the optimizers that step.
+    fused
+        Of TorchRec's; None if there is none.
+    to_stepped, to_fused
+        The tables whose state is carried over, by name.
+    without_state
+        Names of the parameters whose state can't be carried over.
+    """
+
+    trees: list[Tree]
+    fused: Tree | None
+    to_stepped: dict[str, Table] = field(default_factory=dict)
+    to_fused: dict[str, Table] = field(default_factory=dict)
+    without_state: set[str] = field(default_factory=set)
+
+
+def move_tables(
+    match: Match,
+    trained: TrainedModel,
+    trees: Sequence[Tree],
+    fused: Tree | None,
+    names: Mapping[int, str],
+    arrays: Mapping[str, ArrayEntry],
+) -> MovedTables:
+    """Find the tables that another kind of optimizer trained; what can't be carried over goes into `match`.
+
+    Parameters
+    ----------
+    trees, fused
+        The stored state of the optimizers that step, and of TorchRec's.
+    names
+        ``id(parameter)`` to name.
+    arrays
+        The version's.
+    """
+    moved = MovedTables([dict(tree) for tree in trees], None if fused is None else dict(fused))
+    was_fused = {
+        name for group in (fused or {"param_groups": []})["param_groups"] for name in group["params"]
+    }
+    fits = {fit.table.name for fit in match.tables}
+    for table in trained.tables:
+        name = table.parameter_name
+        is_fused = isinstance(table, SpreadTable) and table.is_fused
+        if table.name not in fits:
+            continue
+        if is_fused and trained.fused_position is not None and name not in was_fused:
+            _leave(moved, match, table, arrays)
+        elif not is_fused and name in was_fused:
+            _join(moved, match, table, trained.optimizers, names, arrays)
+    if moved.fused is not None and not moved.fused["param_groups"] and trained.fused_position is None:
+        moved.fused = None
+    return moved
+
+
+def _leave(moved: MovedTables, match: Match, table: Table, arrays: Mapping[str, ArrayEntry]) -> None:
+    """Take a table out of the stored optimizer that stepped it."""
+    assert isinstance(table, SpreadTable)
+    name, kind = table.parameter_name, table.sharded.optimizer.kind if table.sharded.optimizer else ""
+    for position, tree in enumerate(moved.trees):
+        group = next((group for group in tree["param_groups"] if name in group["params"]), None)
+        if group is None:
+            continue
+        slots = tree["slots"].get(table.name, [])
+        entry = arrays.get(slot_path(table.name, STEPPED_SLOT)) if STEPPED_SLOT in slots else None
+        if _are_alike(tree["class"], group, kind, slots, [STEPPED_SLOT], entry, table):
+            moved.to_fused |= {table.name: table} if slots else {}
+        else:
+            moved.without_state.add(name)
+            _refuse(
+                match, table, f"{tree['class']} stepped it", f"the fused optimizer {kind!r} trains it now"
+            )
+        groups = [
+            {**each, "params": [other for other in each["params"] if other != name]}
+            for each in tree["param_groups"]
+        ]
+        moved.trees[position] = {
+            **tree,
+            "param_groups": [each for each in groups if each["params"]],
+            "state": {other: state for other, state in tree["state"].items() if other != name},
+            "slots": {other: kept for other, kept in tree["slots"].items() if other != table.name},
+        }
+        if moved.fused is None:
+            moved.fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
+        return
+
+
+def _join(
+    moved: MovedTables,
+    match: Match,
+    table: Table,
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    arrays: Mapping[str, ArrayEntry],
+) -> None:
+    """Put a table into the stored state of the optimizer that steps it now."""
+    assert moved.fused is not None
+    name, fused = table.parameter_name, moved.fused
+    for optimizer, (position, tree) in zip(optimizers, enumerate(moved.trees), strict=False):
+        group = next(
+            (g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"])), None
+        )
+        if group is None:
+            continue
+        slots = fused["slots"].get(table.name, [])
+        entry = arrays.get(slot_path(table.name, FUSED_SLOT)) if FUSED_SLOT in slots else None
+        kind, own = type(optimizer).__name__, optimizer.state.get(table.parameter, {})
+        has_slot = STEPPED_SLOT in row_slots(optimizer, table.parameter)
+        fused_kind = _KINDS.get(kind, ("",))[0]
+        state, kept = dict(tree["state"]), dict(tree["slots"])
+        if _are_alike(kind, group, fused_kind, slots, [FUSED_SLOT], entry, table) and (not slots or has_slot):
+            if slots:
+                moved.to_stepped[table.name] = table
+                kept[table.name] = [STEPPED_SLOT]
+                state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
+        else:
+            moved.without_state.add(name)
+            _refuse(
+                match, table, f"a fused optimizer with the state {slots} trained it", f"{kind} steps it now"
+            )
+        groups = _joined(tree["param_groups"], name, [names.get(id(one)) for one in group["params"]], group)
+        moved.trees[position] = {**tree, "param_groups": groups, "state": state, "slots": kept}
+        moved.fused = {
+            **fused,
+            "param_groups": [each for each in fused["param_groups"] if name not in each["params"]],
+            "slots": {other: slot for other, slot in fused["slots"].items() if other != table.name},
+        }
+        return
+
+
+def _joined(groups: Sequence[Group], name: str, mates: Sequence[str | None], now: Group) -> list[Group]:
+    """The stored groups, with a parameter in that of its present mates; or in one of its own, as it is now."""
+    for position, group in enumerate(groups):
+        if set(group["params"]) & set(mates):
+            return [
+                *groups[:position],
+                {**group, "params": [*group["params"], name]},
+                *groups[position + 1 :],
+            ]
+    return [*groups, {**now, "params": [name]}]
+
+
+def _are_alike(
+    kind: str,
+    group: Mapping[str, Any],
+    fused_kind: str,
+    slots: Sequence[str],
+    expected: Sequence[str],
+    entry: ArrayEntry | None,
+    table: Table,
+) -> bool:
+    """Whether an optimizer with this group and a fused one keep the same, and it is what is stored."""
+    if fused_kind not in _KINDS.get(kind, ()):
+        return False
+    if any(group.get(setting) for setting in ("momentum", "lr_decay")):
+        return False
+    if kind == "SGD":
+        return not slots
+    if [*slots] != [*expected] or entry is None:
+        return False
+    if kind == "Adagrad":
+        return entry.shape == (entry.shape[0], table.dim) and not entry.boundaries
+    return bool(entry.boundaries) or entry.shape[1:] in ((), (1,))
+
+
+def _refuse(match: Match, table: Table, before: str, now: str) -> None:
+    match.lacks(
+        [f"state of {table.parameter_name!r}"],
+        f"table {table.name!r}: when {match.where} was saved, {before}, and {now}, as it is sharded otherwise: what "
+        "the first kept for its rows is not what the other keeps. Shard the table as it was, or give it an optimizer "
+        f"of the same mathematics (Adagrad, row-wise Adagrad, plain SGD), or {IGNORE} the rest without that state",
+    )

@@ -1,0 +1,81 @@
+"""Tables of TorchRec that are sharded in another way at each resume: some by fused optimizers, some stepped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_store.ranks.support.rank_processes import preload, run_ranks
+from tests.test_store.training.distributed.test_ddp import values
+
+pytest.importorskip("torchrec")
+pytest.importorskip("fbgemm_gpu")
+GO_ON = "tests.test_store.support.distributed.moving_tables:go_on"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    preload("torchrec", "cnr_store", "tests.test_store.support.distributed.moving_tables")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "histories"),
+    [
+        ("EXACT_ADAGRAD", [(2, "rw tw cw dp"), (3, "tw cw dp dp"), (1, "cw dp rw tw"), (4, "dp rw tw cw")]),
+        ("EXACT_ROWWISE_ADAGRAD", [(2, "dp rw tw dp"), (3, "dp dp dp rw"), (2, "rw tw dp dp")]),
+        ("EXACT_SGD", [(2, "dp rw cw dp"), (1, "rw dp dp tw")]),
+    ],
+)
+def test_what_optimizers_keep_moves_along(
+    tmp_path: Path, optimizer: str, histories: list[tuple[int, str]]
+) -> None:
+    before = None
+    for world, ways in histories:
+        found = values(run_ranks(world, GO_ON, tmp_path, optimizer, ways, deadline_seconds=120))
+        for each in found:
+            if before is not None:
+                assert each["loaded"] == before["trained"]
+                assert each["over"] == before["trained over"]
+        before = found[0]
+        kept = [name for name in before["trained"] if name.endswith("kept")]
+        assert len(kept) == (0 if optimizer == "EXACT_SGD" else 4)
+
+
+def test_state_of_another_kind_is_refused_or_left_out(tmp_path: Path) -> None:
+    first = values(run_ranks(2, GO_ON, tmp_path, "ADAGRAD_AND_SGD", "rw tw cw dp", deadline_seconds=120))
+    for each in run_ranks(2, GO_ON, tmp_path, "ADAGRAD_AND_SGD", "dp tw cw rw", deadline_seconds=120):
+        assert each.error == "ModelMismatchError"
+        for text in (
+            "table 'bags.embedding_bags.A'",
+            "SGD steps it now",
+            "table 'bags.embedding_bags.D'",
+            "Shard the table as it was",
+        ):
+            assert text in each.text
+        assert "parameter group" not in each.text
+    for each in values(
+        run_ranks(2, GO_ON, tmp_path, "ADAGRAD_AND_SGD", "dp tw cw rw", "ignore", deadline_seconds=120)
+    ):
+        weights = {name: bits for name, bits in each["loaded"].items() if name.endswith("weight")}
+        assert weights.items() <= first[0]["trained"].items()
+        assert {name for name in each["missing"] if "embedding_bags" in name} == {
+            "state of 'bags.embedding_bags.A.weight'",
+            "state of 'bags.embedding_bags.D.weight'",
+        }
+
+
+def test_numbers_a_row_of_column_shards_become_their_mean(tmp_path: Path) -> None:
+    first = values(
+        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "cw dp rw dp", deadline_seconds=120)
+    )
+    second = values(
+        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "dp cw rw dp", deadline_seconds=120)
+    )
+    for each in second:
+        assert each["resharded"] == {
+            "bags.embedding_bags.A/sum": (2, 1),
+            "bags.embedding_bags.B/momentum1": (1, 2),
+        }
+        differing = {name for name, bits in each["loaded"].items() if first[0]["trained"][name] != bits}
+        assert differing <= {f"bags.embedding_bags.{name}/kept" for name in "AB"}
