@@ -1,7 +1,7 @@
 """Ranks that are threads of which one runs at a time: it runs on until it waits for another rank.
 
 So thousands of ranks run the product's own code in one process, in an order that is always the same. Messages are
-handed over as they are, and joined only at their receiver.
+handed over as they are: packed, so that their bytes count, but neither copied nor summed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cnr_store.ranks import fragments as fragments_module
 from cnr_store.ranks.decisions import Decisions
+from cnr_store.ranks.fragments import Fragment
 from cnr_store.ranks.group import Document, Group, Judge, Piece, joined
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 
@@ -23,6 +26,19 @@ _STACK_BYTES = 1 << 20
 _FOREVER_SECONDS = 1e9
 _FROM_FIRST = ("verdict", "announced", "outcome")
 """Keys that rank 0 writes and all others wait for."""
+
+
+class Parcel(list[Piece]):
+    """The pieces of a message, with the fragments that they hold: its receiver need not take it apart."""
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        with patch.object(fragments_module, "_crc", lambda parts: 0):
+            super().__init__(fragments_module.pack(fragments))
+        self.fragments = fragments
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(piece).nbytes for piece in self)
 
 
 class _Turns:
@@ -136,7 +152,10 @@ class RecordedGroup(Group):
             mail[*here, self.rank, rank] = pieces
         places = {rank: (*here, rank, self.rank) for rank in expected}
         self._shared.turns.wait(self.rank, lambda: all(place in mail for place in places.values()))
-        return {rank: joined(mail.pop(place)) for rank, place in places.items()}
+        arrived: dict[int, Any] = {rank: mail.pop(place) for rank, place in places.items()}
+        return {
+            rank: pieces if isinstance(pieces, Parcel) else joined(pieces) for rank, pieces in arrived.items()
+        }
 
     def close(self) -> None:
         """Nothing is held."""

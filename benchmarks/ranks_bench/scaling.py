@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 
 from benchmarks.ranks_bench.counting import CountedBackend
-from benchmarks.ranks_bench.recorded import run_ranks
+from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
 from cnr_store.ranks.placement import Placement
@@ -59,6 +60,8 @@ def _computed_once() -> Iterator[None]:
             "find_routes",
             once("routes", exchange.find_routes, lambda writes, world: (world, len(writes))),
         ),
+        patch.object(exchange, "pack", Parcel),
+        patch.object(exchange, "unpack", lambda parcel: parcel.fragments),
         patch.object(stage, "PUTS_IN_FLIGHT", 1),  # threads of thousands of ranks wait at once
     ):
         yield
@@ -133,3 +136,32 @@ def exponents(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         name: round(float(np.polyfit(worlds, np.log(values), 1)[0]), 3) for name, values in counted.items()
     }
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit, and what was measured."""
+
+    name: str
+    limit: float
+    measured: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'NOT MET':8} {self.name}: {self.measured:g}, at most {self.limit:g}"
+
+
+def limits(runs: Sequence[Mapping[str, Any]]) -> Iterator[Limit]:
+    """The limits that the counts keep, or not."""
+    for name, found in exponents(runs).items():
+        yield Limit(f"exponent of {name}", MAX_EXPONENT, found)
+    # Manifest and state are put before: they are no part of the commit.
+    commit = max(run["first_rank"]["commit_requests"] for run in runs) - 2
+    yield Limit("requests of rank 0 for a commit", MAX_COMMIT_REQUESTS, commit)
+    yield Limit("bytes of a record", MAX_RECORD_BYTES, max(run["record_bytes"] for run in runs))
