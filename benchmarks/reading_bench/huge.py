@@ -7,6 +7,7 @@ shards only the first row was written; the chunks that a benchmark reads are com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class _Values:
 class _AsIfWhole(RowsWrite):
     """Some rows, in the cut of a table of which every row is written."""
 
+    @cached_property
     def grid(self) -> Grid:
         rows, dim = self.shape
         itemsize = array_dtype(self.element).itemsize
