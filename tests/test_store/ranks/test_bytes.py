@@ -22,6 +22,7 @@ from cnr_store.writing.stage import stage
 from cnr_store.writing.team import Team
 from tests.test_store.ranks.support.spread_model import Cut, Random, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
+from tests.test_store.support.places import quick_folder
 
 ROWS, DIM = 30_000, 16
 KINDS = [
@@ -42,6 +43,12 @@ def shards_of_64_kib(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spread_models(monkeypatch)
     monkeypatch.setattr(grid, "TARGET_CHUNK_BYTES", 8 << 10)
     monkeypatch.setattr(grid, "TARGET_SHARD_BYTES", 64 << 10)
+
+
+@pytest.fixture
+def quick() -> Iterator[str]:
+    with quick_folder() as folder:
+        yield folder
 
 
 def draw_cuts(random: Random, world: int) -> dict[str, Cut]:
@@ -81,9 +88,9 @@ def least_bytes(url: str, job: ThreadJob, rank: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_rank_reads_the_chunks_that_meet_its_rows(url: str, seed: int) -> None:
+def test_a_rank_reads_the_chunks_that_meet_its_rows(quick: str, seed: int) -> None:
     random = np.random.default_rng(seed)
-    with ThreadJob(url, 3, KINDS, draw_cuts(random, 3), **OPTIONS) as job:
+    with ThreadJob(quick, 3, KINDS, draw_cuts(random, 3), **OPTIONS) as job:
         truth = job.new_truth(random)
         job.fill(truth)
         job.save(1)
@@ -93,12 +100,12 @@ def test_a_rank_reads_the_chunks_that_meet_its_rows(url: str, seed: int) -> None
                 truth = changed(truth, kind.name, ids, random, job)
                 job.change(kind.name, ids, truth, random)
             job.save(step)
-    with ThreadJob(url, 4, KINDS, draw_cuts(random, 4), **OPTIONS) as job:
+    with ThreadJob(quick, 4, KINDS, draw_cuts(random, 4), **OPTIONS) as job:
         before = [checkpointer._loader.backend.bytes_read for checkpointer in job.checkpointers]
         job.load()
         for rank, checkpointer in enumerate(job.checkpointers):
             read = checkpointer._loader.backend.bytes_read - before[rank]
-            assert read <= DOCUMENTS_BYTES + MOST_READ * least_bytes(url, job, rank)
+            assert read <= DOCUMENTS_BYTES + MOST_READ * least_bytes(quick, job, rank)
 
 
 def even(kind: TableKind, world: int) -> list[Piece]:
@@ -129,7 +136,7 @@ CUTS: dict[str, Callable[[TableKind, int], Cut]] = {
 @pytest.mark.parametrize("share", [1.0, 0.02], ids=["all rows", "few rows"])
 @pytest.mark.parametrize("name", CUTS)
 def test_no_rank_writes_far_more_than_the_mean(
-    url: str, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+    quick: str, monkeypatch: pytest.MonkeyPatch, name: str, share: float
 ) -> None:
     random = np.random.default_rng(0)
     written: Counter[int] = Counter()
@@ -141,7 +148,7 @@ def test_no_rank_writes_far_more_than_the_mean(
 
     monkeypatch.setattr(writer, "stage", count)
     cuts = {kind.name: CUTS[name](kind, place) for place, kind in enumerate(KINDS)}
-    with ThreadJob(url, 4, KINDS, cuts, **OPTIONS) as job:
+    with ThreadJob(quick, 4, KINDS, cuts, **OPTIONS) as job:
         truth = job.new_truth(random)
         job.fill(truth)
         job.save(1)
@@ -153,10 +160,10 @@ def test_no_rank_writes_far_more_than_the_mean(
     assert 4 * max(written.values()) <= MOST_WRITTEN * sum(written.values())
 
 
-def test_rows_travel_encoded_where_ranks_share_a_chunk(url: str) -> None:
+def test_rows_travel_encoded_where_ranks_share_a_chunk(quick: str) -> None:
     random = np.random.default_rng(0)
     cuts = {kind.name: CUTS["row-wise"](kind, 0) for kind in KINDS}
-    with ThreadJob(url, 4, KINDS, cuts, **{**OPTIONS, "bits": 4}) as job:
+    with ThreadJob(quick, 4, KINDS, cuts, **{**OPTIONS, "bits": 4}) as job:
         truth = job.new_truth(random)
         job.fill(truth)
         job.save(1)

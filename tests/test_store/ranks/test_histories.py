@@ -23,7 +23,7 @@ from tests.nightly import FACTOR
 from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut, resharded
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models
 from tests.test_store.stateful.conftest import GRID_LIMITS_BYTES
-from tests.test_store.support.places import memory_url
+from tests.test_store.support.places import quick_folder
 from tests.test_store.support.same_arrays import assert_same_arrays, differing
 
 PLAIN: tuple[dict[str, Any], ...] = (
@@ -182,7 +182,7 @@ def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
         **codecs[random.integers(len(codecs))],
     }
     step = 0
-    with memory_url() as url, memory_url() as other:
+    with quick_folder() as url, quick_folder() as other:
         for life in range(4):
             world = int(random.integers(1, 5))
             cuts = {kind.name: draw_cut(random, kind.rows, kind.dim, world) for kind in kinds}
@@ -311,6 +311,6 @@ class LosslessHistory:
 @pytest.mark.parametrize("seed", range(HISTORIES))
 def test_ranks_load_what_ranks_saved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     history = LosslessHistory(np.random.default_rng(seed), monkeypatch)
-    with memory_url() as url:
+    with quick_folder() as url:
         for _ in range(5):
             history.life(url)
