@@ -263,7 +263,8 @@ def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
     for attempt in done.leftovers:
         print_line(f"{removed}: {attempt}, left by an unfinished save")
     for attempt, reason in done.left.items():
-        print_line(f"left: {attempt}, of an unfinished save: {reason}")
+        what = "fold" if attempt in done.kept else "save"
+        print_line(f"left: {attempt}, of an unfinished {what}: {reason}")
     if done.left:
         print_line(f"{done.left_bytes:,} bytes left of unfinished saves")
     print_line(

@@ -134,6 +134,13 @@ class Deletion:
         if found:
             self.emptied.append(version)
 
+    def delete_keys(self, found: Mapping[str, int]) -> None:
+        """Delete objects, given with their sizes, and the folders that they were in."""
+        delete_objects(self._backend, self._transfer, found)
+        for folder in {"/".join(key.split("/")[:3]) for key in found}:
+            self._backend.sweep(folder)
+        self.freed_bytes += sum(found.values())
+
     def _objects(self, version: str) -> dict[str, int]:
         """Sizes of all objects of an id and its fold, except its record, by key."""
         folders = [layout.version_key(version, prefix=prefix) for prefix in (layout.FOLDS, layout.VERSIONS)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from cnr_store.catalog.claims import is_own_version, newest_claim
 from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
+from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
 from cnr_store.maintenance.collection.rules import Rules, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
@@ -41,7 +42,8 @@ class GcReport:
     freed_bytes
         Bytes of all objects deleted.
     left
-        Why the objects of other crashed or failed attempts stay, by id.
+        Why the objects of other crashed or failed attempts stay, by id; of a version that is kept, why those of a fold
+        that has not ended.
     left_bytes
         Bytes of these objects.
     stopped
@@ -164,6 +166,7 @@ class Retention:
             if dry_run:
                 return self._dry_run_report(snapshot, deletion)
             removed: list[str] = []
+            self._delete_fold_leftovers(snapshot, deletion)
             while True:
                 freed_bytes = deletion.freed_bytes
                 # Leftovers go first: tombstones may need the room.
@@ -183,7 +186,7 @@ class Retention:
                     ) from full
                 snapshot = self._reader.take(transfer, void=True)
             self._backend.hold_reserve()
-            left = self._left(snapshot, deletion)
+            left = self._left(snapshot, deletion, snapshot.versions.keys())
             leftovers = tuple(version for version in deletion.emptied if version not in removed)
             return GcReport(
                 {} if stopped else kept,
@@ -234,9 +237,22 @@ class Retention:
         deletion.delete_aborted_records(deletable_records(snapshot, due, now, self._grace_seconds))
         deletion.delete_stale_marks(snapshot)
 
-    def _left(self, snapshot: StoreSnapshot, deletion: Deletion) -> Left:
+    def _fold_leftovers(self, versions: Collection[str]) -> FoldLeftovers:
+        """What folds of these versions left; nothing where a job's own retention asks, since that lists much."""
+        return FoldLeftovers({}, {}) if self._own else find_fold_leftovers(self._backend, versions)
+
+    def _delete_fold_leftovers(self, snapshot: StoreSnapshot, deletion: Deletion) -> None:
+        for found in self._fold_leftovers(snapshot.versions.keys()).removable.values():
+            deletion.delete_keys(found)
+
+    def _left(self, snapshot: StoreSnapshot, deletion: Deletion, versions: Collection[str]) -> Left:
+        """What stays, of attempts at versions, and of folds of the `versions` that are kept."""
         due = deletable(snapshot, time.time(), self._grace_seconds)
-        return deletion.left(snapshot, due, self._grace_seconds)
+        left = deletion.left(snapshot, due, self._grace_seconds)
+        folds = self._fold_leftovers(versions).left
+        return Left(
+            {**left.reasons} | dict.fromkeys(sorted(folds), REASON), left.nbytes + sum(folds.values())
+        )
 
     def _not_seen(self, snapshot: StoreSnapshot) -> list[str]:
         """Versions that a job may not remove: neither its process made them, nor had it seen them when it loaded."""
@@ -260,7 +276,9 @@ class Retention:
         nbytes = {version: deletion.nbytes(version) for version in due}
         freed_bytes = sum(nbytes.values()) + sum(map(deletion.nbytes_of_version, to_delete))
         leftovers = tuple(version for version in due if nbytes[version])
-        left = self._left(snapshot, deletion)
+        for found in self._fold_leftovers(kept).removable.values():
+            freed_bytes += sum(found.values())
+        left = self._left(snapshot, deletion, kept)
         return GcReport(
             kept, tuple(to_delete), leftovers, freed_bytes, left.reasons, left.nbytes, dry_run=True
         )

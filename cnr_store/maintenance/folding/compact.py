@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cnr_backends import Backend, BackendError, Transfer
+from cnr_backends import Backend, BackendError, StorageFullError, Transfer
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.objects import has_object
 from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node
@@ -204,9 +205,12 @@ class _FoldAttempt:
         self._may_be_committed = True
         try:
             self._backend.create(fold.key(), data)
-        except BackendError:
+        except BackendError as error:
             owner = self._owner()
             if owner is None:
+                # A create that found no room did nothing. Any other may still arrive.
+                full = isinstance(error, StorageFullError)
+                self._may_be_committed = not full or has_object(self._backend, fold.key())
                 raise
             if (
                 owner != fold.nonce

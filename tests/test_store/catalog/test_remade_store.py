@@ -163,7 +163,7 @@ def test_protocols_with_several_names_are_one_place(jobs: Jobs, url: str, names:
 def test_a_host_of_any_name_may_claim(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes may be no UTF-8."""
     monkeypatch.setattr(platform, "node", lambda: "trainer-\udcff")
-    with Checkpointer(url, make_model()) as checkpointer:
+    with Checkpointer(url, make_model(), policy="full") as checkpointer:
         checkpointer.save(1).result()
         checkpointer.save(2).result()
         assert len(cnr_store.gc(url, keep_last=1).removed) == 1
