@@ -14,6 +14,7 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
+from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import agreement
 from cnr_store.writing import exchange, stage
@@ -54,7 +55,7 @@ def _computed_once() -> Iterator[None]:
         return wrapper
 
     with (
-        patch.object(agreement, "decode", once("decode", agreement.decode, lambda data: data)),
+        patch.object(agreement, "decode", once("decode", decode, lambda data: data)),
         patch.object(Placement, "from_json", once("placement", Placement.from_json, id)),
         patch.object(
             exchange,
