@@ -20,6 +20,11 @@ BY_TIME = ("beat/", "failure")
 """In keys of documents that are written or asked for by the clock. They are not counted."""
 
 
+def piece_nbytes(piece: Piece) -> int:
+    """The size of a part of a message."""
+    return len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
+
+
 class CountedBackend(FaultyBackend):
     """Another backend, whose requests and bytes put are counted."""
 
@@ -121,11 +126,7 @@ class CountedGroup(Group):
         number: int = 0,
         still_alive: Callable[[], None] | None = None,
     ) -> dict[int, memoryview]:
-        sizes = [
-            sum(memoryview(piece).nbytes for piece in pieces)
-            for rank, pieces in messages.items()
-            if rank != self.rank
-        ]
+        sizes = [sum(map(piece_nbytes, pieces)) for rank, pieces in messages.items() if rank != self.rank]
         received = self._inner.exchange(messages, expected, number, still_alive)
         arrived = [data.nbytes for rank, data in received.items() if rank != self.rank]
         self.counts["rounds"] += 1

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.ranks_bench.counting import piece_nbytes
 from cnr_store.ranks import fragments as fragments_module
 from cnr_store.ranks.decisions import Decisions
 from cnr_store.ranks.fragments import Fragment
@@ -38,7 +39,7 @@ class Parcel(list[Piece]):
 
     @property
     def nbytes(self) -> int:
-        return sum(memoryview(piece).nbytes for piece in self)
+        return sum(map(piece_nbytes, self))
 
 
 class _Turns:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,8 @@ from cnr_store.writing.plan import RowSource, RowsWrite
 
 Array = np.ndarray[Any, Any]
 Which = Array | slice
-_ROUND_UP = 64 << 20
+_MOST_CHUNK_BYTES = 64 << 20
+_PAYLOADS = 1000
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,14 @@ class NoRows:
 
     def __init__(self) -> None:
         self.elsewhere: dict[str, RowsWrite] = {}
-        self._zeros = np.zeros(_ROUND_UP >> 2, np.float32)
+        self._zeros = np.zeros(_MOST_CHUNK_BYTES >> 2, np.float32)
         self._codecs: dict[tuple[int, int], RowCodec] = {}
 
     def source(self, table: TableShape, columns: int, which: Which) -> RowSource:
         return _Zeros(self._zeros, columns)
 
     def codec(self, columns: int, bits: int) -> RowCodec:
-        made = _SizedRows(_codec(columns, bits), self._zeros)
-        return self._codecs.setdefault((columns, bits), made)
+        return self._codecs.setdefault((columns, bits), ZeroRows(_codec(columns, bits)))
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,12 @@ class _Zeros:
         return self.zeros[: (end - begin) * self.columns].reshape(end - begin, self.columns)
 
 
-@dataclass(frozen=True)
-class _SizedRows:
-    """A codec whose payloads have the size of another one's, and no content. Rows stand at even distances."""
+class ZeroRows:
+    """A codec that keeps the payloads it has made. Rows are zeros at even distances, so most chunks are alike."""
 
-    codec: RowCodec
-    zeros: Array
-    sizes: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    def __init__(self, codec: RowCodec) -> None:
+        self.codec = codec
+        self._known: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
 
     def get_config(self) -> dict[str, Any]:
         return self.codec.get_config()
@@ -152,12 +152,15 @@ class _SizedRows:
     def bytes_per_row(self, dim: int, element: str) -> float:
         return self.codec.bytes_per_row(dim, element)
 
-    def encode_rows(self, values: Any, offsets: Any, rows: int, *, element: str, seal: int = 0) -> Any:
-        first = -1 if offsets is None else int(offsets[0])
-        key = (len(values), first, rows)
-        if key not in self.sizes:
-            self.sizes[key] = len(self.codec.encode_rows(values, offsets, rows, element=element, seal=seal))
-        return memoryview(self.zeros).cast("B")[: self.sizes[key]]
+    def encode_rows(self, values: Any, offsets: Any, rows: int, *, element: str, seal: int = 0) -> bytes:
+        key = (len(values), -1 if offsets is None else int(offsets[0]), rows)
+        payload = self._known.get(key)
+        if payload is None:
+            payload = self.codec.encode_rows(values, offsets, rows, element=element)
+            self._known[key] = payload
+            if len(self._known) > _PAYLOADS:
+                self._known.popitem(last=False)
+        return payload
 
 
 class SizesBackend(Backend):

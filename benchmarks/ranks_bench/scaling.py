@@ -14,6 +14,7 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
+from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import agreement
 from cnr_store.writing import exchange, stage
@@ -41,6 +42,7 @@ def big_model(nbytes: float, every: int) -> Model:
 def _computed_once() -> Iterator[None]:
     """What all ranks compute alike, from the same input, is computed by the first one that does."""
     known: dict[Any, Any] = {}
+    row_by_row = exchange._encodes_row_by_row
 
     def once(name: str, call: Callable[..., T], key: Callable[..., Any]) -> Callable[..., T]:
         def wrapper(*arguments: Any) -> T:
@@ -53,7 +55,7 @@ def _computed_once() -> Iterator[None]:
         return wrapper
 
     with (
-        patch.object(agreement, "decode", once("decode", agreement.decode, lambda data: data)),
+        patch.object(agreement, "decode", once("decode", decode, lambda data: data)),
         patch.object(Placement, "from_json", once("placement", Placement.from_json, id)),
         patch.object(
             exchange,
@@ -61,6 +63,7 @@ def _computed_once() -> Iterator[None]:
             once("routes", exchange.find_routes, lambda writes, world: (world, len(writes))),
         ),
         patch.object(exchange, "pack", Parcel),
+        patch.object(exchange, "_encodes_row_by_row", lambda codec: row_by_row(codec.codec)),
         patch.object(exchange, "unpack", lambda parcel: parcel.fragments),
         patch.object(stage, "PUTS_IN_FLIGHT", 1),  # threads of thousands of ranks wait at once
     ):

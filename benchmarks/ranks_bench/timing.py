@@ -13,13 +13,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, if its types do not say so
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -119,7 +122,7 @@ def _sharded(rows: int, world: int) -> DistributedModelParallel:
 
 def _run_rank(folder: Path, world: int, rows: int, rank: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "ranks"), world)
+    store = FileStore(str(folder / "ranks"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model = _sharded(rows, world)
     found = {"cnr-store": _ours(folder / "store", model), "DCP": _peer(folder / "dcp", model)}
@@ -151,13 +154,13 @@ def _peer(folder: Path, model: DistributedModelParallel) -> dict[str, float]:
     """FileSystemWriter stalls training until all is written; `async_save` until all is copied."""
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
 
-    def save(number: int) -> None:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / f"save{number}"))
+    def save_here(number: int) -> None:
+        save(state, storage_writer=FileSystemWriter(folder / f"save{number}"))
 
     def save_beside(number: int) -> Any:
-        return dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder / f"beside{number}"))
+        return async_save(state, storage_writer=FileSystemWriter(folder / f"beside{number}"))
 
-    writes = [_timed(lambda number=number: save(number)) for number in range(_SAVES)]
+    writes = [_timed(partial(save_here, number)) for number in range(_SAVES)]
     stalls = []
     for number in range(_SAVES):
         began = time.perf_counter()
