@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "a commit record is created, never put",
-        "cnr_store/writing/writer.py",
+        "cnr_store/writing/commit.py",
         "    backend.create(record.key(), data)",
         "    backend.put(record.key(), data)",
         f"{STORE}/writing/test_faults.py",
@@ -208,14 +208,14 @@ MUTANTS = [
     Mutant(
         "a failed save makes room",
         "cnr_store/writing/writer.py",
-        "            elif version:\n                left = self._remove(version)\n",
+        "            if version and not left:\n                left = self._remove(version)\n",
         "",
         f"{STORE}/maintenance/test_full_disk.py",
     ),
     Mutant(
         "a table in shared memory is whole",
         "cnr_store/training/tracking/table_tracker.py",
-        'tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()',
+        'tensor.device.type == "cpu" and local_of(tensor).untyped_storage().is_shared()',
         "False and tensor.is_shared()",
         f"{STORE}/training/tracking/test_moved_rows.py",
     ),
