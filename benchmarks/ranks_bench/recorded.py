@@ -154,9 +154,10 @@ class RecordedGroup(Group):
         places = {rank: (*here, rank, self.rank) for rank in expected}
         self._shared.turns.wait(self.rank, lambda: all(place in mail for place in places.values()))
         arrived: dict[int, Any] = {rank: mail.pop(place) for rank, place in places.items()}
-        return {
+        found: dict[int, Any] = {
             rank: pieces if isinstance(pieces, Parcel) else joined(pieces) for rank, pieces in arrived.items()
         }
+        return found
 
     def close(self) -> None:
         """Nothing is held."""
