@@ -32,8 +32,12 @@ from cnr_store.writing.writer import Writer
 @contextmanager
 def fixed_names() -> Iterator[None]:
     """Ids and times that take the same bytes in each run."""
+    random = secrets.token_hex
     with (
-        patch.object(secrets, "token_hex", lambda nbytes=16: "a" * (2 * nbytes)),
+        # But names of temporary files, which have 8 bytes: parallel puts must not share one.
+        patch.object(
+            secrets, "token_hex", lambda nbytes=16: random(nbytes) if nbytes == 8 else "a" * (2 * nbytes)
+        ),
         patch.object(time, "time", lambda: 1.75e9),
         patch.object(time, "perf_counter", lambda: 0.0),
     ):
