@@ -76,7 +76,7 @@ def test_an_attempt_that_is_committed_meanwhile_is_found(backend: Backend) -> No
     trainer.checkpointer._upkeep.wait()
     third = second.replace(".00000002", ".00000003")
     backend.put(f"versions/{third}/state/other", b"an attempt under way")
-    made = []
+    made: list[str] = []
 
     def fault(operation: str, key: str, _: int) -> Fault:
         if operation == "get" and key == f"versions/{second}/zarr.json" and not made:
