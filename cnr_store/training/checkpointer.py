@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
-from cnr_store.training.saving.options import CONSTRUCT, Options
+from cnr_store.training.saving.options import CONSTRUCT, Options, first_fused
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
 from cnr_store.training.tracking.audit import Audit
@@ -233,6 +234,9 @@ class Checkpointer:
 
     def _agree_on_options(self) -> None:
         self._options.agree(self._group, self._catalog.backend.url, self._trained.tables)
+        if self._group.world > 1:
+            said = {"fused": self._trained.fused_position}
+            self._trained.fused_position = self._group.decide(CONSTRUCT, said, first_fused)["fused"]
 
     def _dismantle(self, error: BaseException) -> None:
         """Undo a constructor that failed, and tell the other ranks."""
@@ -412,7 +416,9 @@ class Checkpointer:
             self._check_open()
             self._follow_model()
             self._saves.finish_latest()
-            self._upkeep.wait()
+            # The first rank alone has any, and it may take long.
+            with self._group.working("load", itertools.count().__next__):
+                self._upkeep.wait()
             return self._loader.load(version, fallback, selection, salvage)
 
     def touch(self, table: str, ids: Any) -> None:

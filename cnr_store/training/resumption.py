@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
-from cnr_store.catalog.catalog import Catalog, Version
+from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
@@ -21,6 +21,7 @@ from cnr_store.training.loading.load_result import Restored, warn_resharded, war
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.stats import bytes_text
@@ -73,6 +74,7 @@ class Loader:
 
         try:
             with self.group.working("load", lambda: self.backend.operations):
+                self._agree(version, fallback, selection, salvage)
                 return load_jointly(
                     self.group,
                     lambda attempt: find(self.catalog, version, attempt, look),
@@ -88,6 +90,28 @@ class Loader:
                     "loads the newest sound version instead, if there is one."
                 )
             raise
+
+    def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:
+        """Check that all ranks load the same: the next save goes by what each of them has loaded.
+
+        Raises
+        ------
+        OptionError
+        """
+        if self.group.world == 1:
+            return
+        said = {
+            "version": version.id if isinstance(version, VersionInfo) else version,
+            "fallback": fallback,
+            "salvage": salvage,
+            "selection": selection.digest(),
+        }
+
+        def judge(documents: list[Document]) -> Document:
+            check_alike("load", documents, list(said), OptionError)
+            return {}
+
+        self.group.decide("load", said, judge)
 
     def _load(self, get: Callable[[], Record], selection: Selection, salvage: bool, seen: Seen) -> Restored:
         trained, saves = self.trained, self.saves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -58,6 +59,11 @@ class Lineage:
     past: Past | None = None
     restores: int = 0
     paths: Mapping[str, str] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """What tells it from another lineage: ranks must go on from the same one."""
+        text = repr((self.version, self.restores, self.past, sorted(self.lines.items())))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def after(self, record: Record) -> Lineage:
         """The lineage once `record`, which continues this one, is committed."""

@@ -86,17 +86,24 @@ def load_jointly(
     except Exception as error:
         _tell(group, error_document(error))
         raise
+    except BaseException as error:  # an interrupt
+        group.refuse("load", type(error).__name__)
+        raise
     _tell(group, {"skipped": [list(each) for each in restored.skipped]})
     return restored
 
 
 def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) -> Restored:
     restored: Restored | None = None
+    failure: Exception | None = None
     while "try" in (told := _tell(group, {})):
+        restored, failure = None, None
         try:
             restored = attempt(partial(find, str(told["try"])))
-        except CheckpointError:
-            restored = None  # the first rank has heard of it, and decides what is tried next
+        except Exception as error:  # noqa: BLE001 - the first rank has heard of it, and decides what is tried next
+            failure = error
+    if failure is not None and not isinstance(failure, CheckpointError):
+        raise failure  # the storage's, say, which the others only heard of
     if "error" in told or restored is None:
         raise error_from(told, RanksError)
     return restored

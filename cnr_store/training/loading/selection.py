@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -73,6 +74,12 @@ class Selection:
     def whole(self) -> bool:
         """Whether the model has to become exactly what the version holds."""
         return self.everything and self.strict == "raise"
+
+    def digest(self) -> str:
+        """What tells it from another selection, for people only by chance."""
+        rows = None if self.rows is None else [(name, ids.tobytes()) for name, ids in self.rows.items()]
+        text = repr((self.tables, self.tensors, rows, self.everything, self.strict))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows_of(self, table: str) -> Ids | None:
         """The rows chosen of a table, by the first pattern that matches; None for all."""

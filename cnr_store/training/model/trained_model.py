@@ -18,7 +18,7 @@ from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainedModel:
     """A model, the tables in it, and the optimizers that train it; all of them live.
 
@@ -29,7 +29,8 @@ class TrainedModel:
     sharded
         TorchRec's modules.
     fused_position
-        Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it.
+        Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it. A
+        rank that holds no table of it can't tell, so ranks agree on it.
     """
 
     model: nn.Module

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
+from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
 from cnr_store.ranks.decisions import decode, encode
 from cnr_store.ranks.group import Document, Group, Judge
@@ -26,6 +27,7 @@ from cnr_store.writing.plan import DenseWrite
 
 T = TypeVar("T")
 _SHOWN = 5
+_STATE, _OPTIM = dense_path("state", ""), dense_path("optim", "")
 
 
 def together(
@@ -187,12 +189,9 @@ class Layout:
 
         self._group.decide("save: where rows are", {"arrays": self._now}, join)
         found = decode(zlib.decompress(self._group.broadcast(joined)))
-        self.placements.clear()
-        self._arrays.clear()
-        for path, (shape, element, placement) in found.items():
-            self.placements[path] = Placement.from_json(placement)
-            self._arrays[path] = (tuple(shape), element)
-        self._said = self._now
+        placements = {path: Placement.from_json(placement) for path, (_, _, placement) in found.items()}
+        self._arrays = {path: (tuple(shape), element) for path, (shape, element, _) in found.items()}
+        self.placements, self._said = placements, self._now
 
     def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
         """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
@@ -231,27 +230,59 @@ def _join(said: Sequence[Document]) -> Document:
     }
 
 
-def dense_digest(dense: Sequence[DenseWrite]) -> str:
-    """What the dense arrays are called, and how they are shaped: the same on all ranks."""
-    listed = [
-        [
-            write.path,
-            list(write.values.shape),
-            write.values.dtype.str,
-            write.torch_dtype,
-            write.pieces is not None,
-        ]
-        for write in dense
-    ]
-    return hashlib.sha256(dumps(listed)).hexdigest()
+def dense_digests(dense: Sequence[DenseWrite]) -> dict[str, str]:
+    """What the dense arrays of the model and of optimizers are called, and how they are shaped, as one digest each.
+
+    Those of objects may differ between ranks: the first rank's are saved.
+    """
+    listed: dict[str, list[Any]] = {"dense tensors of the model": [], "dense state of optimizers": []}
+    for write in dense:
+        if write.path.startswith(_STATE):
+            continue
+        kind = "dense state of optimizers" if write.path.startswith(_OPTIM) else "dense tensors of the model"
+        listed[kind].append(
+            [
+                *(write.path, list(write.values.shape), write.values.dtype.str, write.torch_dtype),
+                write.pieces is not None,
+            ]
+        )
+    return {kind: hashlib.sha256(dumps(each)).hexdigest() for kind, each in listed.items()}
+
+
+def check_dense(phase: str, documents: Sequence[Document]) -> None:
+    """Check that all ranks have dense arrays of the same names, shapes and types.
+
+    Raises
+    ------
+    SaveError
+    """
+    first = documents[0]["dense"] or {}
+    for kind, digest in first.items():
+        differing = [rank for rank, doc in enumerate(documents) if doc["dense"][kind] != digest]
+        if differing:
+            raise SaveError(
+                f"{phase}: {kind} have other names, shapes or types on {_ranks(differing)} than on rank 0. Give all "
+                "ranks the same model and optimizers"
+            )
 
 
 def divide_dense(snapshot: Snapshot, group: Group) -> None:
-    """Leave each dense array to one rank, and free the copies of all others here."""
+    """Leave each dense array to one rank, and free the copies of all others here.
+
+    Parameters and the state of optimizers are alike on all ranks. Buffers and objects may not be: they are the first
+    rank's, all of them, because no rank ever had a mix.
+    """
     if group.world == 1:
         return
-    owners = split_by_size([write.values.nbytes for write in snapshot.dense], range(group.world))
-    for position, (write, owner) in enumerate(zip(snapshot.dense, owners, strict=True)):
+    shared = [
+        position
+        for position, write in enumerate(snapshot.dense)
+        if write.path.startswith(_OPTIM) or write.path in snapshot.parameters
+    ]
+    sizes = [snapshot.dense[position].values.nbytes for position in shared]
+    owner_of = dict(zip(shared, split_by_size(sizes, range(group.world)), strict=True))
+    for position, write in enumerate(snapshot.dense):
+        owner = owner_of.get(position, 0)
         if owner != group.rank:
             values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
             snapshot.dense[position] = replace(write, values=values, is_here=False, owner=owner)

@@ -16,7 +16,8 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import (
     Layout,
     check_alike,
-    dense_digest,
+    check_dense,
+    dense_digests,
     divide_dense,
     merge_reasons,
     together,
@@ -24,6 +25,7 @@ from cnr_store.training.saving.agreement import (
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.saving.replicas import CHECK_EVERY, check_replicas, sample_replicas
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
 
@@ -146,7 +148,7 @@ class Coordinator:
         if self._group.world == 1:
             said["dense"] = None
         else:
-            said["dense"] = dense_digest(ready.snapshot.dense)
+            said["dense"] = dense_digests(ready.snapshot.dense)
         return {
             **said,
             "moved": self._layout.say(ready.snapshot.arrays),
@@ -160,13 +162,20 @@ class Coordinator:
             "number": self._saves.number,
             "previous": lineage.version,
             "restores": lineage.restores,
+            "lineage": "" if self._group.world == 1 else lineage.digest(),
+            "replicas": sample_replicas(self._trained) if self._compares_replicas else None,
         }
+
+    @property
+    def _compares_replicas(self) -> bool:
+        return self._group.world > 1 and self._saves.number % CHECK_EVERY == 0
 
     def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
         """Make this rank's snapshot what all ranks plan with."""
         planner = self._saves.planner
         if agreed["apart"]:
-            # The outcome of a save was lost on the way to some ranks. All go on from what the first rank knows.
+            # The outcome of a save was lost on the way to some ranks, or a load was cut short on one. All go on from
+            # what the first rank knows.
             planner.begin_after(agreed["previous"], agreed["restores"])
         elif agreed["folded"] is not None:
             planner.apply_fold(*agreed["folded"])
@@ -188,14 +197,15 @@ def merge_said(phase: str, said: list[Document]) -> Document:
     skips = next((doc["skips"] for doc in said if doc["skips"] is not None), None)
     if skips is not None:
         return {"skips": skips}
-    check_alike(phase, said, ("dense",))
+    check_dense(phase, said)
+    check_replicas(phase, said)
     first = said[0]
     return {
         "skips": None,
         "number": max(doc["number"] for doc in said),
         "previous": first["previous"],
         "restores": first["restores"],
-        "apart": any(doc["previous"] != first["previous"] for doc in said),
+        "apart": any(doc["lineage"] != first["lineage"] for doc in said),
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),

@@ -103,3 +103,8 @@ class Options:
             "timeout_seconds": group.timeout_seconds,
         }
         group.decide(CONSTRUCT, said, judge)
+
+
+def first_fused(documents: list[Document]) -> Document:
+    """Where TorchRec's optimizer stood on some rank: one that holds no table of it can't tell."""
+    return {"fused": next((doc["fused"] for doc in documents if doc["fused"] is not None), None)}

@@ -142,6 +142,8 @@ class Snapshot:
         What is stored by rows, still live: the planner copies the rows that a version needs.
     dense, state, metadata
         Copies of everything else.
+    parameters
+        Paths of the model's parameters among `dense`.
     parts
         Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
         arrays are `own_dense`.
@@ -157,6 +159,7 @@ class Snapshot:
     metadata: Any
     parts: Mapping[int, Any] = field(default_factory=dict)
     own_dense: list[DenseWrite] = field(default_factory=list)
+    parameters: frozenset[str] = frozenset()
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
 
@@ -210,7 +213,10 @@ def take_snapshot(
         return Snapshot(trained.row_arrays(), dense, _encode(shared | own, dense), doc)
     own_dense: list[DenseWrite] = []
     part = _encode(own, own_dense, f"ranks.{rank:06d}.")
-    return Snapshot(trained.row_arrays(), dense, _encode(shared, dense), doc, {rank: part}, own_dense)
+    parameters = frozenset(dense_path("model", name) for name in names.values())
+    return Snapshot(
+        trained.row_arrays(), dense, _encode(shared, dense), doc, {rank: part}, own_dense, parameters
+    )
 
 
 def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, Mapping[str, float]]) -> None:

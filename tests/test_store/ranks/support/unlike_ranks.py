@@ -1,0 +1,60 @@
+"""Ranks that hold what they should not, or ask for what others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cnr_store import Checkpointer
+
+
+class Counted:
+    """An object whose state is of another size on each rank."""
+
+    def __init__(self) -> None:
+        self.values = np.full(2000 + dist.get_rank(), dist.get_rank())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"emb": nn.EmbeddingBag(300, 8), "norm": nn.BatchNorm1d(8), "top": nn.Linear(8, 1)})
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What a call raises, or nothing."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run(url: str) -> dict[str, Any]:
+    """On each rank: what goes wrong, and what is loaded where nothing does."""
+    rank, found = dist.get_rank(), dict[str, Any]()
+    with Checkpointer(f"{url}/other", model(rank), timeout_seconds=20) as checkpointer:
+        found["other values"] = told(lambda: checkpointer.save(1))
+    trained, counted = model(0), Counted()
+    for buffer in (trained["norm"].running_mean, trained["norm"].running_var):  # type: ignore[index]
+        buffer.fill_(rank + 1)
+    options: Any = {"bits": 32, "policy": "consecutive", "state": {"counted": counted}, "timeout_seconds": 20}
+    with Checkpointer(f"{url}/same", trained, **options) as checkpointer:
+        checkpointer.save(1).result()
+        found["other tables"] = told(lambda: checkpointer.load(tables="*" if rank else None))
+        found["other versions"] = told(lambda: checkpointer.load(1 if rank else "latest"))
+        found["again"] = told(checkpointer.load)
+        found["buffers"] = [float(trained["norm"].running_mean[0]), float(trained["norm"].running_var[0])]  # type: ignore[index]
+        found["object"] = [len(counted.values), int(counted.values[0])]
+        found["next"] = told(lambda: checkpointer.save(2).result())
+    return found

@@ -1,0 +1,43 @@
+"""What only one rank may decide is that rank's, all of it; what must be alike and is not is an error on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cnr_store
+from tests.test_store.ranks.support.rank_processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    url = str(tmp_path_factory.mktemp("unlike"))
+    outcomes = run_ranks(2, "tests.test_store.ranks.support.unlike_ranks:run", url, deadline_seconds=120)
+    assert not any(each.error for each in outcomes), [each.where for each in outcomes]
+    assert cnr_store.versions(Path(url) / "other") == []
+    assert [info.step for info in cnr_store.versions(Path(url) / "same")] == [1, 2]
+    return [each.value for each in outcomes]
+
+
+def test_parameters_that_are_no_replicas_are_not_saved(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["other values"].startswith("SaveError")
+        assert "has other values on rank 1 than on rank 0" in each["other values"]
+
+
+@pytest.mark.parametrize(("what", "option"), [("other tables", "selection"), ("other versions", "version")])
+def test_loads_that_differ_are_refused_and_the_next_succeeds(
+    found: list[dict[str, Any]], what: str, option: str
+) -> None:
+    assert found[0][what] == found[1][what]
+    assert found[0][what].startswith(f"OptionError: load: {option} differs between ranks")
+    assert [each["again"] for each in found] == ["", ""]
+    assert [each["next"] for each in found] == ["", ""]
+
+
+def test_buffers_and_objects_are_those_of_the_first_rank(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["buffers"] == [1.0, 1.0]
+        assert each["object"] == [2000, 0]
