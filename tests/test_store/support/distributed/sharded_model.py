@@ -35,7 +35,20 @@ with warnings.catch_warnings():
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.types import ShardingPlan
 
-__all__ = ["EmbeddingComputeKernel", "KeyedJaggedTensor", "TrainPipelineSparseDist"]
+__all__ = [
+    "DistributedModelParallel",
+    "EmbOptimType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagCollectionSharder",
+    "EmbeddingBagConfig",
+    "EmbeddingComputeKernel",
+    "KeyedJaggedTensor",
+    "ShardingPlan",
+    "TrainPipelineSparseDist",
+    "construct_module_sharding_plan",
+    "data_parallel",
+    "table_wise",
+]
 
 ROWS = 103
 """Of each table: no number of ranks divides it."""
