@@ -14,6 +14,7 @@ import pytest
 import cnr_store
 from cnr_store.catalog.catalog import open_record
 from cnr_store.format.layout import COLUMN_BOUNDARIES, STATE_PARTS
+from tests.nightly import at_night
 from tests.test_store.golden.golden_values import Array
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 
@@ -64,7 +65,7 @@ def test_it_is_sound(url: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec")
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, at_night(2)])
 def test_ranks_load_it_bit_for_bit(url: str, world: int) -> None:
     preload("torchrec", "tests.test_store.golden.golden_sharded")
     arrays = expected()[2]

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.ranks_bench.scaling import exponents, record, summary
 from cnr_store.format import grid
+from tests.nightly import at_night
 from tests.test_store.ranks.support.counted_save import SIZES, save_rank, small_model
 from tests.test_store.ranks.support.rank_processes import run_ranks
 
@@ -20,7 +21,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("every", [0, 7])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, at_night(2), 3, at_night(4)])
 def test_recorded_ranks_count_what_real_ones_do(tmp_path: Path, world: int, every: int) -> None:
     outcomes = run_ranks(world, save_rank, f"file://{tmp_path / 'store'}", every)
     assert not any(outcome.error for outcome in outcomes), outcomes

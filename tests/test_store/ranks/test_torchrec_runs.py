@@ -71,6 +71,7 @@ def test_a_killed_run_goes_on_over_ranks_and_shardings(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_numbers_of_a_row_and_column_shard_are_averaged_or_repeated(tmp_path: Path) -> None:
     widths = {"q": 4, "c": 8, "r": 16, "t": 16}
     shardings = ((2, "qqr"), (3, "crq"), (1, "tqc"), (2, "ccc"))

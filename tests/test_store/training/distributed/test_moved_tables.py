@@ -65,6 +65,7 @@ def test_state_of_another_kind_is_refused_or_left_out(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.nightly
 def test_numbers_a_row_of_column_shards_become_their_mean(tmp_path: Path) -> None:
     first = values(
         run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "cw dp rw dp", deadline_seconds=120)
