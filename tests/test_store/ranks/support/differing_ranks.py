@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cnr_store import Checkpointer
 from cnr_store.training.saving import coordinator
 from cnr_store.training.saving.save_queue import SaveQueue
-from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of
+from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of, cut_small
 
 TIMEOUT_SECONDS = 3.0
 Told = tuple[str, str, float]
@@ -30,6 +30,7 @@ def told(call: Callable[[], object]) -> Told:
 
 def open_checkpointer(url: str, **options: Any) -> tuple[SharedModel, Checkpointer]:
     model = SharedModel(dist.get_rank(), dist.get_world_size())
+    cut_small()
     return model, checkpointer_of(model, url, timeout_seconds=TIMEOUT_SECONDS, **options)
 
 

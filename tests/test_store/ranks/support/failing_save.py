@@ -20,7 +20,7 @@ from cnr_store.training.saving import coordinator
 from cnr_store.writing import writer
 from cnr_store.writing.writer import Writer
 from tests.test_store.ranks.support.rank_processes import reach
-from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of
+from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of, cut_small
 
 TIMEOUT_SECONDS = 3.0
 POINT = "strike"
@@ -137,6 +137,7 @@ def save_with_trouble(url: str, phase: str, victim: int, how: str) -> Report:
     rank = dist.get_rank()
     model = SharedModel(rank, dist.get_world_size())
     trouble, backend = prepare(url, phase if rank == victim else "", how, rank)
+    cut_small()
     checkpointer = checkpointer_of(model, backend, timeout_seconds=TIMEOUT_SECONDS)
     values: dict[int, Values] = {}
 

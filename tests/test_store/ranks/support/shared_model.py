@@ -87,9 +87,7 @@ class SharedModel(nn.Module):
 
 
 def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointer:
-    """A checkpointer of the model on this rank, whose tables have many shards."""
-    for name, nbytes in GRID_LIMITS_BYTES.items():
-        setattr(grid, name, nbytes)
+    """A checkpointer of the model."""
 
     def tables(module: nn.Module, _: object = ()) -> list[Table]:
         return [model.table(), *find_tables(module)]
@@ -98,6 +96,12 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
         return Checkpointer(
             url, model, model.optimizer, bits=32, policy="consecutive", workers=1, retry_seconds=2, **options
         )
+
+
+def cut_small() -> None:
+    """Give tables many shards from now on. Only for a process that runs nothing else."""
+    for name, nbytes in GRID_LIMITS_BYTES.items():
+        setattr(grid, name, nbytes)
 
 
 def together(parts: list[Values]) -> Values:
