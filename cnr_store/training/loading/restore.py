@@ -209,6 +209,7 @@ class Restore:
         for fit in self._fits:
             self._load_optimizer(fit)
         self._fused.assign_settings(self._trained)
+        self._trained.purge_caches()
         if self._match.selection.everything:
             self._load_objects()
             if rng:

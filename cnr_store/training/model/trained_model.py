@@ -70,6 +70,19 @@ class TrainedModel:
         """Have FSDP2 give parameters their place back, where it holds whole ones for a forward."""
         reshard(self.model)
 
+    def flush_caches(self) -> None:
+        """Write rows that are newer in a cache back to the tables, before these are read."""
+        for module in self._cached():
+            module.flush()
+
+    def purge_caches(self) -> None:
+        """Forget what caches hold, after the tables were written."""
+        for module in self._cached():
+            module.purge()
+
+    def _cached(self) -> list[ShardedModule]:
+        return [module for module in self.sharded if any(table.cached for table in module.tables)]
+
     def note_sharing(self) -> None:
         """Note what has come to share the memory of tables."""
         note_sharing(self.model, self.tables)

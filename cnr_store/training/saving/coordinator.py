@@ -125,6 +125,7 @@ class Coordinator:
         self._saves.finish_latest(next_step=step)
         self._folded = self._upkeep.pop_folded() or self._folded
         self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
+        self._trained.flush_caches()
         snapshot = take_snapshot(
             self._trained,
             self._options.objects,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,3 +105,30 @@ def test_tensors_that_this_process_does_not_hold_are_refused(
 ) -> None:
     with pytest.raises(cnr_store.UnsupportedModelError, match=why):
         cnr_store.Checkpointer(tmp_path, make())
+
+
+class Cached:
+    """A module of which some tables are cached, or none, as TorchRec's are known."""
+
+    def __init__(self, cached: bool) -> None:
+        self.tables = [SimpleNamespace(cached=False), SimpleNamespace(cached=cached)]
+        self.calls: list[str] = []
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def purge(self) -> None:
+        self.calls.append("purge")
+
+
+def test_a_save_flushes_caches_and_a_load_purges_them(tmp_path: Path) -> None:
+    some, none = Cached(True), Cached(False)
+    model = nn.Embedding(10, 4)
+    with cnr_store.Checkpointer(tmp_path, model) as checkpointer:
+        sharded: Any = [some, none]
+        checkpointer._trained.sharded = sharded
+        checkpointer.save(1).result()
+        assert some.calls == ["flush"]
+        checkpointer.load()
+    assert some.calls == ["flush", "purge"]
+    assert none.calls == []
