@@ -74,13 +74,15 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: Rows) -> dic
             "step": 1,
             "overlap": "wait",
             "skips": None,
-            "dense": None,
+            "dense": {},
             "number": 0,
             "folded": None,
             "moved": layout.say(_arrays(model, group)),
             "unsafe": {},
             "settings": {},
             "previous": previous,
+            "lineage": "",
+            "replicas": None,
             "restores": 0,
         }
 
