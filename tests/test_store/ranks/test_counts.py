@@ -1,4 +1,4 @@
-"""What the sizing in docs/ranks.md counts in one process is what real ranks do."""
+"""What `benchmarks/ranks.py` counts in one process is what real ranks do."""
 
 from __future__ import annotations
 
