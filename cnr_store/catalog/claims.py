@@ -140,10 +140,16 @@ def end_run(backend: Backend, newest: ClaimRecord) -> None:
 
 
 def close(backend: Backend, claim: ClaimId) -> None:
-    """Mark a claim closed. Its writer is done: nothing is kept for it. A failure is only logged."""
-    key = layout.writer_key(layout.claim_name(claim.generation), layout.CLOSED)
+    """Mark a claim closed. Its writer is done: nothing is kept for it. A failure is only logged.
+
+    Where the claim is another's or gone, the store was removed or made anew, and nothing is written.
+    """
+    name = layout.claim_name(claim.generation)
     try:
-        backend.put(key, dumps({"token": claim.token, "time": time.time()}))
+        if decode_claim(backend.get(layout.writer_key(name)), name).id == claim:
+            backend.put(layout.writer_key(name, layout.CLOSED), dumps({"token": claim.token, "time": time.time()}))
+    except ObjectNotFoundError:
+        log.debug("claim %s is gone, so it was not marked closed", claim)
     except Exception as error:  # noqa: BLE001 - its saves are done, and the mark only spares space
         log.warning(
             "claim %s could not be marked closed, so retention goes on keeping what it held: %s", claim, error

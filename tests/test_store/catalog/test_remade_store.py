@@ -62,6 +62,20 @@ def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) 
     checkpointer.close()
 
 
+@pytest.mark.parametrize("remade", [True, False])
+def test_a_job_that_ends_does_not_close_a_claim_of_the_new_store(jobs: Jobs, url: str, remade: bool) -> None:
+    """The claim has the same number there; where nothing was made, nothing is."""
+    checkpointer = Checkpointer(url, make_model())
+    checkpointer.save(1).result()
+    checkpointer._upkeep.wait()  # or it writes into the folder that is removed
+    shutil.rmtree(url)
+    if remade:
+        jobs.run("train", url, saves=1)
+    before = objects(open_backend(url))
+    checkpointer.close()
+    assert objects(open_backend(url)) == before
+
+
 @pytest.mark.parametrize("outcome", ["lost", "unknown"])
 def test_a_job_whose_last_save_failed_does_not_take_the_new_store(jobs: Jobs, url: str, outcome: str) -> None:
     """It claims anew after that, and the claims of the new store have the numbers of its own."""
