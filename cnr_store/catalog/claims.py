@@ -147,7 +147,9 @@ def close(backend: Backend, claim: ClaimId) -> None:
     name = layout.claim_name(claim.generation)
     try:
         if decode_claim(backend.get(layout.writer_key(name)), name).id == claim:
-            backend.put(layout.writer_key(name, layout.CLOSED), dumps({"token": claim.token, "time": time.time()}))
+            backend.put(
+                layout.writer_key(name, layout.CLOSED), dumps({"token": claim.token, "time": time.time()})
+            )
     except ObjectNotFoundError:
         log.debug("claim %s is gone, so it was not marked closed", claim)
     except Exception as error:  # noqa: BLE001 - its saves are done, and the mark only spares space

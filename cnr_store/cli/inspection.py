@@ -15,58 +15,90 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, open_record
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.objects import list_ids
+from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, say, time_text
-from cnr_store.errors import EmptyStoreError
+from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.maintenance.verification.glance import find_lost, find_lost_bases
+from cnr_store.maintenance.verification.glance import find_lost, find_lost_bases, read_records
 from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
 _MARKS = {
+    "damaged": "damaged",
     "pinned": "pinned",
     "folded": "folded",
     "removed": "being removed",
     "lost_base": "can't be restored",
 }
+_FACTS = {
+    **{name: name for name in ("id", "step", "kind", "rows")},
+    "bytes": "nbytes",
+    **{name: name for name in ("previous", "time", "metadata")},
+}
+"""Attributes of a record, by the names that are printed."""
 
 Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, or latest.")]
 Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or latest.")]
 
 
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """List the committed versions of a store, oldest first. Those whose base is lost are marked."""
+    """List the committed versions of a store, oldest first. Those whose base is lost are marked.
+
+    Those whose record is damaged are, too, and the exit status is 3 then. The column fold has the bytes that folds take.
+    """
     backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)
-    records = catalog.oldest_first()
-    if not records and not catalog.check_format():
+    records, damaged = read_records(catalog)
+    if not (records or damaged or catalog.check_format()):
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
     tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
+    facts = {version: dict.fromkeys(_FACTS) | {"id": version} for version in damaged}
+    facts |= {record.id: _facts(record) for record in records}
     listed = [
-        _facts(record)
+        facts[version]
         | {
-            "pinned": record.id in pinned,
-            "folded": record.id in folded,
-            "removed": record.id in tombstoned,
-            "lost_base": lost.get(record.id),
+            "pinned": version in pinned,
+            "folded": version in folded,
+            "fold_bytes": _fold_bytes(catalog, version) if version in folded else None,
+            "removed": version in tombstoned,
+            "lost_base": lost.get(version),
+            "damaged": None if version not in damaged else str(damaged[version]),
         }
-        for record in records
+        for version in sorted(facts)
     ]
     if as_json:
         print_json(listed)
-        return
-    if not listed:
+    elif listed:
+        _print_versions(listed)
+    else:
         say(f"{url} holds no committed version")
-        return
+    for error in damaged.values():
+        say(f"cnr: {error}")
+    if damaged:
+        raise typer.Exit(DAMAGED)
+
+
+def _print_versions(listed: list[dict[str, Any]]) -> None:
     columns = ("id", "step", "kind", "rows", "bytes", "previous", "time")
-    table = new_table(*columns, "marks")
+    table = new_table(*columns, "fold", "marks")
     for facts in listed:
         marks = ", ".join(text for name, text in _MARKS.items() if facts[name])
-        table.add_row(*(_text(column, facts[column]) for column in columns), marks or "-")
+        shown = [_text(column, facts[column]) for column in columns]
+        table.add_row(*shown, _text("bytes", facts["fold_bytes"]), marks or "-")
     print_table(table)
+
+
+def _fold_bytes(catalog: Catalog, version: str) -> int | None:
+    """Bytes that the fold of a version takes. None if it has none that can be read."""
+    try:
+        fold = catalog.find_fold(version)
+    except (CorruptionError, FormatError):  # `cnr verify` says so
+        return None
+    return None if fold is None else fold.nbytes
 
 
 def info(
@@ -75,6 +107,7 @@ def info(
     """Show one version, array by array, and whether it lacks an object that restoring it needs."""
     catalog, record = open_record(url, parse_version(version), **parse_options(options))
     facts = _facts(record) | {
+        "fold_bytes": _fold_bytes(catalog, record.id),
         "lost": find_lost(catalog, record),
         "removed": record.id in list_tombstoned(catalog.backend),
         "needs": list(record.needs),
@@ -112,7 +145,7 @@ def diff(
 
 def _text(name: str, value: Any) -> str:
     """One fact of a version, for people."""
-    if name == "time":
+    if name == "time" and value is not None:
         return time_text(value)
     if name == "needs":
         more = f" and {len(value) - _SHOWN_IDS} more" if len(value) > _SHOWN_IDS else ""
@@ -122,7 +155,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return f"{value:,}" if name in ("rows", "bytes") else str(value)
+        return f"{value:,}" if name in ("rows", "bytes", "fold_bytes") else str(value)
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -137,16 +170,7 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
 
 
 def _facts(record: Record) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "step": record.step,
-        "kind": record.kind,
-        "rows": record.rows,
-        "bytes": record.nbytes,
-        "previous": record.previous,
-        "time": record.time,
-        "metadata": record.metadata,
-    }
+    return {name: getattr(record, attribute) for name, attribute in _FACTS.items()}
 
 
 def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:

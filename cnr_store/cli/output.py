@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 _NUMBERS = frozenset(
-    {"step", "rows", "bytes", "changed", "max abs", "save", "chain", "written", "kept", "restore"}
+    {"step", "rows", "bytes", "fold", "changed", "max abs", "save", "chain", "written", "kept", "restore"}
 )
 _WIDEST = 10_000
 Report = Callable[[int, int], None]

@@ -7,13 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from cnr_backends import ObjectNotFoundError
+from cnr_backends import ObjectNotFoundError, Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.state_parts import count_parts
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+
+_READ_WORKERS = 8
+
+
+def read_records(catalog: Catalog) -> tuple[list[Record], dict[str, CorruptionError | FormatError]]:
+    """Records of the committed versions, oldest first; and by version, what is wrong with those that can't be read."""
+    records, damaged = list[Record](), dict[str, CorruptionError | FormatError]()
+    catalog.check_format()
+
+    def read(version: str) -> Record | CorruptionError | FormatError | None:
+        try:
+            return catalog.find_record(version)
+        except (CorruptionError, FormatError) as error:
+            return error
+
+    ids = catalog.ids_from_newest()[::-1]
+    with Transfer(_READ_WORKERS, 4 * _READ_WORKERS) as transfer:
+        for version, found in zip(ids, transfer.map(read, ids), strict=True):
+            if isinstance(found, Record):
+                records.append(found)
+            elif found is not None:
+                damaged[version] = found
+    return records, damaged
 
 
 def find_lost_bases(records: Iterable[Record], folded: Collection[str]) -> dict[str, str]:

@@ -180,6 +180,7 @@ class Coordinator:
             planner.begin_after(agreed["previous"], agreed["restores"])
         elif agreed["folded"] is not None:
             planner.apply_fold(*agreed["folded"])
+        self._saves.fold_bytes += 0 if agreed["folded"] is None else agreed["folded"][1]
         self._folded = None
         if agreed["moved"]:
             self._layout.settle()

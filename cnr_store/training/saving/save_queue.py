@@ -94,6 +94,8 @@ class SaveQueue:
         Know the rows that may have changed, and check by samples that no others did.
     is_preempted
         Whether a signal asks the process to end soon.
+    fold_bytes
+        Bytes of the folds that no save's stats have counted yet.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class SaveQueue:
         self._number = 0
         self.planner = Planner(trained, options, self._tally)
         self.is_preempted: Callable[[], bool] = bool
+        self.fold_bytes = 0
         self._patience = Patience(
             options.retry_seconds,
             options.max_write_bytes_per_second,
@@ -281,7 +284,9 @@ class SaveQueue:
             seconds_putting=writer.putting_seconds - putting,
             seconds_waiting=self._patience.seconds_waited,
             ranks=record.policy.get("ranks"),
+            fold_bytes=self.fold_bytes,
         )
+        self.fold_bytes = 0
         return record
 
     def finish_latest(self, next_step: int | None = None) -> None:

@@ -17,6 +17,9 @@ class SaveStats:
         Rows written, and rows of all tables.
     bytes
         Bytes of all objects of the version.
+    fold_bytes
+        Bytes of the folds that were made in the background since the version before this one was committed. They are
+        stored beside the versions.
     ratio
         `bytes` as a share of what a full copy takes: every table, its optimizer state, and all dense tensors, as
         `torch.save` writes them.
@@ -43,14 +46,16 @@ class SaveStats:
     seconds_putting: float
     seconds_waiting: float
     ranks: Mapping[str, Any] | None = None
+    fold_bytes: int = 0
 
 
 def save_line(stats: SaveStats, step: int, kind: str) -> str:
     """The line that the log has of a save."""
+    folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
     return (
         f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
         f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms, "
-        f"written in {stats.seconds_writing:.1f} s"
+        f"written in {stats.seconds_writing:.1f} s{folded}"
     )
 
 

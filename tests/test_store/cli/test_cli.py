@@ -60,7 +60,7 @@ def test_ls_lists_versions_oldest_first(capsys: pytest.CaptureFixture[str], stor
     status, out, _ = cnr(capsys, "ls", store)
     lines = out.splitlines()
     assert status == 0
-    assert lines[0].split() == ["id", "step", "kind", "rows", "bytes", "previous", "time", "marks"]
+    assert lines[0].split() == ["id", "step", "kind", "rows", "bytes", "previous", "time", "fold", "marks"]
     assert [line.split()[1:4] for line in lines[1:]] == [["1", "baseline", "1,000"], ["2", "delta", "2"]]
     first, second = (line.split()[0] for line in lines[1:])
     assert lines[1].split()[5] == "-"
@@ -76,7 +76,10 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     assert status == 0
     expected = [{name: getattr(info, name) for name in names} for info in versions(store)]
     assert json.loads(out) == [
-        each | {"pinned": False, "folded": False, "removed": False, "lost_base": None} for each in expected
+        each
+        | {"pinned": False, "folded": False, "fold_bytes": None, "removed": False}
+        | {"lost_base": None, "damaged": None}
+        for each in expected
     ]
 
 
@@ -86,9 +89,13 @@ def test_ls_marks_what_is_pinned_and_folded(capsys: pytest.CaptureFixture[str], 
     first, second = json.loads(cnr(capsys, "ls", own_store, "--json")[1])
     marks = [(each["pinned"], each["folded"]) for each in (first, second)]
     assert marks == [(True, False), (False, True)]
-    assert [line.split()[-1] for line in cnr(capsys, "ls", own_store)[1].splitlines()] == [
-        *("marks", "pinned", "folded")
-    ]
+    lines = [line.split() for line in cnr(capsys, "ls", own_store)[1].splitlines()]
+    assert [line[-1] for line in lines] == ["marks", "pinned", "folded"]
+    nbytes = sum(path.stat().st_size for path in Path(own_store, "folds").rglob("*") if path.is_file())
+    assert [first["fold_bytes"], second["fold_bytes"]] == [None, nbytes]
+    assert [line[-2] for line in lines] == ["fold", "-", f"{nbytes:,}"]
+    assert json.loads(cnr(capsys, "info", own_store, "2", "--json")[1])["fold_bytes"] == nbytes
+    assert f"{nbytes:,}" in cnr(capsys, "info", own_store, "2")[1]
 
 
 def test_info_shows_a_version_by_id_step_or_latest(capsys: pytest.CaptureFixture[str], store: str) -> None:
@@ -245,6 +252,27 @@ def test_ls_and_info_mark_what_cannot_be_restored(capsys: pytest.CaptureFixture[
     assert cnr(capsys, "ls", url)[1].count("can't be restored") == 2
     assert f"its base {saved.ids[1]} is lost" in cnr(capsys, "info", url)[1]
     assert json.loads(cnr(capsys, "info", url, saved.ids[0], "--json")[1])["lost"] is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_ls_lists_the_rest_beside_a_damaged_record(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int
+) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=4)
+    url, record = str(saved.folder), saved.folder / "versions" / saved.ids[number] / "zarr.json"
+    record.write_bytes(record.read_bytes()[:-20])
+    status, out, err = cnr(capsys, "ls", url)
+    lines = [line.split() for line in out.splitlines()[1:]]
+    assert (status, [line[0] for line in lines]) == (3, saved.ids)
+    assert lines[number][1:] == ["-"] * 7 + ["damaged"]
+    assert [line[0] for line in lines if line[-1] == "restored"] == saved.ids[number + 1 :]
+    assert f"versions/{saved.ids[number]}" in err or f"version {saved.ids[number]}" in err
+    status, out, _ = cnr(capsys, "ls", url, "--json")
+    listed = json.loads(out)
+    assert (status, [each["id"] for each in listed]) == (3, saved.ids)
+    assert [each["damaged"] is not None for each in listed] == [
+        each == saved.ids[number] for each in saved.ids
+    ]
 
 
 def test_a_fold_stands_for_a_lost_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

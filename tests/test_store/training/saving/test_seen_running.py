@@ -86,6 +86,33 @@ def test_stats_of_a_save(tmp_path: Path) -> None:
             stats.rows = 0  # type: ignore[misc]
 
 
+def test_stats_count_folds(tmp_path: Path) -> None:
+    """Each fold once: in the next save that is committed. The log says so."""
+    down: list[bool] = []
+    backend = FaultyBackend(open_backend(tmp_path), lambda *_: "before" if down else None)
+    with Checkpointer(
+        backend, make_model(), policy="consecutive", max_chain=3, bits=32, retry_seconds=0
+    ) as checkpointer:
+        counted = []
+        for step in range(9):
+            checkpointer.touch("t", [step])
+            pending = checkpointer.save(step)
+            pending.result()
+            assert pending.stats is not None
+            counted.append(pending.stats.fold_bytes)
+            checkpointer._upkeep.wait()
+            if step in (3, 4):
+                down.append(True)
+                with pytest.raises(SaveError):
+                    checkpointer.save(100 + step).result()
+                down.clear()
+    folds = [
+        sum(size for _, size in backend.list_keys(f"folds/{name}")) for name in backend.list_names("folds")
+    ]
+    assert [nbytes for nbytes in counted if nbytes] == folds
+    assert counted[4] > 0
+
+
 def test_on_done_sees_the_stats(tmp_path: Path) -> None:
     seen: list[SaveStats | None] = []
     with Checkpointer(tmp_path, make_model(), on_done=lambda pending: seen.append(pending.stats)) as saving:
