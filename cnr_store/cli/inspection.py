@@ -47,7 +47,7 @@ Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or
 def ls(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """List the committed versions of a store, oldest first. Those whose base is lost are marked.
 
-    Those whose record is damaged are, too, and the exit status is 3 then. The column fold has the bytes that folds take.
+    Those whose record is damaged are, too, and the exit status is 3 then. The column fold has the bytes of folds.
     """
     backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)

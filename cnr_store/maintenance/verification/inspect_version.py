@@ -40,8 +40,8 @@ class Soundness:
         ranks that saved it.
     unreadable
         Paths of arrays that can't be read whole.
-    max_rows
-        By path of an array of rows, how many its objects have room for.
+    max_rows, chunk_rows
+        By path of an array of rows, how many its objects have room for, and how many a chunk has.
     leftovers
         Objects in its folder that neither record nor manifest names.
     objects, nbytes
@@ -53,6 +53,7 @@ class Soundness:
     state: bool = True
     unreadable: set[str] = field(default_factory=set)
     max_rows: dict[str, int] = field(default_factory=dict)
+    chunk_rows: dict[str, int] = field(default_factory=dict)
     leftovers: Leftovers | None = None
     objects: int = 1
     nbytes: int = 0
@@ -173,7 +174,7 @@ class VersionCheck:
             grid = self.dense[path] = dense_layout(self.catalog, record, path)
             return ((record.key(path, grid.key(index)), part, None) for index, part in parts.items())
         link = open_link(self.catalog, record, path)
-        self.soundness.max_rows[path] = link.most_rows
+        self.soundness.max_rows[path], self.soundness.chunk_rows[path] = link.most_rows, link.chunk_rows
         if link.entry.kind == "whole" and link.most_rows < link.entry.shape[0]:
             raise CorruptionError(
                 f"{record.home}, {path}: {link.entry.shape[0]} rows are recorded, its objects have room for "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.array_reader import chain
-from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.chains.array_reader import ArrayReader, chain, region_rows
+from cnr_store.errors import CorruptionError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.inspect_version import STATES, Soundness
+from cnr_store.maintenance.verification.inspect_version import STATES, Rows, Soundness
 from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
@@ -128,6 +128,10 @@ class Restorability:
             self._fallen.setdefault((home, path), set()).add(record.id)
             return _REPORTED
         links = self._chain(record, path)
+        if links.reason == _REPORTED and self._hides_damage(record, path, links.broken):
+            # Neither do versions on top of this one read what is damaged.
+            links = replace(links, reason=None, broken=frozenset())
+            self._chains[(record.prefix, record.id), path] = links
         for place in links.broken:
             self._fallen.setdefault(place, set()).add(record.id)
         if links.reason is None and links.max_rows < entry.shape[0]:
@@ -136,6 +140,35 @@ class Restorability:
                 "have room for"
             )
         return links.reason
+
+    def _hides_damage(self, record: Record, path: str, broken: Iterable[Place]) -> bool:
+        """Whether newer links hold all rows of the damaged chunks, so that no reader asks for these."""
+        newer_rows, damaged = 0, list[Rows]()
+        try:
+            for link in chain(self._catalog, record, path):
+                home, entry = (link.prefix, link.id), link.arrays[path]
+                if (home, path) in broken:
+                    result = self._results[home]
+                    findings = [finding for finding in result.findings if finding.path == path]
+                    for finding in findings:
+                        # One damaged chunk at least lies within these rows, and all its rows must be newer.
+                        if finding.rows is None or newer_rows < _least_rows(
+                            finding.rows, result.chunk_rows[path], entry.shape[0]
+                        ):
+                            return False
+                        damaged.append(finding.rows)
+                    if not findings:  # its manifest is damaged
+                        return False
+                newer_rows += entry.rows
+            reader = ArrayReader(Catalog(self._catalog.backend), record, path)
+            step = region_rows(reader.links, reader.columns * reader.dtype.itemsize)
+            for first, last in damaged:
+                end = min(last + 1, reader.shape[0])
+                for begin in range(first, end, step):
+                    reader.read(begin, reader.new_rows(min(step, end - begin)))
+        except (CorruptionError, FormatError, VersionNotFoundError):
+            return False
+        return bool(damaged)
 
     def _chain(self, record: Record, path: str) -> _Chain:
         """A version's chain, followed as far as the first link that is known."""
@@ -200,6 +233,12 @@ class Restorability:
                 return True
             link = find_readable(self._catalog, base) if base < link.id else None
         return False
+
+
+def _least_rows(rows: Rows, chunk_rows: int, array_rows: int) -> int:
+    """How many rows a chunk has at least that lies within the first and last row of these."""
+    end = min(rows[1] + 1, array_rows)
+    return min(end - rows[0], chunk_rows if end < array_rows else (end - 1) % chunk_rows + 1)
 
 
 def find_readable(catalog: Catalog, version: str) -> Record | None:

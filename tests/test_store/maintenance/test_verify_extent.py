@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cnr_store
-from cnr_store import CorruptionError, EmptyStoreError, VersionNotFoundError
+from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, VersionNotFoundError
 from tests.test_store.support.damaged_store import DAMAGES, ROWS, WEIGHT, SavedStore, load, shard_of
+from tests.test_store.support.lasting_store import change, make_model
 
 
 @pytest.fixture(scope="module", params=["consecutive", "intermittent"])
@@ -66,6 +68,38 @@ def test_damaged_object_of_another_kind(saved: SavedStore, tmp_path: Path, name:
         (finding,) = report.problems
         entry_rows = cnr_store.versions(folder)[number].rows
         assert finding.row_count >= 2 * entry_rows  # of the table, and of its optimizer state
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("number", [0, 1])
+def test_damage_that_newer_rows_hide(tmp_path: Path, damage: str, number: int) -> None:
+    """A load asks for no chunk all of whose rows are newer, so the versions on top of these can be restored."""
+    rows, folder, model = 300, tmp_path / "store", make_model(rows=300)
+    with Checkpointer(folder, model, policy="consecutive", bits=32) as checkpointer:
+        ids = []
+        for step, changed in enumerate(([], [1, 2], range(110), range(100, 210), range(200, rows), [7], [])):
+            change(checkpointer, model, list(changed))
+            ids.append(checkpointer.save(step).result().id)
+    assert [info.kind for info in cnr_store.versions(folder)] == ["baseline"] + ["delta"] * 6
+    shard = shard_of(folder, ids[number], "tables/t/weight")
+    DAMAGES[damage](shard)
+    loadable = []
+    for version in ids:
+        with suppress(CorruptionError):
+            cnr_store.load(folder, make_model(rows=300), version=version)
+            loadable.append(version)
+    assert loadable[-1] == ids[-1]
+    assert ids[number] not in loadable
+    for deep in (False, True):
+        report = cnr_store.verify(folder, deep=deep)
+        if report.ok:
+            assert not deep
+            continue
+        assert list(report.restorable) == loadable
+        fallen = {version for finding in report.problems for version in finding.versions}
+        assert fallen == set(ids) - set(loadable)
+    cnr_store.compact(folder, ids[4])  # what the fold holds of the damaged version is nothing
+    assert cnr_store.verify(folder, deep=True).restorable == tuple(loadable)
 
 
 def test_damaged_fold(saved: SavedStore, tmp_path: Path) -> None:
