@@ -171,8 +171,8 @@ def check_no_live_writer(backend: Backend) -> None:
     newest = newest_claim(backend)
     if newest is not None and not newest.is_over:
         raise SupersededError(
-            f"{backend.url}: writer {newest} has not closed its claim, so it may still train and save. Stop that job, "
-            f"end its turn with `cnr gc --end-run {backend.url}`, then try again"
+            f"{backend.url}: writer {newest} has not closed its claim, the mark that it may write here, so it may "
+            f"still train and save. Stop that job, end its run with `cnr gc --end-run {backend.url}`, then try again"
         )
 
 

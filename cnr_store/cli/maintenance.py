@@ -44,7 +44,7 @@ KeepEvery = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 EndRun = Annotated[
     bool,
-    typer.Option("--end-run", help="First end the turn of a run that died: see who it was, then be asked."),
+    typer.Option("--end-run", help="First end a run that died: see who it was, then be asked."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
@@ -72,6 +72,8 @@ def verify(
         print_json(asdict(report) | {"ok": report.ok})
     else:
         _print_report(report)
+        if report.problems:
+            print_line(_next_step(url, version, report))
     if report.problems or report.suspicious:
         raise typer.Exit(DAMAGED if report.problems else SUSPICIOUS)
 
@@ -92,6 +94,25 @@ def _print_report(report: VerifyReport) -> None:
     )
     if not report.ok and report.restorable:
         print_line(f"the newest that can be restored is {report.restorable[-1]}")
+
+
+def _next_step(url: str, version: str | None, report: VerifyReport) -> str:
+    """What to do about damage."""
+    of_versions = any(finding.version for finding in report.problems)
+    if of_versions and report.versions and report.versions[-1] not in report.restorable:
+        named = "" if version is None else f" {version}"
+        return (
+            f"next: `cnr repair {url}{named}` shows what is lost, asks, and commits a sound version with older values "
+            "for it; load(salvage=True) and resume(salvage=True) load these values into a model"
+        )
+    if of_versions and len(report.restorable) < len(report.versions):
+        return (
+            "next: nothing, if only the newest version matters; load(version, salvage=True) restores what can be read "
+            f"of a damaged one, and `cnr repair {url} VERSION` commits that as the newest version"
+        )
+    return (
+        "next: put back what is named above from a copy; the versions counted here can be restored without it"
+    )
 
 
 def _extent(finding: Finding) -> str:
@@ -233,7 +254,7 @@ def gc(
 
 
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
-    """Show who wrote last and when, ask, and end that run's turn."""
+    """Show who wrote last and when, ask, and end that run."""
     catalog = Catalog(open_backend(url, **options))
     if not catalog.check_format():
         raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
@@ -249,7 +270,7 @@ def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("--end-run asks before it ends a run, and this is no terminal: give --yes")
     if not yes:
-        typer.confirm("If that job still runs, it can't save any more. End its turn?", abort=True, err=True)
+        typer.confirm("If that job still runs, it can't save any more. End it?", abort=True, err=True)
     end_newest_run(catalog.backend, newest)
 
 

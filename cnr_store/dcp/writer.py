@@ -146,7 +146,7 @@ class Writer(StorageWriter):
         return VersionInfo.from_record(self._last)
 
     def close(self) -> None:
-        """End this job's turn in the store. No save may follow, and all ranks call it."""
+        """End this job's run in the store. No save may follow, and all ranks call it."""
         try:
             self._writer.close()
         finally:

@@ -348,7 +348,7 @@ class Checkpointer:
             warn_readers(restored, self._catalog.backend.url, self._group.world)
         return restored
 
-    def resume(self, reader: Any = None) -> int:
+    def resume(self, reader: Any = None, *, salvage: bool = False) -> int:
         """Load the newest sound version, if there is one, and tell from which step training goes on.
 
         Damaged versions are skipped and logged, as by ``load(fallback=True)``.
@@ -358,6 +358,9 @@ class Checkpointer:
         reader
             Where the data stands: an object with `load_state_dict`, which gets what `save` was given as `reader`. Where
             another number of ranks saved, its `split_state(states, rank, world)` makes that of what they were given.
+        salvage
+            Whether a damaged version is loaded with older values for the rows that are lost, which are logged, as by
+            ``load(salvage=True)``. A version is skipped only if it can't be salvaged.
 
         Returns
         -------
@@ -373,7 +376,7 @@ class Checkpointer:
         """
         arguments.check_reader(reader)
         try:
-            restored = self._load_to_go_on("latest", True, Selection.from_options(), False)
+            restored = self._load_to_go_on("latest", True, Selection.from_options(), salvage)
         except EmptyStoreError:
             if self._group.rank == 0:
                 log.warning(

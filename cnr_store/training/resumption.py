@@ -89,6 +89,10 @@ class Loader:
                     "restored. load(salvage=True) gives damaged rows their newest older values; load(fallback=True) "
                     "loads the newest sound version instead, if there is one."
                 )
+            elif not salvage:
+                error.add_note(
+                    "resume(salvage=True), or load(salvage=True), gives damaged rows their newest older values."
+                )
             raise
 
     def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:

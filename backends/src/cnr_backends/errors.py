@@ -104,7 +104,8 @@ def storage_error(error: Exception, advice: str, *, operation: str, key: str, ur
     kind = StorageError
     code = getattr(error, "errno", None)
     if code in _NO_SPACE:
-        kind, advice = StorageFullError, "free some space, then try again"
+        kind = StorageFullError
+        advice = f"free some space, then try again (of a checkpoint store, `cnr gc {url}` removes what is not needed)"
     failure = kind(
         f"{operation} of {key!r} failed in {url} ({type(error).__name__}: {error}); {advice}",
         operation=operation,

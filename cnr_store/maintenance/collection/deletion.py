@@ -168,7 +168,7 @@ class Deletion:
             else:
                 reasons[version] = (
                     f"writer {snapshot.newest}, the newest, may still be at work on it; if that run has died, end "
-                    "its turn by gc with end_run=True (`cnr gc --end-run`)"
+                    "it by gc with end_run=True (`cnr gc --end-run`)"
                 )
         return Left(reasons, nbytes)
 

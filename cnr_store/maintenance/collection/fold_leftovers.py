@@ -13,8 +13,8 @@ from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
 
 REASON = (
-    "a fold of this version has not ended: it is under way, or was killed; what it left goes once the version is "
-    "folded (`cnr compact`) or removed"
+    "a fold of this version has not ended: it is under way, was stopped and may go on, or was killed, and nothing "
+    "tells which; what it left goes once the version is folded (`cnr compact`) or removed"
 )
 
 

@@ -90,7 +90,7 @@ def gc(
     dry_run
         Change nothing, and report what would be deleted.
     end_run
-        First end the turn of the newest writer, if it has not closed its `Checkpointer`: it is dead, or shall stop. It
+        First end the run of the newest writer, if it has not closed its `Checkpointer`: it is dead, or shall stop. It
         can't commit any more, and nothing is kept for it. Its unfinished save is deleted at once. A job that has loaded
         and not yet saved goes on.
     grace_seconds
@@ -112,15 +112,13 @@ def gc(
         A record, a tag or the newest claim can't be read, or a tag's version is lost, so it is unknown what is needed.
         Nothing was deleted.
     cnr_backends.StorageFullError
-        The storage is full, and nothing could be deleted that would make room for tombstones and void records.
+        The storage is full, and nothing could be deleted that would make room for the marks of what is to go.
     cnr_backends.BackendError
         The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
     rules, grace = Rules(keep_last, keep_every), _seconds(grace_seconds)
     if dry_run and end_run:
-        raise OptionError(
-            "dry_run changes nothing, and end_run ends the newest writer's turn: give one of the two"
-        )
+        raise OptionError("dry_run changes nothing, and end_run ends the newest run: give one of the two")
     backend = open_backend(url, **storage_options)
     if not Catalog(backend).check_format():
         raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to delete: check the URL")

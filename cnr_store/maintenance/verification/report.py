@@ -24,7 +24,8 @@ class Finding:
         How many rows it concerns, at most: those that what is damaged may hold. 0 where it concerns none, or where
         nothing tells which.
     versions
-        Ids of the versions that can't be restored because of it, oldest first. All whose chains it lies in.
+        Ids of the versions that can't be restored because of it, oldest first: those whose chains it lies in, unless
+        newer versions hold all of these rows.
     """
 
     what: str

@@ -7,7 +7,7 @@ A load that fails half way has overwritten a part of the model, and the next one
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cnr_store.catalog.catalog import Catalog, Version
@@ -24,6 +24,7 @@ from cnr_store.training.loading.load_result import Restored
 
 log = logging.getLogger("cnr_store")
 _MAX_LISTINGS = 5
+_SHOWN_IDS = 8
 Load = Callable[[Record], Restored]
 Look = Callable[[], None]
 
@@ -80,6 +81,7 @@ def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restor
 def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restored:
     url = catalog.backend.url
     skipped: list[tuple[str, CheckpointError]] = []
+    causes: dict[str, list[str]] = {}
     wanted = catalog.resolve(version)
     for name, record in _newest_first(catalog, wanted):
         try:
@@ -91,23 +93,32 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
             if mismatch and not skipped:
                 raise
             reason = "does not fit" if mismatch else "is damaged"
-            log.error("version %s of %s %s and was skipped: %s", name, url, reason, error)
+            told = causes.setdefault(str(error), [])
+            what = f"the same as {told[0]}" if told else error
+            log.error("version %s of %s %s and was skipped: %s", name, url, reason, what)
             skipped.append((name, error))
+            told.append(name)
         else:
             if skipped:
                 log.error(
                     "version %s of %s, step %d, was loaded instead of %s, and training goes on from there. To keep "
-                    "what was trained after it, stop now, and run `cnr repair` or call load(salvage=True)",
+                    "what was trained after it, stop now, and run `cnr repair`, or call resume(salvage=True)",
                     *(name, url, restored.step, skipped[0][0]),
                 )
             return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))
     if not skipped:
         return load(catalog.find(version))  # raises the error that says what is missing
-    damage = "\n".join(f"{name}: {error}" for name, error in skipped)
+    damage = "\n".join(f"{cause} ({_names_text(names)})" for cause, names in causes.items())
     raise CorruptionError(
         f"{url}: neither {wanted!r} nor any version before it is sound and fits; the model may be partly "
         f"overwritten:\n{damage}"
     ) from skipped[0][1]
+
+
+def _names_text(names: Sequence[str]) -> str:
+    """Ids of versions with the same damage."""
+    more = f" and {len(names) - _SHOWN_IDS:,} more" if len(names) > _SHOWN_IDS else ""
+    return f"{'version' if len(names) == 1 else 'versions'} {', '.join(names[:_SHOWN_IDS])}{more}"
 
 
 def _load_version(catalog: Catalog, name: str, record: Record | CheckpointError, load: Load) -> Restored:

@@ -194,6 +194,25 @@ def test_verify_tells_a_sound_store_from_a_damaged_one(
     assert doc["problems"]
 
 
+def test_verify_names_the_next_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path / "store", "consecutive", versions=3)
+    url = str(saved.folder)
+    assert "next: " not in cnr(capsys, "verify", url)[1]
+    claim = next(saved.folder.glob("writers/000001"))
+    kept = claim.read_bytes()
+    claim.write_bytes(b"{}")
+    assert cnr(capsys, "verify", url)[1].splitlines()[-1].startswith("next: put back what is named above")
+    claim.write_bytes(kept)
+    DAMAGES["lost"](shard_of(saved.folder, saved.ids[-1]))
+    last = cnr(capsys, "verify", url)[1].splitlines()[-1]
+    assert last.startswith(f"next: `cnr repair {url}` shows what is lost")
+    assert "load(salvage=True)" in last
+    assert f"`cnr repair {url} 2`" in cnr(capsys, "verify", url, "2")[1].splitlines()[-1]
+    assert cnr(capsys, "repair", url, "--yes")[0] == 0
+    last = cnr(capsys, "verify", url)[1].splitlines()[-1]
+    assert last.startswith("next: nothing, if only the newest version matters")
+
+
 def test_verify_has_a_status_of_its_own_for_what_may_be_lost(
     capsys: pytest.CaptureFixture[str], own_store: str
 ) -> None:

@@ -281,6 +281,27 @@ def test_a_version_of_a_newer_format(store: Store, tmp_path: Path) -> None:
     assert "telepathy" in restored.skipped[0][1]
 
 
+def test_one_cause_is_told_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """All versions depend on the first one: its damage is said once, with the versions that fall with it."""
+    with (
+        store.damaged(store.key(0, f"{WEIGHT}/c/0/0")),
+        Trainer(1).checkpointer(store.url) as checkpointer,
+        pytest.raises(CorruptionError) as caught,
+    ):
+        checkpointer.load(fallback=True)
+    (cause,) = str(caught.value).splitlines()[1:]
+    assert cause.endswith(f"(versions {', '.join(reversed(store.ids))})")
+    assert store.key(0, f"{WEIGHT}/c/0/0") in cause
+    assert "salvage=True" in caught.value.__notes__[0]
+    skipped = [record.message for record in caplog.records if "skipped" in record.message]
+    assert [text.endswith(f"skipped: the same as {store.ids[-1]}") for text in skipped] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
 def test_training_goes_on_from_the_sound_version(store: Store) -> None:
     """The next save leans on what was loaded, not on what was skipped, and is the newest one."""
     trainer = Trainer(1)

@@ -125,6 +125,24 @@ def test_the_next_save_is_whole_and_loads(saved: SavedStore, tmp_path: Path) -> 
         assert np.array_equal(values[name], expected), name
 
 
+def test_resume_salvages_what_load_does(
+    saved: SavedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["codes flipped"](shard_of(folder, saved.ids[-1]))
+    expected, restored = load(folder, salvage=True)
+    assert restored.salvaged
+    model, optimizer = new_job()
+    with Checkpointer(folder, model, optimizer) as checkpointer:
+        assert checkpointer.resume() == len(saved.ids) - 2
+        caplog.clear()
+        assert checkpointer.resume(salvage=True) == len(saved.ids) - 1
+        assert "rows" in caplog.text
+        found = values_of(model, optimizer)
+        assert all(np.array_equal(found[name], values) for name, values in expected.items())
+        assert checkpointer.save(9).result().kind == "baseline"
+
+
 def test_a_load_without_damage_salvages_nothing(saved: SavedStore, tmp_path: Path) -> None:
     folder = saved.copy(tmp_path / "store")
     model, optimizer = new_job()
