@@ -186,6 +186,19 @@ def test_auto_with_many_versions_kept(
         past, epoch = past.with_delta(nbytes, Delta(chosen, dear)), epoch.with_delta(chosen, nbytes, dear)
 
 
+def test_auto_counts_what_deltas_older_than_its_window_keep() -> None:
+    """Where retention keeps them, it goes by the versions beneath them, though no later one needs these."""
+    full_bytes, nbytes, offer = 100_000, 100, Offer(100, 20)
+    past, epoch = Past.of([full_bytes]), Epoch((full_bytes,), ())
+    chained: list[Since] = ["previous"] * 20
+    for since in [*chained, *(["baseline"] * (WINDOW + 1))]:
+        past, epoch = past.with_delta(nbytes, Delta(since, nbytes)), epoch.with_delta(since, nbytes, nbytes)
+    for keep_last, chosen in ((60, "baseline"), (WINDOW // 2, "previous")):
+        costs = Costs(keep_last, 0)
+        assert weigh(epoch, offer, costs) == (False, chosen)
+        assert decide("auto", past, offer=offer, costs=costs).since == chosen
+
+
 @pytest.mark.parametrize("restores", [0.0, 0.05, 0.1, 0.2, 1.0])
 @pytest.mark.parametrize("cheap", range(200, 450, 50))
 def test_keeping_more_versions_than_there_are_is_keeping_all(restores: float, cheap: int) -> None:
