@@ -143,6 +143,27 @@ def test_resume_salvages_what_load_does(
         assert checkpointer.save(9).result().kind == "baseline"
 
 
+@pytest.mark.parametrize("name", ["zarr.json", "manifest", f"{WEIGHT}/c/0/0"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_after_damage_was_found_the_next_save_is_whole(tmp_path: Path, name: str, number: int) -> None:
+    """A delta would depend on what the load could not read, wherever that lies and however early it was found."""
+    model, optimizer = new_job()
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", bits=32) as checkpointer:
+        for step in range(3):
+            train(model, optimizer, step)
+            checkpointer.save(step).result()
+        versions = cnr_store.versions(tmp_path)
+        damaged = tmp_path / "versions" / versions[number].id / name
+        damaged.write_bytes(damaged.read_bytes()[:-40])
+        with pytest.raises(CorruptionError):
+            checkpointer.load()
+        train(model, optimizer, 3)
+        made, expected = checkpointer.save(3).result(), values_of(model, optimizer)
+    assert made.kind == "baseline"
+    found, _ = load(tmp_path, made.id)
+    assert all(np.array_equal(found[each], values) for each, values in expected.items())
+
+
 def test_a_load_without_damage_salvages_nothing(saved: SavedStore, tmp_path: Path) -> None:
     folder = saved.copy(tmp_path / "store")
     model, optimizer = new_job()
