@@ -191,7 +191,8 @@ def test_auto_counts_what_deltas_older_than_its_window_keep() -> None:
     full_bytes, nbytes, offer = 100_000, 100, Offer(100, 20)
     past, epoch = Past.of([full_bytes]), Epoch((full_bytes,), ())
     chained: list[Since] = ["previous"] * 20
-    for since in [*chained, *(["baseline"] * (WINDOW + 1))]:
+    others: list[Since] = ["baseline"] * (WINDOW + 1)
+    for since in chained + others:
         past, epoch = past.with_delta(nbytes, Delta(since, nbytes)), epoch.with_delta(since, nbytes, nbytes)
     for keep_last, chosen in ((60, "baseline"), (WINDOW // 2, "previous")):
         costs = Costs(keep_last, 0)
