@@ -11,7 +11,7 @@ STAMP       := $(VENV)/.installed
 PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
 SCHEMA      := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 
-.PHONY: demo quick test nightly bench lint schemas types imports docs version clean
+.PHONY: demo quick test nightly bench bench-smoke lint schemas types imports docs version clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
 	$(BIN)/python benchmarks/state_bits.py $(ARGS)
+	$(BIN)/python benchmarks/summary.py
+
+# A minute: fails where a ratio to a peer is below half of the one on record.
+bench-smoke: $(STAMP)
+	$(BIN)/python benchmarks/smoke.py $(ARGS)
 
 lint: $(STAMP) schemas
 	$(BIN)/ruff check .

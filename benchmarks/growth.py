@@ -15,7 +15,7 @@ import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 
 import torch  # noqa: E402
@@ -23,12 +23,14 @@ from torch import nn  # noqa: E402
 
 import cnr_store  # noqa: E402
 from benchmarks.codec_bench.machine import describe  # noqa: E402
+from benchmarks.codec_bench.targets import Target  # noqa: E402
 from cnr_backends import open_backend  # noqa: E402
 from cnr_store.catalog.catalog import Catalog  # noqa: E402
 
 _RESULTS = Path(__file__).parent / "results"
 _ROWS, _DIM, _LOOKUPS = 2000, 8, 4
-_COUNTS = (100, 500, 2_000, 10_000)
+_LISTED = 2_000
+_COUNTS = (100, 500, _LISTED, 10_000)
 _SAVES = 64  # of the last ones: as many as lie between two folds
 
 
@@ -102,6 +104,19 @@ def measure(counts: Sequence[int]) -> list[Line]:
     return lines
 
 
+def targets(lines: Sequence[Line]) -> Iterator[Target]:
+    """A listing of 2,000 versions within a second; saves and records that don't grow with what is there."""
+    first, last = lines[0], lines[-1]
+    for line in lines:
+        if line.versions == _LISTED:
+            where = f"{_LISTED:,} versions"
+            yield Target("versions(): seconds", 1, line.versions_seconds, where, at_most=True)
+    where = f"{last.versions:,} versions, of {first.versions:,}"
+    yield Target("a save's time as versions add up", 1.5, last.save_ms / first.save_ms, where, at_most=True)
+    grown = last.record_bytes / first.record_bytes
+    yield Target("a record's bytes as versions add up", 1.5, grown, where, at_most=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What saves, listings and loads take as versions add up.")
     parser.add_argument("--quick", action="store_true", help="few versions: to see that it runs")
@@ -109,7 +124,10 @@ def main() -> None:
     options = parser.parse_args()
     lines = measure((20, 100) if options.quick else _COUNTS)
     options.out.mkdir(parents=True, exist_ok=True)
-    document = json.dumps({**describe(), "lines": [asdict(line) for line in lines]}, indent=1)
+    found = list(targets(lines))
+    print(*found, sep="\n")
+    figures = {"lines": [asdict(line) for line in lines], "targets": [each.to_json() for each in found]}
+    document = json.dumps({**describe(), **figures}, indent=1)
     (options.out / "growth.json").write_text(document + "\n", encoding="utf-8")
     print(f"Results are in {options.out}")
 

@@ -36,6 +36,7 @@ def main() -> None:
         **describe(),
         "few_rows": [asdict(line) for line in lines],
         "whole": [{**asdict(line), "share_of_restore": line.share} for line in wholes],
+        "targets": [line.target.to_json() for line in wholes],
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "reading.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

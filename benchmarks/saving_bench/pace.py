@@ -177,4 +177,4 @@ def _encode(orders: Any, answers: Any) -> None:
 def targets(lines: list[Line]) -> Iterator[Target]:
     for line in lines:
         if line.work.startswith("ours"):
-            yield Target("training's pace while a save is written", 0.9, line.share, line.work)
+            yield Target("training's pace while a save is written", 0.92, line.share, line.work)

@@ -1,0 +1,98 @@
+"""The ledger: `python benchmarks/summary.py [--write]`.
+
+Prints each figure beside its target, from the results on record. `--write` puts the same table into
+`benchmarks/results/summary.json` and into `docs/pace.md`.
+"""
+
+import sys
+from pathlib import Path
+
+# As a script this folder would come first on the path, and hide the standard library's `codecs`.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse  # noqa: E402  # after the path is set
+import json  # noqa: E402
+from collections.abc import Iterable, Iterator  # noqa: E402
+from dataclasses import asdict, dataclass  # noqa: E402
+
+_ROOT = Path(__file__).resolve().parents[1]
+RESULTS, SUMMARY, PAGE = _ROOT / "benchmarks/results", "summary.json", _ROOT / "docs/pace.md"
+_BEGIN, _END = "<!-- the ledger -->\n", "<!-- end of the ledger -->\n"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One figure of one benchmark, and what is aimed at. `aim` is the least that counts, or with `at_most` the most."""
+
+    benchmark: str
+    figure: str
+    where: str
+    measured: float
+    aim: float
+    at_most: bool
+    met: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        aim = f"{'≤' if self.at_most else '≥'} {self.aim:.3g}"
+        return (
+            self.benchmark,
+            self.figure,
+            self.where,
+            f"{self.measured:.3g}",
+            aim,
+            "yes" if self.met else "**no**",
+        )
+
+
+HEAD = ("benchmark", "figure", "where", "measured", "aim", "met")
+
+
+def entries(results: Path = RESULTS) -> Iterator[Entry]:
+    """Of every benchmark that has targets, in the order of the names of their files."""
+    for path in sorted(set(results.glob("*.json")) - {results / SUMMARY}):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for target in document.get("targets", ()):
+            yield Entry(
+                path.stem,
+                target["name"],
+                target["where"],
+                target["measured"],
+                target["wanted"],
+                target.get("at_most", False),
+                target["met"],
+            )
+
+
+def table(found: Iterable[Entry]) -> str:
+    """As Markdown."""
+    rows = [HEAD, tuple("---" for _ in HEAD), *(entry.cells for entry in found)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def page(text: str, found: Iterable[Entry]) -> str:
+    """The page with the table in its place."""
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE} lacks the two lines between which the ledger stands")
+    return f"{before}{begin}\n{table(found)}\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Each figure on record beside its target.")
+    parser.add_argument("--write", action="store_true", help="put the table into summary.json and the docs")
+    options = parser.parse_args()
+    found = list(entries())
+    widths = [max(map(len, column)) for column in zip(HEAD, *(entry.cells for entry in found), strict=True)]
+    for cells in (HEAD, *(entry.cells for entry in found)):
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print(f"{sum(entry.met for entry in found)} of {len(found)} met")
+    if options.write:
+        document = json.dumps([asdict(entry) for entry in found], indent=1) + "\n"
+        (RESULTS / SUMMARY).write_text(document, encoding="utf-8")
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The ledger in the docs is the one that the results on record give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import summary
+
+
+def test_page_and_summary_hold_what_is_on_record() -> None:
+    found = list(summary.entries())
+    assert found
+    text = summary.PAGE.read_text(encoding="utf-8")
+    assert summary.page(text, found) == text, "run `python benchmarks/summary.py --write`"
+    document = json.loads((summary.RESULTS / summary.SUMMARY).read_text(encoding="utf-8"))
+    assert document == [asdict(entry) for entry in found]
+
+
+def test_every_verdict_follows_from_its_figures() -> None:
+    for entry in summary.entries():
+        reached = entry.measured <= entry.aim if entry.at_most else entry.measured >= entry.aim
+        assert reached or not entry.met, entry
+
+
+def test_page_without_a_place_for_the_ledger_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks the two lines"):
+        summary.page("# Pace\n", [])
+
+
+def test_results_are_read_from_the_folder_given(tmp_path: Path) -> None:
+    target = {"name": "seconds", "where": "here", "measured": 2, "wanted": 1, "at_most": True, "met": False}
+    (tmp_path / "b.json").write_text(json.dumps({"targets": [target]}))
+    (tmp_path / "a.json").write_text(json.dumps({"lines": []}))
+    (tmp_path / summary.SUMMARY).write_text("[]")
+    [entry] = summary.entries(tmp_path)
+    assert entry.cells == ("b", "seconds", "here", "2", "≤ 1", "**no**")
