@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -129,11 +129,18 @@ def _arrays(model: Model, group: Group) -> list[RowArray]:
     return found
 
 
+@lru_cache(maxsize=None)
+def _every(rows: int, every: int) -> Any:
+    """The rows written of a table: thousands of ranks in one process look at the same memory."""
+    return np.arange(0, rows, every)
+
+
 def _changed(model: Model, table: TableShape, first: int, count: int) -> Any:
     """The rows written of those that a rank has."""
     if not model.every:
         return None
-    return np.arange(-(-first // model.every) * model.every, first + count, model.every)
+    begin, end = (-(-edge // model.every) for edge in (first, first + count))
+    return _every(table.rows, model.every)[begin:end]
 
 
 def _counted(model: Model, group: Group, ids: list[Any]) -> list[Counts | None]:
