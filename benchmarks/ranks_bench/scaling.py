@@ -14,10 +14,10 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
+from cnr_store.format.record_document import decode_record
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import agreement
-from cnr_store.format.record_document import decode_record
 from cnr_store.writing import exchange, outcome, stage
 from cnr_store.writing.plan import Plan
 

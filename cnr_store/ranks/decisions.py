@@ -16,7 +16,7 @@ from cnr_store.ranks.watch import FOREVER_SECONDS, Beats, Watch
 
 MAX_PAUSE_SECONDS = 0.2
 MAX_LOOK_SECONDS = 1.0
-"""How often rank 0 looks which of the others have come, and where they are. All of them together, it asks for always."""
+"""After how long rank 0 looks which of the others have come, and where they are."""
 MAX_MARGIN_SECONDS = 5.0
 """How much longer than rank 0 the others wait, so that its verdict reaches them."""
 

@@ -136,7 +136,7 @@ class Layout:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._said: Document = {}
-        self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._arrays: dict[str, tuple[list[int], str, Any]] = {}
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> bool:
@@ -190,8 +190,7 @@ class Layout:
         self._group.decide("save: where rows are", {"arrays": self._now}, join)
         found = decode(zlib.decompress(self._group.broadcast(joined)))
         placements = {path: Placement.from_json(placement) for path, (_, _, placement) in found.items()}
-        self._arrays = {path: (tuple(shape), element) for path, (shape, element, _) in found.items()}
-        self.placements, self._said = placements, self._now
+        self._arrays, self.placements, self._said = found, placements, self._now
 
     def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
         """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
@@ -203,8 +202,8 @@ class Layout:
             group = table.path.rpartition("/")[0]
             for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
                 if path.rpartition("/")[0] == group:
-                    shape, element = self._arrays[path]
-                    complete.append(own.get(path) or RowArray(table, path, shape, element, ()))
+                    shape, element, _ = self._arrays[path]
+                    complete.append(own.get(path) or RowArray(table, path, tuple(shape), element, ()))
         return complete
 
 
