@@ -18,7 +18,7 @@ from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
 from cnr_store.ranks.decisions import decode, encode
 from cnr_store.ranks.group import Document, Group, Judge
-from cnr_store.ranks.owners import split_by_size
+from cnr_store.ranks.owners import few_owners, split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
@@ -279,7 +279,9 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
         if write.path.startswith(_OPTIM) or write.path in snapshot.parameters
     ]
     sizes = [snapshot.dense[position].values.nbytes for position in shared]
-    owner_of = dict(zip(shared, split_by_size(sizes, range(group.world)), strict=True))
+    in_pieces = any(snapshot.dense[position].pieces is not None for position in shared)
+    ranks = few_owners(sum(sizes), group.world) if in_pieces else range(group.world)
+    owner_of = dict(zip(shared, split_by_size(sizes, ranks), strict=True))
     for position, write in enumerate(snapshot.dense):
         owner = owner_of.get(position, 0)
         if owner != group.rank:
