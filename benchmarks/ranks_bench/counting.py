@@ -64,6 +64,14 @@ class CountedKeys:
             self._count("read", key, value)
         return value
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        values = self._inner.get_all(keys)
+        for key, value in zip(keys, values or (), strict=False):
+            if key not in self._read:
+                self._read.add(key)
+                self._count("read", key, value)
+        return values
+
     def compare_set(self, key: str, value: bytes) -> bytes:
         self._count("written", key, value)
         return self._inner.compare_set(key, value)

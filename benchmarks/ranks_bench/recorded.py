@@ -97,6 +97,10 @@ class _Keys(MemoryKeyValue):
             self._shared.turns.wait(self._rank, lambda: key in self._values)
         return self._values.get(key)
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        self._shared.turns.wait(self._rank, lambda: all(key in self._values for key in keys))
+        return [self._values[key] for key in keys]
+
 
 class _Shared:
     def __init__(self, world: int) -> None:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from mmap import mmap
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -129,11 +130,18 @@ def _arrays(model: Model, group: Group) -> list[RowArray]:
     return found
 
 
+@cache
+def _every(rows: int, every: int) -> Any:
+    """The rows written of a table: thousands of ranks in one process look at the same memory."""
+    return np.arange(0, rows, every)
+
+
 def _changed(model: Model, table: TableShape, first: int, count: int) -> Any:
     """The rows written of those that a rank has."""
     if not model.every:
         return None
-    return np.arange(-(-first // model.every) * model.every, first + count, model.every)
+    begin, end = (-(-edge // model.every) for edge in (first, first + count))
+    return _every(table.rows, model.every)[begin:end]
 
 
 def _counted(model: Model, group: Group, ids: list[Any]) -> list[Counts | None]:
@@ -141,7 +149,8 @@ def _counted(model: Model, group: Group, ids: list[Any]) -> list[Counts | None]:
     if not model.every:
         return [None] * len(ids)
     edges = np.cumsum([0, *(block_count(table.rows) for table in model.tables)])
-    own = np.zeros(int(edges[-1]), np.int64)
+    # Of memory that is taken where it is written to: thousands of ranks have one each.
+    own = np.frombuffer(mmap(-1, max(8, 8 * int(edges[-1]))), np.int64)[: edges[-1]]
     for number, table in enumerate(model.tables):
         if len(ids[number]):
             own[edges[number] : edges[number + 1]] = count_blocks(ids[number], table.rows)

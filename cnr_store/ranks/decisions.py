@@ -15,6 +15,8 @@ from cnr_store.ranks.keyvalue import KeyValue
 from cnr_store.ranks.watch import FOREVER_SECONDS, Beats, Watch
 
 MAX_PAUSE_SECONDS = 0.2
+MAX_LOOK_SECONDS = 1.0
+"""After how long rank 0 looks which of the others have come, and where they are."""
 MAX_MARGIN_SECONDS = 5.0
 """How much longer than rank 0 the others wait, so that its verdict reaches them."""
 
@@ -106,20 +108,25 @@ class Decisions:
         watch = Watch(self._keys, self._prefix, self._timeout)
         gone: Collection[int] = ()
         self.beats.begin()
+        looked, rest = time.monotonic(), min(MAX_LOOK_SECONDS, self._timeout / 20)
         for _ in pauses(FOREVER_SECONDS, self._timeout / 10):
             if self._keys.get(f"{prefix}/verdict") is not None:
                 break
             missing = [rank for rank in range(self._world) if rank not in found]
-            values = {rank: self._keys.get(f"{prefix}/{rank}") for rank in missing}
-            found |= {rank: json.loads(value) for rank, value in values.items() if value is not None}
-            if len(found) == self._world:
+            values = self._keys.get_all([f"{prefix}/{rank}" for rank in missing])
+            if values is not None:
+                found |= zip(missing, map(decode, values), strict=True)
                 break
+            self.beats.beat(phase)
+            if time.monotonic() - looked < rest:
+                continue
+            looked = time.monotonic()
+            found |= self._come(prefix, missing)
             if any(document["phase"] != phase for document in found.values()):
                 break
             gone = watch.silent([rank for rank in missing if rank not in found])
             if gone:
                 break
-            self.beats.beat(phase)
         verdict = self._judged(phase, dict(sorted(found.items())), gone, judge)
         current = self._conclude(prefix, verdict)
         if len(found) == self._world:  # all have read the earlier verdicts
@@ -127,6 +134,11 @@ class Decisions:
                 self._keys.delete(self._verdicts.pop())
         self._verdicts.append(f"{prefix}/verdict")
         return current
+
+    def _come(self, prefix: str, ranks: Iterable[int]) -> dict[int, Document]:
+        """What those of some ranks say that have come."""
+        values = {rank: self._keys.get(f"{prefix}/{rank}") for rank in ranks}
+        return {rank: decode(value) for rank, value in values.items() if value is not None}
 
     def _judged(
         self, phase: str, found: dict[int, Document], gone: Collection[int], judge: Judge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -17,6 +18,9 @@ class KeyValue(Protocol):
 
     def get(self, key: str) -> bytes | None:
         """Read a value; None where there is none."""
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Read many values in a few requests, however many they are; None while one of them is missing."""
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Write a value where there is none, and return what is there now. Values are not empty."""
@@ -54,6 +58,13 @@ class MemoryKeyValue:
             value = self._values.get(key)
             self._count(value or b"")
             return value
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Read many values at once; None while one of them is missing."""
+        with self._lock:
+            values = [self._values[key] for key in keys if key in self._values]
+            self._count(b"".join(values))
+            return values if len(values) == len(keys) else None
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Write a value where there is none, and return what is there now."""

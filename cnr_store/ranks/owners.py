@@ -22,6 +22,8 @@ SLACK = 1.1
 """How far above the least load an owner may get that has more of a shard's rows than others."""
 LIMIT = 1.5
 """How many times the mean of all ranks an owner may write, where other ranks can."""
+FEW_OWNERS = 8
+OWNER_BYTES = 16 << 20
 _ROUNDS = 8
 """Of passing shards on. Most often the first one finds nothing to move."""
 
@@ -182,6 +184,22 @@ def supplier(ranks: Sequence[int], owner: int, shard: int) -> int:
     # Multiples of these two fractions of 2**32 (Roberts' R2 sequence) lie evenly, by shard, by owner and by both.
     mixed = (shard * 0xC13FA9A9 + owner * 0x91E10DA5) % 2**32
     return ranks[mixed * len(ranks) >> 32]
+
+
+def few_owners(nbytes: int, world: int) -> range:
+    """Ranks for arrays that come together from pieces of all ranks.
+
+    Each of them gets a message of every rank. So there are as many as the bytes need, and not more with more ranks.
+
+    Parameters
+    ----------
+    nbytes
+        Of the arrays.
+    world
+        How many ranks there are.
+    """
+    count = min(world, max(FEW_OWNERS, -(-nbytes // OWNER_BYTES)))
+    return range(0, world, world // count)[:count]
 
 
 def split_by_size(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:

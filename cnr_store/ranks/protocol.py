@@ -141,18 +141,15 @@ class SaveRound:
 
     def votes(self) -> list[Document]:
         """Rank 0: wait for the votes of all ranks, its own among them, in rank order."""
-        found: dict[int, Document] = {}
+        keys = [f"{self._prefix}/vote/{rank}" for rank in range(self._world)]
         for _ in pauses(FOREVER_SECONDS):
             with self._heard("vote"):
-                for rank in sorted(set(range(self._world)) - found.keys()):
-                    value = self._keys.get(f"{self._prefix}/vote/{rank}")
-                    if value is not None:
-                        found[rank] = decode(value)
-            self._watched = self._watched.difference(found)
-            if len(found) == self._world:
-                break
+                votes = self._keys.get_all(keys)
+            if votes is not None:
+                self._watched = frozenset()
+                return [decode(vote) for vote in votes]
             self.beat("vote")
-        return [found[rank] for rank in range(self._world)]
+        raise AssertionError("pauses without end")
 
     def conclude(self, document: Document) -> None:
         """Rank 0: tell what came of the save. A store that does not answer is passed over."""

@@ -31,7 +31,7 @@ from cnr_store.ranks.owners import Share, assign, supplier
 from cnr_store.writing.plan import Held, RowsWrite
 
 Array = np.ndarray[Any, Any]
-ROUND_BYTES = 64 << 20
+ROUND_BYTES = 16 << 20
 """Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
 
 
@@ -78,6 +78,17 @@ class Routes:
 
     local: Mapping[str, Array]
     shared: Sequence[_Shard]
+
+    def local_of(self, rank: int) -> dict[str, list[int]]:
+        """By path, the shards that a rank has whole: only of arrays of which it has some."""
+        paths, owners = [*self.local], [*self.local.values()]
+        edges = np.cumsum([0, *map(len, owners)])
+        found = dict[str, list[int]]()
+        # In one look: a rank of a thousand has shards of few of the arrays.
+        for at in np.flatnonzero(np.concatenate([np.zeros(0, np.int32), *owners]) == rank).tolist():
+            array = int(np.searchsorted(edges, at, side="right")) - 1
+            found.setdefault(paths[array], []).append(at - int(edges[array]))
+        return found
 
 
 def find_routes(writes: Sequence[tuple[RowsWrite, Grid]], world: int) -> Routes:
@@ -131,6 +142,7 @@ class Exchange:
         self._peers = peers
         self._writes = sorted(writes, key=lambda each: each[0].path)
         self._routes = find_routes(self._writes, peers.world)
+        self._local = self._routes.local_of(peers.rank)
 
     @property
     def leads(self) -> bool:
@@ -139,8 +151,7 @@ class Exchange:
 
     def local_shards(self, path: str) -> list[int]:
         """The shards of an array that this rank writes from its own rows alone."""
-        found: list[int] = np.flatnonzero(self._routes.local[path] == self._peers.rank).tolist()
-        return found
+        return self._local.get(path, [])
 
     def run(self, seal: Callable[[str, int], int]) -> Iterator[Assembled]:
         """Exchange rows with the other ranks, and yield the shards that this one puts.
@@ -198,7 +209,9 @@ class Exchange:
         rows, grid = self._writes[shard.write]
         held = _held(rows)
         first = shard.shard * grid.shard_rows
-        for band in held.placement.overlapping(first, first + grid.shard_rows):
+        # Of thousands of ranks that have rows of the shard, this one looks at its own.
+        lowest, highest = max(first, held.first_row), min(first + grid.shard_rows, held.first_row + held.rows)
+        for band in held.placement.overlapping(lowest, highest):
             spans = [
                 span
                 for span in band.spans

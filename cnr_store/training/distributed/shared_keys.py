@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MAX_PART_BYTES = 4 << 20
 """Of one value. A TCPStore ends the connection over values of more than 8 MiB, which training then lacks, too."""
+READ_TOGETHER = 256
+"""Values of one answer: all that the ranks say to one of them may be large."""
 Store: TypeAlias = Any
 """A `torch.distributed.Store`, which the types of torch do not export."""
 _Call = tuple[Callable[..., Any], tuple[Any, ...], "Future[Any]"]
@@ -51,6 +53,15 @@ class TorchKeyValue:
         """Read a value; None where there is none."""
         value = self._ask(_get, self._store, key)
         return None if value is None else self._whole(value)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Read many values, in two requests for most of the ranks there are; None while one of them is missing."""
+        if not self._ask(self._store.check, list(keys)):
+            return None
+        values: list[bytes] = []
+        for start in range(0, len(keys), READ_TOGETHER):
+            values += self._ask(self._store.multi_get, list(keys[start : start + READ_TOGETHER]))
+        return [self._whole(value) for value in values]
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Write a value where there is none, and return what is there now."""

@@ -18,7 +18,7 @@ from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
 from cnr_store.ranks.decisions import decode, encode
 from cnr_store.ranks.group import Document, Group, Judge
-from cnr_store.ranks.owners import split_by_size
+from cnr_store.ranks.owners import few_owners, split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
@@ -136,7 +136,7 @@ class Layout:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._said: Document = {}
-        self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._arrays: dict[str, tuple[list[int], str, Any]] = {}
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> bool:
@@ -190,8 +190,7 @@ class Layout:
         self._group.decide("save: where rows are", {"arrays": self._now}, join)
         found = decode(zlib.decompress(self._group.broadcast(joined)))
         placements = {path: Placement.from_json(placement) for path, (_, _, placement) in found.items()}
-        self._arrays = {path: (tuple(shape), element) for path, (shape, element, _) in found.items()}
-        self.placements, self._said = placements, self._now
+        self._arrays, self.placements, self._said = found, placements, self._now
 
     def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
         """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
@@ -203,8 +202,8 @@ class Layout:
             group = table.path.rpartition("/")[0]
             for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
                 if path.rpartition("/")[0] == group:
-                    shape, element = self._arrays[path]
-                    complete.append(own.get(path) or RowArray(table, path, shape, element, ()))
+                    shape, element, _ = self._arrays[path]
+                    complete.append(own.get(path) or RowArray(table, path, tuple(shape), element, ()))
         return complete
 
 
@@ -280,7 +279,9 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
         if write.path.startswith(_OPTIM) or write.path in snapshot.parameters
     ]
     sizes = [snapshot.dense[position].values.nbytes for position in shared]
-    owner_of = dict(zip(shared, split_by_size(sizes, range(group.world)), strict=True))
+    in_pieces = any(snapshot.dense[position].pieces is not None for position in shared)
+    ranks = few_owners(sum(sizes), group.world) if in_pieces else range(group.world)
+    owner_of = dict(zip(shared, split_by_size(sizes, ranks), strict=True))
     for position, write in enumerate(snapshot.dense):
         owner = owner_of.get(position, 0)
         if owner != group.rank:

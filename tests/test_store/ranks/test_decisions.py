@@ -196,3 +196,12 @@ def test_a_rank_passes_over_calls_that_it_never_made(absent: int) -> None:
     for phase in ("save of step 1", "save of step 2"):
         assert f"rank {absent} did not answer" in str(deciding(others, phase)[0])
     assert deciding(ranks, "save of step 3")[0]["total"] == 3
+
+
+def test_what_rank_0_asks_does_not_grow_with_the_ranks() -> None:
+    keys = MemoryKeyValue()
+    for rank in range(1, 2048):
+        keys.set(f"decide/1/{rank}", b'{"phase": "save", "said": {"n": 1}}')
+    before = keys.requests
+    assert Decisions(keys, 0, 2048, 600).decide("save", {"n": 1}, total)["total"] == 2048
+    assert keys.requests - before <= 8

@@ -9,7 +9,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store.ranks.owners import LIMIT, SLACK, Share, assign, split_by_size, supplier
+from cnr_store.ranks.owners import (
+    FEW_OWNERS,
+    LIMIT,
+    OWNER_BYTES,
+    SLACK,
+    Share,
+    assign,
+    few_owners,
+    split_by_size,
+    supplier,
+)
 from cnr_store.ranks.placement import Piece, Placement
 from tests.test_store.ranks.support.placements import RANKS, cells, placed
 
@@ -185,3 +195,10 @@ def test_dense_objects_are_split_by_size(sizes: list[int], among: set[int]) -> N
 
 def test_empty_objects_are_spread() -> None:
     assert Counter(split_by_size([0] * 12, range(4))) == dict.fromkeys(range(4), 3)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 4096))
+def test_arrays_in_pieces_have_no_more_owners_than_their_bytes_need(nbytes: int, world: int) -> None:
+    owners = few_owners(nbytes, world)
+    assert len(owners) == min(world, max(FEW_OWNERS, -(-nbytes // OWNER_BYTES)))
+    assert set(owners) <= set(range(world))

@@ -209,3 +209,14 @@ def test_asking_is_rare() -> None:
     for _ in range(10_000):
         save.beat("put")
     assert keys.requests <= 4 + 30 * (time.monotonic() - start)
+
+
+def test_asking_for_votes_does_not_grow_with_the_ranks() -> None:
+    keys = MemoryKeyValue()
+    for rank in range(1, 2048):
+        keys.set(f"save/1/vote/{rank}", b'{"part": 1}')
+    save = SaveRound(keys, 0, 2048, 1, 600)
+    save.vote({"part": 1})
+    before = keys.requests
+    assert save.votes() == [{"part": 1}] * 2048
+    assert keys.requests - before == 1

@@ -50,6 +50,16 @@ def test_keys_do_what_they_say(keys: TorchKeyValue) -> None:
     assert keys.get("b") is None
 
 
+def test_many_values_are_read_at_once(keys: TorchKeyValue) -> None:
+    names = [f"key{number}" for number in range(600)]
+    for name in names[:-1]:
+        keys.set(name, name.encode())
+    assert keys.get_all(names) is None
+    keys.set(names[-1], bytes(5 << 20))
+    assert keys.get_all(names) == [*(name.encode() for name in names[:-1]), bytes(5 << 20)]
+    assert keys.get_all([]) == []
+
+
 def test_values_may_be_large(keys: TorchKeyValue) -> None:
     """TCPStore ends the connection over one of more than 8 MiB."""
     large = bytes(range(256)) * (36 << 10)
