@@ -241,7 +241,7 @@ class LosslessHistory:
         random = self.random
         world = int(random.integers(1, 5))
         cuts = {kind.name: draw_cut(random, kind.rows, kind.dim, world) for kind in self.kinds}
-        options = {
+        options: dict[str, Any] = {
             "policy": POLICIES[random.integers(len(POLICIES))],
             "bits": 32,
             "snapshot_bytes": int(random.choice([1 << 30, 3000, 0])),

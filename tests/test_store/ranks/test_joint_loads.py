@@ -14,7 +14,8 @@ import pytest
 import cnr_store
 from cnr_backends import StorageError
 from cnr_store import RanksError, SaveError
-from cnr_store.training import resumption
+from cnr_store.catalog import claims
+from cnr_store.maintenance.folding.compact import fold
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.saving import auto_maintenance
 from tests.test_store.ranks.support.small_job import (
@@ -105,8 +106,6 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_all_at_once(url: str, v
 
 
 def test_ranks_wait_for_a_fold_that_takes_long(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fold = auto_maintenance.fold
-
     def fold_slowly(*arguments: Any) -> Any:
         time.sleep(3 * TIMEOUT_SECONDS)
         return fold(*arguments)
@@ -143,14 +142,14 @@ def test_a_version_that_is_removed_on_the_way_gives_way_to_a_newer_one(url: str)
 def test_no_rank_builds_on_what_another_can_t(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a fold in the middle of a load: one rank has read the old chain, another the new one."""
     save_two(url)
-    listed = resumption.claims.list_tombstoned
+    listed = claims.list_tombstoned
 
     def fail_on_one(backend: Any) -> Any:
         if this_rank() == 1:
             raise StorageError("injected")
         return listed(backend)
 
-    monkeypatch.setattr(resumption.claims, "list_tombstoned", fail_on_one)
+    monkeypatch.setattr(claims, "list_tombstoned", fail_on_one)
     with SmallJob(url) as job:
         job.load()
         job.truth = job.found()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from cnr_backends import StorageError
@@ -25,8 +27,8 @@ def test_ranks_wait_while_one_asks_again(
 ) -> None:
     find_small_models(monkeypatch)
     monkeypatch.setattr(patience, "_FIRST_PAUSE_SECONDS", PAUSE_SECONDS)
-    monkeypatch.setattr(patience.random, "uniform", lambda *_: 1.0)
-    failed = []
+    monkeypatch.setattr(random, "uniform", lambda *_: 1.0)
+    failed = list[str]()
 
     def fail_once(found: str, key: str) -> None:
         if found == operation and part in key and not failed:
