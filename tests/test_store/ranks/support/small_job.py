@@ -53,7 +53,7 @@ class SmallJob(ThreadJob):
         for kind in KINDS:
             ids = np.arange(step % 7, kind.rows, 7)
             self.truth = changed(self.truth, kind.name, ids, self._random, self)
-            self.change(kind.name, ids, self.truth, self._random)
+            self.change(kind.name, ids, self.truth, self._random.spawn(1)[0])
 
     def check(self) -> None:
         """Check that the model holds the truth."""
