@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,18 +50,19 @@ class SalvagedRows:
         """All of these rows, (n,) int64 ascending."""
         return np.sort(np.concatenate([*self.by_version.values(), np.empty(0, np.int64)]))
 
-    def to_json(self) -> dict[str, list[list[int]]]:
-        """By version the runs of rows, each as its first row and its number of rows."""
-        return {version: _runs(rows) for version, rows in self.by_version.items()}
-
-    @classmethod
-    def from_json(cls, doc: Mapping[str, list[list[int]]]) -> Self:
-        """The rows of `to_json`."""
-        return cls({version: _rows_of(runs) for version, runs in doc.items()})
-
     def __str__(self) -> str:
         sources = (f"{len(rows):,} from {version}" for version, rows in self.by_version.items())
         return f"{len(self.rows):,} rows ({', '.join(sources)})"
+
+
+def salvaged_document(salvaged: SalvagedRows) -> dict[str, list[list[int]]]:
+    """By version the runs of rows, each as its first row and its number of rows."""
+    return {version: _runs(rows) for version, rows in salvaged.by_version.items()}
+
+
+def salvaged_from(document: Mapping[str, list[list[int]]]) -> SalvagedRows:
+    """The rows of a `salvaged_document`."""
+    return SalvagedRows({version: _rows_of(runs) for version, runs in document.items()})
 
 
 def _runs(rows: Rows) -> list[list[int]]:

@@ -12,7 +12,7 @@ from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
-from cnr_store.chains.salvage import SalvagedRows, merged
+from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
@@ -143,13 +143,13 @@ class Loader:
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
-        salvaged = {name: each.to_json() for name, each in restored.salvaged.items()}
+        salvaged = {name: salvaged_document(each) for name, each in restored.salvaged.items()}
         said = {"alone": lineage.past is None, "salvaged": salvaged}
         agreed = self.group.decide("load: end", said, _merge_ends)
         if agreed["alone"]:
             lineage, since_whole = before.alone(), {}
         saves.planner.continue_from(restore.trusted(lineage), since_whole)
-        rows = {name: SalvagedRows.from_json(each) for name, each in agreed["salvaged"].items()}
+        rows = {name: salvaged_from(each) for name, each in agreed["salvaged"].items()}
         restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:
             warn_salvaged(restored, self.catalog.backend.url)
@@ -190,8 +190,8 @@ def _merge_ends(documents: list[Document]) -> Document:
     salvaged: dict[str, SalvagedRows | None] = {}
     for doc in documents:
         for name, rows in doc["salvaged"].items():
-            salvaged[name] = merged(salvaged.get(name), SalvagedRows.from_json(rows))
+            salvaged[name] = merged(salvaged.get(name), salvaged_from(rows))
     return {
         "alone": any(doc["alone"] for doc in documents),
-        "salvaged": {name: rows.to_json() for name, rows in salvaged.items() if rows is not None},
+        "salvaged": {name: salvaged_document(rows) for name, rows in salvaged.items() if rows is not None},
     }
