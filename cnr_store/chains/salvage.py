@@ -55,7 +55,29 @@ class SalvagedRows:
         return f"{len(self.rows):,} rows ({', '.join(sources)})"
 
 
-def _merged(one: SalvagedRows | None, other: SalvagedRows | None) -> SalvagedRows | None:
+def salvaged_document(salvaged: SalvagedRows) -> dict[str, list[list[int]]]:
+    """By version the runs of rows, each as its first row and its number of rows."""
+    return {version: _runs(rows) for version, rows in salvaged.by_version.items()}
+
+
+def salvaged_from(document: Mapping[str, list[list[int]]]) -> SalvagedRows:
+    """The rows of a `salvaged_document`."""
+    return SalvagedRows({version: _rows_of(runs) for version, runs in document.items()})
+
+
+def _runs(rows: Rows) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(rows, prepend=-2, append=-2) != 1)
+    found: list[list[int]] = np.stack([rows[edges[:-1]], np.diff(edges)], axis=1).tolist()
+    return found
+
+
+def _rows_of(runs: list[list[int]]) -> Rows:
+    first, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
+
+
+def merged(one: SalvagedRows | None, other: SalvagedRows | None) -> SalvagedRows | None:
     """What was salvaged of two arrays, None where nothing was."""
     if one is None or other is None:
         return one or other
@@ -314,5 +336,5 @@ def salvaged_by_label(readers: Iterable[SalvageReader]) -> dict[str, SalvagedRow
     found: dict[str, SalvagedRows | None] = {}
     for reader in readers:
         label = array_label(reader.path)
-        found[label] = _merged(found.get(label), reader.salvaged())
+        found[label] = merged(found.get(label), reader.salvaged())
     return found

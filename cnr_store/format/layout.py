@@ -215,6 +215,11 @@ def dense_path(group: str, name: str) -> str:
     return f"dense/{group}/{encode_name(name)}"
 
 
+def is_shared(path: str) -> bool:
+    """Whether any number of ranks stores the same under a path: not what each has of readers and random numbers."""
+    return not path.startswith(dense_path("state", "")) or path.startswith(dense_path("state", "objects."))
+
+
 def parent_groups(path: str) -> list[str]:
     """Groups between a version and one of its arrays, outermost first."""
     parts = path.split("/")[:-1]

@@ -19,6 +19,7 @@ from cnr_store.format.layout import (
     NO_DOCUMENTS,
     PAYLOAD_2,
     VERSIONS,
+    is_shared,
     record_key,
     seal,
     version_key,
@@ -185,6 +186,11 @@ class Record:
     def nbytes(self) -> int:
         """Bytes of all its objects, this record included."""
         return self.objects_bytes + self.record_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the arrays that do not depend on the number of ranks that saved it."""
+        return sum(entry.nbytes for path, entry in self.arrays.items() if is_shared(path))
 
     @property
     def rows(self) -> int:

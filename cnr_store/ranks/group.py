@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cnr_store.errors import RanksError
 from cnr_store.ranks.keyvalue import KeyValue, MemoryKeyValue
 
 Document: TypeAlias = Mapping[str, Any]
@@ -18,6 +19,27 @@ Judge: TypeAlias = Callable[[list[Document]], Document]
 """From the documents of all ranks, in rank order, to what they decide. A pure function."""
 Piece: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """A part of a message. Arrays are contiguous."""
+
+
+class LostRankError(RanksError):
+    """The connection to a rank broke in an exchange.
+
+    Parameters
+    ----------
+    rank
+        Which one.
+    message
+        What broke it.
+
+    Attributes
+    ----------
+    rank
+        As given.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Group(ABC):
@@ -144,7 +166,7 @@ class Group(ABC):
         Raises
         ------
         RanksError
-            A rank died or sent nothing in time. No exchange works then until the next `decide`.
+            A rank died (`LostRankError`) or sent nothing in time. No exchange works then until the next `decide`.
         """
 
     @abstractmethod

@@ -93,16 +93,23 @@ class SaveRound:
             What it works on. An error names the last phase of a rank that is gone.
         """
         with self._lock:
-            self._count += 1
-            now = time.monotonic()
-            if phase != self._phase or now - self._beaten >= self._beat_seconds:
-                self._phase = phase
-                self._beaten = now
-                with self._heard(phase):
-                    self._keys.set(
-                        f"{self._prefix}/beat/{self._rank}", encode({"count": self._count, "phase": phase})
-                    )
+            with self._heard(phase):
+                self._tell(phase)
             self.check()
+
+    def pause(self) -> None:
+        """Tell that this rank pauses and is well, whatever became of the others. Cheap to call often."""
+        with self._lock, suppress(RanksError):  # the next beat finds out
+            self._tell(self._phase)
+
+    def _tell(self, phase: str) -> None:
+        self._count += 1
+        now = time.monotonic()
+        if phase != self._phase or now - self._beaten >= self._beat_seconds:
+            self._phase = phase
+            self._beaten = now
+            beat = encode({"count": self._count, "phase": phase})
+            self._keys.set(f"{self._prefix}/beat/{self._rank}", beat)
 
     def check(self) -> None:
         """Raise `RanksError` if a rank has failed or is gone. Asks at most 20 times a second."""
@@ -132,6 +139,21 @@ class SaveRound:
             The class of the error.
         """
         self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
+
+    def lose(self, rank: int, message: str) -> None:
+        """Tell every rank that another one is gone, and what it last worked on.
+
+        Parameters
+        ----------
+        rank
+            Which one.
+        message
+            How this rank knows.
+        """
+        with suppress(RanksError):  # as in `fail`
+            value = self._keys.get(f"{self._prefix}/beat/{rank}")
+            phase = "begin" if value is None else decode(value)["phase"]
+            self._fail({"ranks": [rank], "phase": phase, "message": f"is gone: {message}"})
 
     def vote(self, document: Document) -> None:
         """Tell rank 0 that this rank's part is written. It need not beat any more."""

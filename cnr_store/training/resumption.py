@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.catalog.fencing import Seen
 from cnr_store.chains.array_reader import READ_WORKERS
+from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
@@ -146,12 +147,16 @@ class Loader:
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
-        alone = {"alone": lineage.past is None}
-        if self.group.decide("load: end", alone, _any_alone)["alone"]:
+        salvaged = {name: salvaged_document(each) for name, each in restored.salvaged.items()}
+        said = {"alone": lineage.past is None, "salvaged": salvaged}
+        agreed = self.group.decide("load: end", said, _merge_ends)
+        if agreed["alone"]:
             lineage, since_whole = before.alone(), {}
         saves.planner.continue_from(restore.trusted(lineage), since_whole)
-        warn_salvaged(restored, self.catalog.backend.url)
+        rows = {name: salvaged_from(each) for name, each in agreed["salvaged"].items()}
+        restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:
+            warn_salvaged(restored, self.catalog.backend.url)
             warn_resharded(restored, self.catalog.backend.url)
             nbytes = bytes_text(self.backend.bytes_read - read_before)
             log.info(
@@ -184,5 +189,13 @@ class Loader:
         return before.without(to_delete) if is_unchanged else before.alone()
 
 
-def _any_alone(documents: list[Document]) -> Document:
-    return {"alone": any(doc["alone"] for doc in documents)}
+def _merge_ends(documents: list[Document]) -> Document:
+    """What a load has come to on all ranks: whether any has nothing to build on, and the rows that any salvaged."""
+    salvaged: dict[str, SalvagedRows | None] = {}
+    for doc in documents:
+        for name, rows in doc["salvaged"].items():
+            salvaged[name] = merged(salvaged.get(name), salvaged_from(rows))
+    return {
+        "alone": any(doc["alone"] for doc in documents),
+        "salvaged": {name: salvaged_document(rows) for name, rows in salvaged.items() if rows is not None},
+    }

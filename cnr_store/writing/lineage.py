@@ -124,5 +124,5 @@ def _written_versions(catalog: Catalog, record: Record, path: str) -> tuple[str,
 def _past(record: Record) -> Past:
     # A version that depends on no other is full, also where no policy asked for it.
     if record.kind == "baseline":
-        return Past.of([record.nbytes])
-    return past_after(record.policy, record.nbytes)
+        return Past.of([record.shared_bytes])
+    return past_after(record.policy, record.shared_bytes)

@@ -46,6 +46,8 @@ class Patience:
         The next save waits for this one: no pause before a retry.
     seconds_waited
         In pauses of both kinds since `begin`; those of all threads add up.
+    on_pause
+        Called many times a second in pauses of both kinds, by whatever thread pauses. It must not raise.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Patience:
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._next_put = 0.0
+        self.on_pause: Callable[[], None] = lambda: None
         self.begin()
 
     def begin(self, training_waits: bool = False) -> None:
@@ -107,6 +110,7 @@ class Patience:
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         began = self._clock()
         while (left := began + seconds - self._clock()) > 0 and not is_over():
+            self.on_pause()
             self._sleep(min(left, _GLANCE_SECONDS))
         with self._lock:
             self.seconds_waited += self._clock() - began

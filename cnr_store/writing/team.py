@@ -8,7 +8,7 @@ from typing import Self
 
 from cnr_store import errors
 from cnr_store.errors import CheckpointError, RanksError, SaveError
-from cnr_store.ranks.group import Alone, Document, Group, Piece
+from cnr_store.ranks.group import Alone, Document, Group, LostRankError, Piece
 from cnr_store.ranks.protocol import SaveRound
 
 
@@ -72,7 +72,11 @@ class Team:
             A rank failed, or does not answer.
         """
         self.round.beat("exchange")
-        return self._group.exchange(messages, expected, self._number, lambda: self.round.beat("exchange"))
+        try:
+            return self._group.exchange(messages, expected, self._number, lambda: self.round.beat("exchange"))
+        except LostRankError as error:
+            self.round.lose(error.rank, str(error))
+            raise
 
     def votes(self) -> list[Document]:
         """What each of the other ranks has put, in rank order. The first rank waits for them."""

@@ -166,7 +166,11 @@ class Writer:
             A version that this one depends on was removed.
         """
         team = team or Team.alone()
-        return self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
+        self._patience.on_pause = team.round.pause  # a rank that asks the storage again does not stand still
+        try:
+            return self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
+        finally:
+            self._patience.on_pause = lambda: None
 
     def _lead(self, plan: Plan, rows_done: Callable[[], None], team: Team) -> Record:
         claim, version, nonce, sent = None, None, secrets.token_hex(16), False

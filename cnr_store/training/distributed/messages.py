@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import pauses
-from cnr_store.ranks.group import Piece, joined
+from cnr_store.ranks.group import LostRankError, Piece, joined
 
 POLL_SECONDS = 0.05
 ABORT_SECONDS = 0.3
@@ -87,11 +87,11 @@ class Messages:
                 self._receive(rank, size, torch.uint8, tag + 1) for rank, size in coming.items() if size
             ]
             self._wait([*arriving, *sending], still_alive)
-        except _LostError as lost:
+        except LostRankError:
             for _ in pauses(ABORT_SECONDS):
                 if still_alive is not None:
                     still_alive()
-            raise RanksError(f"exchange: {lost}: restart the job if the rank ended") from lost.__cause__
+            raise
         received |= {rank: memoryview(b"") for rank in others}
         received |= {each.rank: each.tensor.numpy().data for each in arriving}
         self._unfinished.clear()
@@ -116,7 +116,7 @@ class Messages:
         try:
             work = start(tensor, self._ranks[rank], self._group, tag)
         except RuntimeError as error:
-            raise _LostError(rank, error) from error
+            raise _lost(rank, error) from error
         assert work is not None
         transfer = _Transfer(rank, work, tensor)
         self._unfinished.append(transfer)
@@ -139,14 +139,12 @@ class Messages:
             waiting.done.wait(ABORT_SECONDS)
             raise
         if waiting.error is not None:
-            raise _LostError(waiting.rank, waiting.error) from waiting.error
+            raise _lost(waiting.rank, waiting.error) from waiting.error
 
 
-class _LostError(Exception):
-    """The connection to a rank broke."""
-
-    def __init__(self, rank: int, cause: RuntimeError) -> None:
-        super().__init__(f"the connection to rank {rank} broke ({cause})")
+def _lost(rank: int, cause: RuntimeError) -> LostRankError:
+    message = f"exchange: the connection to rank {rank} broke ({cause}): restart the job if the rank ended"
+    return LostRankError(rank, message)
 
 
 class _Waiting:

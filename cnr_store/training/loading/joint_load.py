@@ -102,6 +102,9 @@ def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) 
             restored = attempt(partial(find, str(told["try"])))
         except Exception as error:  # noqa: BLE001 - the first rank has heard of it, and decides what is tried next
             failure = error
+        except BaseException as error:  # an interrupt: the first rank comes to its next decision
+            group.refuse("load", type(error).__name__)
+            raise
     if failure is not None and not isinstance(failure, CheckpointError):
         raise failure  # the storage's, say, which the others only heard of
     if "error" in told or restored is None:

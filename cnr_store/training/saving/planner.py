@@ -10,6 +10,7 @@ import numpy as np
 from cnr_codecs import RowCodec
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, Counts
+from cnr_store.format.layout import is_shared
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -145,7 +146,8 @@ class Planner:
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
-        since_baseline = since_previous = float(sum(write.values.nbytes for write in snapshot.dense))
+        shared = sum(write.values.nbytes for write in snapshot.dense if is_shared(write.path))
+        since_baseline = since_previous = float(shared)
         for array in snapshot.arrays:
             table = array.table
             rows = (table.rows, table.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from cnr_store import SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.format import grid
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import ArrayEntry
 from cnr_store.training.saving import codec_choice, tally
-from cnr_store.writing import exchange, lineage, stage, writer
+from cnr_store.writing import exchange, stage, writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.team import Team
 from tests.nightly import FACTOR
@@ -64,14 +64,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "ROUND_BYTES", 1024)
     monkeypatch.setattr(stage, "_ENCODED_TOGETHER_BYTES", 512)
     monkeypatch.setattr(codec_choice, "LOSSLESS_BELOW_BYTES", 512)
-    weigh = lineage._past
-    monkeypatch.setattr(lineage, "_past", lambda record: weigh(_rows_alone(record)))
-
-
-def _rows_alone(record: Record) -> Record:
-    """A record that policies take for one of rows alone: with tables so small, state by rank would tip scales."""
-    nbytes = sum(entry.nbytes for entry in record.arrays.values() if entry.kind != "dense")
-    return replace(record, objects_bytes=nbytes, record_bytes=0)
 
 
 def draw_kinds(random: Random) -> list[TableKind]:
@@ -249,7 +241,7 @@ class LosslessHistory:
         random = self.random
         world = int(random.integers(1, 5))
         cuts = {kind.name: draw_cut(random, kind.rows, kind.dim, world) for kind in self.kinds}
-        options = {
+        options: dict[str, Any] = {
             "policy": POLICIES[random.integers(len(POLICIES))],
             "bits": 32,
             "snapshot_bytes": int(random.choice([1 << 30, 3000, 0])),

@@ -143,16 +143,41 @@ def test_a_silent_rank_is_named_with_its_last_phase(stopped: Stopped, silent: in
     assert found[silent] == ({"void": text}, text)
 
 
-def test_a_slow_rank_that_beats_is_waited_for() -> None:
+@pytest.mark.parametrize("tell", [lambda save: save.beat("put"), SaveRound.pause], ids=["beats", "pauses"])
+def test_a_slow_rank_that_tells_of_itself_is_waited_for(tell: Callable[[SaveRound], None]) -> None:
     def slow(save: SaveRound, rank: int, where: str) -> None:
         if (rank, where) == (1, "put"):
             end = time.monotonic() + 4 * SECONDS
             while time.monotonic() < end:
-                save.beat("put")
+                tell(save)
                 threading.Event().wait(0.02)
 
     found = save_all(slow)
     assert found == [{"parts": [0, 1, 2]}] * WORLD
+
+
+def test_a_pause_raises_nothing() -> None:
+    inner = MemoryKeyValue()
+    keys = StoppedStore(inner, RanksError("the store did not answer"))
+    save = SaveRound(keys, 1, WORLD, 1, SECONDS)
+    save.fail("put", "disk full")
+    save.pause()
+    keys.stopped = True
+    time.sleep(SECONDS / 5)  # until a beat is due
+    save.pause()
+    with pytest.raises(RanksError, match="put: rank 1 failed: disk full"):
+        save.check()
+
+
+def test_a_lost_rank_is_named_with_its_last_phase() -> None:
+    keys = MemoryKeyValue()
+    saves = [SaveRound(keys, rank, WORLD, 1, 30) for rank in range(WORLD)]
+    saves[1].beat("encode")
+    saves[2].lose(1, "the connection broke")
+    time.sleep(0.1)  # a rank that has just asked does not ask again
+    for save in saves:
+        with pytest.raises(RanksError, match="encode: rank 1 is gone: the connection broke"):
+            save.check()
 
 
 def test_a_rank_that_voted_early_is_not_silent() -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ def _watch(
 
     def send(rank: int, number: int) -> None:
         os.kill(processes[rank].pid, number)
+        if number == signal.SIGSTOP:
+            _await_stop(processes[rank].pid)
         (stopped.add if number == signal.SIGSTOP else stopped.discard)(rank)
 
     while len(found) < len(processes) and time.monotonic() < deadline:
@@ -160,6 +163,21 @@ def _watch(
     late = [rank for rank in range(len(processes)) if rank not in found]
     assert not late, f"ranks {late} did not end; the others: {found}"
     return [found[rank] for rank in range(len(processes))]
+
+
+def _await_stop(process: int) -> None:
+    """Wait until every thread of a process stands still: the signal alone lets some of them run on for a moment."""
+    tasks = Path(f"/proc/{process}/task")
+    if not tasks.exists():  # not Linux, or gone
+        time.sleep(0.1)
+        return
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()]
+        if set(states) <= {"T", "t"}:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"process {process} did not stop")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,12 @@ class ThreadGroup(Group):
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         return self._decisions.decide(phase, said, judge)
+
+    def refuse(self, phase: str, reason: str) -> None:
+        self._decisions.refuse(phase, reason)
+
+    def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
+        return self._decisions.beats.working(phase, progress)
 
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.asarray(np.sum(self._all(values), axis=0))

@@ -23,6 +23,14 @@ from tests.test_store.ranks.support.spread_model import Array, Cut, Random, Spre
 from tests.test_store.support.same_arrays import differing
 
 _here = threading.local()
+
+
+def this_rank() -> int:
+    """The number of the rank whose thread this is."""
+    rank: int = _here.group.rank
+    return rank
+
+
 Truth = dict[tuple[str, str], Array]
 """By table and slot ("" of the rows), the whole array; bfloat16 as float32."""
 
@@ -41,18 +49,26 @@ class ThreadJob:
     ----------
     cuts
         How each table is cut, by its name.
+    timeout_seconds
+        How long a rank may make no progress.
     options
         Of the checkpointers.
     """
 
     def __init__(
-        self, url: str, world: int, kinds: Sequence[TableKind], cuts: Mapping[str, Cut], **options: Any
+        self,
+        url: str,
+        world: int,
+        kinds: Sequence[TableKind],
+        cuts: Mapping[str, Cut],
+        timeout_seconds: float = 30,
+        **options: Any,
     ) -> None:
         self.cuts, self.world = cuts, world
         self.kinds = {kind.name: kind for kind in kinds}
         self.models = [SpreadModel(kinds, cuts, rank) for rank in range(world)]
         keys = MemoryKeyValue()
-        self.groups = [ThreadGroup(keys, rank, world) for rank in range(world)]
+        self.groups = [ThreadGroup(keys, rank, world, timeout_seconds) for rank in range(world)]
         self.checkpointers: list[Checkpointer] = self.each(
             lambda rank: Checkpointer(url, self.models[rank], [], rng=False, **options)
         )

@@ -108,8 +108,8 @@ def test_a_store_whose_records_list_every_size_goes_on(name: str, tmp_path: Path
         checkpointer.load()
         info = checkpointer.save(10_000).result()
     past = Catalog(open_backend(golden.url)).record(info.id).policy["past"]
-    deltas = [] if record.kind == "baseline" else [*listed[1:], record.nbytes]
-    full = record.nbytes if record.kind == "baseline" else listed[0]
+    deltas = [] if record.kind == "baseline" else [*listed[1:], record.shared_bytes]
+    full = record.shared_bytes if record.kind == "baseline" else listed[0]
     assert past["written"] == {
         "full_bytes": full,
         "deltas": len(deltas),
