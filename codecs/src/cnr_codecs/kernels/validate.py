@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.compiled import kernel
+from cnr_codecs.kernels.instructions import float_of
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def valid_halves(bits: Any) -> bool:
     """Whether float16s, `bits` (uint16 (1 or 2, n)), are all finite, and none of the first row, of scales, negative."""
     worst = np.uint16(0)
@@ -20,7 +22,7 @@ def valid_halves(bits: Any) -> bool:
     return bool(worst < np.uint16(0x7C00))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def valid_floats(bits: Any, largest: float) -> bool:
     """Whether the same holds for float32s (uint32).
 
@@ -30,7 +32,7 @@ def valid_floats(bits: Any, largest: float) -> bool:
     for k in range(bits.shape[1]):
         worst = max(worst, bits[0, k])
         used |= bits[0, k]
-    top = np.uint32(worst).view(np.float32)
+    top = float_of(np.uint32(worst))
     for k in range(bits.shape[1] if len(bits) > 1 else 0):
         worst = max(worst, bits[1, k] & np.uint32(0x7FFFFFFF))
     return bool((worst < np.uint32(0x7F800000)) & ((used & np.uint32(0xFF)) == 0) & (top <= largest))

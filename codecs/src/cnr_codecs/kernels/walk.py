@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.compiled import helper, kernel
 
 # Rows that walk side by side, one in each vector lane. Each lane sums its error in the order of the columns.
 LANES = 64
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def greedy_walk(
     values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
 ) -> None:
@@ -43,7 +44,7 @@ def greedy_walk(
             _take_step(step, cut, error_a, error_b, best, left[start:stop], right[start:stop])
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error_b: Any) -> None:
     """Compute the squared errors, in steps, of the windows that begin at bin cut + 1 (a) and at bin cut (b).
 
@@ -67,7 +68,7 @@ def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error
             error_b[k] += off_b * off_b
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _take_step(step: int, cut: Any, error_a: Any, error_b: Any, best: Any, left: Any, right: Any) -> None:
     """Move each lane to the better of its two windows, and keep the best one so far."""
     for k in range(left.size):

@@ -1,0 +1,70 @@
+"""How kernels are compiled: so that the first use of each, which waits for the compiler, waits as little as can be.
+
+What costs time: each function, each layout of arrays it is called with, and whatever makes, views or slices an array or
+may raise an error with a text. So a kernel gets its arrays from its caller, flat and contiguous, and scratch memory too.
+Functions that only kernels call get no way in from Python. Neither checks divisors for 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache
+
+log = logging.getLogger("cnr_codecs")
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
+    """Compiled kernels on disk. What is wrong with the disk or the files costs the time to compile, and nothing else."""
+
+    # Once in a process: what is wrong with one file is so with all of them.
+    is_warned = False
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # noqa: BLE001 - unpickling a damaged file raises anything
+            self._warn("is damaged and compiled anew", error)
+            with suppress(OSError):
+                self.flush()  # or the damaged index would stay
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            self._warn("can't be kept, so each process compiles it anew", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not _Cache.is_warned:
+            _Cache.is_warned = True
+            log.warning(
+                "a compiled kernel in %s %s (%s: %s)", self.cache_path, what, type(error).__name__, error
+            )
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A loop that Python calls. What it is compiled to is kept on disk, where there is a place for it."""
+    compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    # Without a folder that can be written, numba's own `cache=True` raises an error as the module is imported.
+    with suppress(RuntimeError):
+        compiled._cache = _Cache(function)
+    return compiled
+
+
+helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""A part of kernels. Python must not call it."""
+
+merged = njit(nogil=True, error_model="numpy", inline="always")
+"""A part that is compiled as if it stood in what calls it: for what a loop calls for every value. It takes longer."""
+
+
+def cache_folder() -> Path | None:
+    """The folder that compiled kernels of this package are kept in; None if there is no folder that can be written."""
+    cache = getattr(kernel(cache_folder), "_cache", None)
+    return Path(cache.cache_path) if isinstance(cache, _Cache) else None

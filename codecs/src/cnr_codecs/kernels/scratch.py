@@ -1,0 +1,36 @@
+"""Scratch memory of kernels, which is kept for the next call: to allocate it would take as long as a small call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy.typing as npt
+
+Scratch = tuple[npt.NDArray[Any], ...]
+
+_MOST = 16
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.by_arguments: dict[tuple[int, ...], Scratch] = {}
+
+
+def for_thread(make: Callable[..., Scratch]) -> Callable[..., Scratch]:
+    """Keep what `make` returns for the same arguments, separately for each thread: kernels run without the GIL."""
+    kept = _Kept()
+
+    @wraps(make)
+    def scratch(*arguments: int) -> Scratch:
+        made = kept.by_arguments
+        found = made.get(arguments)
+        if found is None:
+            if len(made) == _MOST:
+                made.clear()
+            found = made[arguments] = make(*arguments)
+        return found
+
+    return scratch
