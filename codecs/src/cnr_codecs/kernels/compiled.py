@@ -1,8 +1,8 @@
-"""How kernels are compiled: so that the first use of each, which waits for the compiler, waits as little as can be.
+"""How kernels are compiled: so that the first use of each, which waits for the compiler, waits little.
 
-What costs time: each function, each layout of arrays it is called with, and whatever makes, views or slices an array or
-may raise an error with a text. So a kernel gets its arrays from its caller, flat and contiguous, and scratch memory too.
-Functions that only kernels call get no way in from Python. Neither checks divisors for 0.
+What costs time: each function, each layout of arrays that it is called with, and whatever makes, views or slices an
+array or may raise an error with a text. So kernels get their arrays from their callers, flat and contiguous, and
+scratch memory too. Functions that only kernels call get no way in from Python. Neither checks divisors for 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("cnr_codecs")
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
-    """Compiled kernels on disk. What is wrong with the disk or the files costs the time to compile, and nothing else."""
+    """Compiled kernels on disk. A full disk or damaged files cost the time to compile, and nothing else."""
 
     # Once in a process: what is wrong with one file is so with all of them.
     is_warned = False

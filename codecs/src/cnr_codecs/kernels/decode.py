@@ -1,9 +1,9 @@
 """Decodes wanted rows of segments that are not quantized uniformly.
 
-`rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` (uint8, flat) and of the parameters.
-Row i is written to row `rows[i] - first_row` of the output, if that lies within `need` (uint8) and is marked there. The
-mark is then cleared. The output is `flat`, whose row r starts at r * stride. `chosen` and `places` (int64) are scratch
-memory for one row more than there are. Each function returns how many rows it wrote.
+`rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` (uint8, flat) and of the
+parameters. Row i is written to row `rows[i] - first_row` of the output, if that lies within `need` (uint8) and is marked
+there. The mark is then cleared. The output is `flat`, whose row r starts at r * stride. `chosen` and `places` (int64)
+are scratch memory for one row more than there are. Each function returns how many rows it wrote.
 
 The wanted rows are listed before any is decoded: a branch beside the decoding, taken at random, would cost several
 times the decoding.

@@ -19,7 +19,7 @@ import numpy as np
 from cnr_codecs.kernels.compiled import helper, kernel
 from cnr_codecs.kernels.instructions import bits_of, float_of
 from cnr_codecs.kernels.pack import codes_apart, unpack_block
-from cnr_codecs.kernels.scratch import Scratch, for_thread
+from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
 from cnr_codecs.kernels.validate import valid_halves
 
 # Codes and rows of a block: what is decoded from them stays in the cache.
@@ -30,11 +30,11 @@ _BLOCK_CODES, _BLOCK_ROWS = 1 << 13, 1 << 9
 def scratch_for(dim: int, bits: int) -> Scratch:
     """Memory for a block of rows: their codes and the same read-only, scales, offsets, their numbers and places."""
     rows = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
-    codes = np.empty(0 if bits == 8 else rows * codes_apart(dim, bits), np.uint8)
+    codes = zeros(0 if bits == 8 else rows * codes_apart(dim, bits), np.uint8)
     read = codes.view()
     read.flags.writeable = False
-    parameters, numbers = np.empty((2, rows), np.float32), np.empty((2, rows), np.int64)
-    return codes, read, parameters[0], parameters[1], numbers[0], numbers[1]
+    scale, offset = zeros(rows, np.float32), zeros(rows, np.float32)
+    return codes, read, scale, offset, zeros(rows, np.int64), zeros(rows, np.int64)
 
 
 @kernel

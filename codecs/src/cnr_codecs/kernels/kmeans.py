@@ -280,7 +280,7 @@ def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, sp
 
 @kernel
 def assign_pack(values: Any, order: Any, book: Any, thresholds: Any, bits: int, out: Any) -> None:
-    """Pack the codes of the rows `order` of `values` (float32 (n, dim)) into `out` (uint8, flat: (len(order), bytes a row)).
+    """Pack the codes of the rows `order` of `values` (float32 (n, dim)) into `out` (uint8, flat).
 
     A value's code is the number of thresholds (float32 (codebooks, 2**bits - 1)) below it. `book` numbers the codebook
     of each of the rows.

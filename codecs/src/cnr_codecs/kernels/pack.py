@@ -12,7 +12,7 @@ _ZERO, _ONE, _TWO, _THREE, _SEVEN, _EIGHT, _BYTE = (np.uintp(n) for n in (0, 1, 
 
 
 def codes_apart(dim: int, bits: int) -> int:
-    """How far apart `pack_block` and `unpack_block` have rows of `dim` codes: widened to whole bytes of 2 or 4 codes."""
+    """How far apart rows of `dim` codes begin in `pack_block` and `unpack_block`: whole bytes of 2 or 4 bits."""
     alike = 8 // bits if bits in (2, 4) else 1
     return -(-dim // alike) * alike
 

@@ -24,6 +24,8 @@ _FROM_AT, _FROM_STEP = (np.uintp(line * LANES) for line in range(6, 8))
 # The results: how much of its row the best line explains (0: there is no line), its centre and its step.
 EXPLAINED, CENTRE, BEST_STEP = (np.uintp(line * LANES) for line in range(8, 11))
 _COLUMNS = np.uintp(11 * LANES)
+# Adding this to a float32 of 0 to 2**22, and taking it away, rounds it half even.
+_ROUNDING = np.float32(3 << 22)
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
 # A column for each number of a trial: the window that it starts from, if it proposes another one; the shift in steps,
@@ -188,7 +190,7 @@ def _sum_codes(dim: int, half: Any, work: Any) -> None:
             t = z * work[_GAIN + k] + work[_SHIFT + k]
             t = t if t > _ZERO else _ZERO
             t = t if t < top else top
-            q = np.rint(t) - half
+            q = ((t + _ROUNDING) - _ROUNDING) - half
             work[_Q + k] += q
             work[_QQ + k] += q * q
             work[_QZ + k] += q * z
@@ -217,7 +219,7 @@ def squared_errors(
             t = (work[line + k] - work[_FROM_AT + k]) * work[_GAIN + k]
             t = t if t > _ZERO else _ZERO
             t = t if t < top else top
-            decoded = work[_FROM_STEP + k] * np.rint(t) + work[_FROM_AT + k]
+            decoded = work[_FROM_STEP + k] * ((t + _ROUNDING) - _ROUNDING) + work[_FROM_AT + k]
             off = (decoded - work[line + k]) * work[_SHIFT + k]
             work[_QQ + k] += off * off
     for k in range(_LANES):

@@ -36,7 +36,7 @@ from cnr_codecs.kernels.parameters import (
     symmetric_parameters,
     take_fitted,
 )
-from cnr_codecs.kernels.scratch import Scratch, for_thread
+from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
 from cnr_codecs.kernels.search import (
     BEST_STEP,
     CENTRE,
@@ -54,14 +54,15 @@ _ROUNDING = np.float32(3 << 22)
 @for_thread
 def scratch_for(dim: int, bits: int) -> Scratch:
     """Memory for a block of rows: parameters, ends of ranges, codes."""
-    low, high = np.zeros((2, LANES), np.float32)
-    return np.zeros(LINES), low, high, np.zeros(LANES * codes_apart(dim, bits) if bits < 8 else 0, np.uint8)
+    low, high = zeros(LANES, np.float32), zeros(LANES, np.float32)
+    codes = zeros(LANES * codes_apart(dim, bits) if bits < 8 else 0, np.uint8)
+    return zeros(LINES, np.float64), low, high, codes
 
 
 @for_thread
 def search_scratch(dim: int) -> Scratch:
     """Memory for the search of a block of rows: see `search`; and what maps the rows to their levels."""
-    return np.zeros(work_size(dim), np.float32), np.zeros(LANES, np.float32)
+    return zeros(work_size(dim), np.float32), zeros(LANES, np.float32)
 
 
 @helper
