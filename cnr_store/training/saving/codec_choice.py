@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from cnr_codecs import (
     CodecError,
     LosslessRows,
     RowCodec,
     UniformRows,
-    array_dtype,
-    decode_into,
-    parse,
+    compile_decoding,
+    compile_encoding,
     row_codec,
 )
 from cnr_store.errors import OptionError
@@ -137,11 +134,13 @@ class CodecChoice:
         self._auto, why = auto_bits(self._expected, restores)
         return self._auto, why
 
-    def warm(self, sizes: Mapping[str, tuple[int, int, str]]) -> None:
-        """Compile the kernels that saving and loading these tables will run.
+    def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
+        """Compile the kernels that saving and loading these tables will run, one a step; those of loading first.
 
         `sizes` are (bytes, dim, element type) by table name. Compiled kernels are cached on disk.
         """
+        for element in sorted({element for _, _, element in sizes.values()}):
+            yield from compile_decoding(element)
         wanted = {
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
@@ -152,10 +151,7 @@ class CodecChoice:
             if element in QUANTIZABLE
         }
         for codec, dim, element in wanted:
-            # Two rows of varied values run every kernel that full tables will run.
-            rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
-            payload = codec.encode_rows(rows, None, 2, element=element)
-            decode_into(parse(payload), rows, np.ones(2, np.uint8))
+            yield from compile_encoding(codec, dim, element)
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""

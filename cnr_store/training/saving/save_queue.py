@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain
 
 from cnr_backends import Backend
 from cnr_store.errors import (
@@ -32,6 +33,7 @@ from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
@@ -129,7 +131,7 @@ class SaveQueue:
         )
         self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
-        self._executor.submit(self.planner.compile_codecs)
+        self._compiled = self._executor.submit(self._compile)
 
     @property
     def latest(self) -> PendingSave | None:
@@ -190,6 +192,12 @@ class SaveQueue:
             finish_before_exit(pending.future)
             self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
             if reads_model:
+                if not self._compiled.done():
+                    log.info(
+                        "save of step %d holds training until kernels are compiled: its rows exceed "
+                        "snapshot_bytes. `cnr warm` compiles them beforehand",
+                        pending.step,
+                    )
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
@@ -232,6 +240,12 @@ class SaveQueue:
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
         self.audit.renew(snapshot.arrays, snapshot.dirty)
         return self.planner.plan(decision, snapshot, changed, pending)
+
+    def _compile(self) -> None:
+        """Compile kernels, of loads first, because a load waits for them; the tracker's have stand-ins."""
+        for _ in chain(self.planner.compile_steps(), compile_kernels()):
+            if self._closing or is_exiting():
+                return
 
     def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:
