@@ -41,6 +41,7 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
+_COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler; `cnr warm` runs it beforehand"
 
 
 class SaveCallbacks:
@@ -193,11 +194,7 @@ class SaveQueue:
             self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
             if reads_model:
                 if not self._compiled.done():
-                    log.info(
-                        "save of step %d holds training until kernels are compiled: its rows exceed "
-                        "snapshot_bytes. `cnr warm` compiles them beforehand",
-                        pending.step,
-                    )
+                    log.info(_COMPILES_FIRST, pending.step)
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
@@ -242,7 +239,7 @@ class SaveQueue:
         return self.planner.plan(decision, snapshot, changed, pending)
 
     def _compile(self) -> None:
-        """Compile kernels, of loads first, because a load waits for them; the tracker's have stand-ins."""
+        # What a load waits for comes first. The tracker's kernels come last, because numpy stands in for them.
         for _ in chain(self.planner.compile_steps(), compile_kernels()):
             if self._closing or is_exiting():
                 return

@@ -12,7 +12,7 @@ from cnr_codecs.errors import (
     RowsError,
     UnsupportedPayloadError,
 )
-from cnr_codecs.kernels.compiled import cache_folder
+from cnr_codecs.kernels.compiled import cache_folders
 from cnr_codecs.kmeans.kmeans import KMeansRows
 from cnr_codecs.payload.decode import decode_into, present_rows
 from cnr_codecs.payload.head import reseal, rows_written
@@ -69,7 +69,7 @@ __all__ = [
     "compile_decoding",
     "compile_encoding",
     "compile_all",
-    "cache_folder",
+    "cache_folders",
     "CodecError",
     "CodecConfigError",
     "RowsError",

@@ -17,6 +17,7 @@ from numba import njit
 from numba.core.caching import FunctionCache
 
 log = logging.getLogger("cnr_codecs")
+_folders: set[Path] = set()
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
@@ -53,7 +54,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     # Without a folder that can be written, numba's own `cache=True` raises an error as the module is imported.
     with suppress(RuntimeError):
-        compiled._cache = _Cache(function)
+        compiled._cache = cache = _Cache(function)
+        _folders.add(Path(cache.cache_path))
     return compiled
 
 
@@ -64,7 +66,6 @@ merged = njit(nogil=True, error_model="numpy", inline="always")
 """A part that is compiled as if it stood in what calls it: for what a loop calls for every value. It takes longer."""
 
 
-def cache_folder() -> Path | None:
-    """The folder that compiled kernels of this package are kept in; None if there is no folder that can be written."""
-    cache = getattr(kernel(cache_folder), "_cache", None)
-    return Path(cache.cache_path) if isinstance(cache, _Cache) else None
+def cache_folders() -> list[Path]:
+    """Where the kernels that were imported so far are kept once they are compiled. Empty if nothing can be written."""
+    return sorted(_folders)
