@@ -41,7 +41,9 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
-_COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler; `cnr warm` runs it beforehand"
+_COMPILES_FIRST = (
+    "save of step %d: rows beyond snapshot_bytes wait for the compiler; `cnr warm` runs it beforehand"
+)
 
 
 class SaveCallbacks:

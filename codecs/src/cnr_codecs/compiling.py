@@ -19,9 +19,7 @@ from cnr_codecs.uniform.uniform import UniformRows
 _ROWS = 2
 
 
-def compile_decoding(
-    element: str, parameters: ParameterType = ParameterType.FLOAT16
-) -> Iterator[None]:
+def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLOAT16) -> Iterator[None]:
     """Compile what decodes rows of an element type, lossless and uniformly quantized, one kernel a step."""
     kind, dim = element_named(element), 8
     raw = np.zeros((_ROWS, dim), array_dtype(element))
@@ -53,7 +51,12 @@ def compile_all() -> Iterator[None]:
     for element in (element.name for element in ELEMENTS if element.quantizable):
         for parameters in (ParameterType.FLOAT16, ParameterType.FLOAT32):
             yield from compile_decoding(element, parameters)
-    schemes = UniformRows(bits=4), UniformRows(bits=8), UniformRows("symmetric", 4), UniformRows(bits=4, bins=25)
+    schemes = (
+        UniformRows(bits=4),
+        UniformRows(bits=8),
+        UniformRows("symmetric", 4),
+        UniformRows(bits=4, bins=25),
+    )
     # Few values of a row are clustered exactly, many by iteration.
     for codec, dim in (*((codec, 16) for codec in schemes), (KMeansRows(2), 16), (KMeansRows(2), 4096)):
         yield from compile_encoding(codec, dim, "float32")

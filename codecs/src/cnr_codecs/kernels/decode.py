@@ -1,7 +1,7 @@
 """Decodes wanted rows of segments that are not quantized uniformly.
 
 `rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` (uint8, flat) and of the
-parameters. Row i is written to row `rows[i] - first_row` of the output, if that lies within `need` (uint8) and is marked
+parameters. Row i is written to row `rows[i] - first_row` of the output, if that lies in `need` (uint8) and is marked
 there. The mark is then cleared. The output is `flat`, whose row r starts at r * stride. `chosen` and `places` (int64)
 are scratch memory for one row more than there are. Each function returns how many rows it wrote.
 

@@ -101,7 +101,9 @@ def run(program: str, *arguments: str, **environment: str) -> tuple[list[str], s
 
 
 def train(tmp_path: Path, snapshot_bytes: int = 1 << 30) -> Any:
-    out, _ = run(_TRAIN, str(tmp_path / "store"), str(snapshot_bytes), NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    out, _ = run(
+        _TRAIN, str(tmp_path / "store"), str(snapshot_bytes), NUMBA_CACHE_DIR=str(tmp_path / "cache")
+    )
     return json.loads(out[-1])
 
 
@@ -140,5 +142,7 @@ def test_a_full_disk_fails_nothing(tmp_path: Path) -> None:
 
 
 def test_no_folder_that_can_be_written_fails_nothing() -> None:
-    (folders, hits), _ = run(_DECODE, NUMBA_CACHE_DIR="", NUMBA_CACHE_LOCATOR_CLASSES="_UserProvidedCacheLocator")
+    (folders, hits), _ = run(
+        _DECODE, NUMBA_CACHE_DIR="", NUMBA_CACHE_LOCATOR_CLASSES="_UserProvidedCacheLocator"
+    )
     assert (folders, hits) == ("", "0")

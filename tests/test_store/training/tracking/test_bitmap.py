@@ -16,7 +16,6 @@ from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device, mark_on_device
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
     """Kernels, not what stands in for them until they are compiled."""
