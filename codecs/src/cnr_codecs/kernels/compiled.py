@@ -16,8 +16,11 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
+from cnr_codecs.kernels.merging import merged as merged_helpers
+
 log = logging.getLogger("cnr_codecs")
 _folders: set[Path] = set()
+_helpers: list[Any] = []
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
@@ -51,19 +54,36 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
 
 def kernel(function: Callable[..., Any]) -> Any:
     """A loop that Python calls. What it is compiled to is kept on disk, where there is a place for it."""
-    compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(
+        merged_helpers(function, _is_helper)
+    )
     # Without a folder that can be written, numba's own `cache=True` raises an error as the module is imported.
     with suppress(RuntimeError):
-        compiled._cache = cache = _Cache(function)
+        compiled._cache = cache = _Cache(compiled.py_func)
         _folders.add(Path(cache.cache_path))
     return compiled
 
 
-helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""A part of kernels. Python must not call it."""
+def _is_helper(value: object) -> bool:
+    return any(value is each for each in _helpers)
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """A part of kernels, and merged into them. Python must not call it."""
+    made = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    _helpers.append(made)
+    return made
+
 
 merged = njit(nogil=True, error_model="numpy", inline="always")
 """A part that is compiled as if it stood in what calls it: for what a loop calls for every value. It takes longer."""
+
+
+def routine(function: Callable[..., Any]) -> Any:
+    """A part of kernels that is compiled by itself, with its helpers: what numba does with a function grows faster."""
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        merged_helpers(function, _is_helper)
+    )
 
 
 def cache_folders() -> list[Path]:

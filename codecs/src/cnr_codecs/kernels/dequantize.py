@@ -37,6 +37,143 @@ def scratch_for(dim: int, bits: int) -> Scratch:
     return codes, read, scale, offset, zeros(rows, np.int64), zeros(rows, np.int64)
 
 
+@helper
+def _choose(
+    rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
+) -> int:
+    """List the wanted rows among the segment's rows `first` to `last`, clear their marks, and return their count.
+
+    `chosen` gets their numbers, counted from `first`, and `places` their rows of the output.
+    """
+    place = (np.int64(rows[first - start]) if rows.size else first) - first_row
+    end = (np.int64(rows[last - 1 - start]) if rows.size else last - 1) - first_row
+    if place >= 0 and end < need.size and end - place == last - 1 - first:
+        marked = 0
+        for k in range(last - first):
+            marked += need[place + k] != 0
+        if marked == last - first:
+            for k in range(last - first):
+                need[place + k] = 0
+                chosen[k] = k
+                places[k] = place + k
+            return marked
+    count = 0
+    for i in range(first, last):
+        to = (np.int64(rows[i - start]) if rows.size else i) - first_row
+        if 0 <= to < need.size:
+            # There is no branch on the mark: at random marks it would cost more than the row.
+            chosen[count] = i - first
+            places[count] = to
+            count += need[to] != 0
+    for k in range(count):
+        need[places[k]] = 0
+    return count
+
+
+@helper
+def _dequantize(
+    codes: Any, at: int, apart: int, scale: Any, offset: Any, count: int, dim: int, flat: Any, to: int
+) -> None:
+    """Write scale * code + offset of each row to flat[to:]."""
+    start, step_codes, width, target = np.uintp(at), np.uintp(apart), np.uintp(dim), np.uintp(to)
+    for k in range(np.uintp(count)):
+        step, low = scale[k], offset[k]
+        for j in range(width):
+            code = np.float32(np.int32(codes[start + k * step_codes + j]))
+            flat[target + k * width + j] = step * code + low
+
+
+@helper
+def _scatter(
+    codes: Any,
+    at: int,
+    apart: int,
+    alone: bool,
+    scale: Any,
+    offset: Any,
+    chosen: Any,
+    count: int,
+    dim: int,
+    flat: Any,
+    places: Any,
+    stride: int,
+) -> None:
+    """Write the chosen rows to the rows `places` of `flat`. `codes` has all rows, or the chosen ones `alone`."""
+    width = np.uintp(dim)
+    for k in range(np.uintp(count)):
+        row = np.uintp(chosen[k])
+        step, low = scale[row], offset[row]
+        source = np.uintp(at) + (k if alone else row) * np.uintp(apart)
+        to = np.uintp(places[k]) * np.uintp(stride)
+        for j in range(width):
+            flat[to + j] = step * np.float32(np.int32(codes[source + j])) + low
+
+
+@helper
+def _widen(halves: Any, line: int, first: int, count: int, out: Any) -> None:
+    """Widen finite float16s, given as bits. No step is a subnormal float32, which a thread may flush to zero."""
+    start = np.uintp(first)
+    for k in range(np.uintp(count)):
+        half = np.uint32(halves[line, start + k])
+        size = half & np.uint32(0x7FFF)
+        normal = float_of(np.uint32((size << np.uint32(13)) + np.uint32(0x38000000)))
+        small = np.float32(np.int32(size)) * np.float32(2.0**-24)
+        value = normal if size >= np.uint32(0x400) else small
+        out[k] = value if half < np.uint32(0x8000) else -value
+
+
+@helper
+def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: Any, offset: Any) -> None:
+    """Compute scale and offset of the segment's rows `first` to `last`, as `Segment.affine` does."""
+    count, start = np.uintp(last - first), np.uintp(first)
+    lines = len(halves) + len(floats)
+    for line in range(lines):
+        out = offset if line else scale
+        if len(halves):
+            _widen(halves, line, first, last - first, out)
+        else:
+            for k in range(count):
+                out[k] = floats[line, start + k]
+    if lines == 1:
+        most = np.float32(1 - (1 << bits))
+        for k in range(count):
+            offset[k] = scale[k] * most
+            scale[k] = scale[k] * np.float32(2)
+
+
+@helper
+def _round_bfloat16(flat: Any, places: Any, count: int, dim: int, stride: int) -> None:
+    """Round rows to the nearest bfloat16, ties to even. No value is NaN."""
+    for k in range(np.uintp(count)):
+        start = np.uintp(places[k]) * np.uintp(stride)
+        for j in range(np.uintp(dim)):
+            bits = bits_of(flat[start + j])
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            rounded = np.uint32((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
+            flat[start + j] = float_of(rounded)
+
+
+@helper
+def _round_float16(wide: Any, count: int, dim: int, flat: Any, places: Any, stride: int) -> None:
+    """Write rows of `wide` to `flat`, rounded to the nearest float16, ties to even. No value is NaN."""
+    width = np.uintp(dim)
+    for k in range(np.uintp(count)):
+        start = np.uintp(places[k]) * np.uintp(stride)
+        for j in range(width):
+            value = np.float32(wide[k * width + j])
+            bits = bits_of(value)
+            sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+            size = bits & np.uint32(0x7FFFFFFF)
+            odd = (size >> np.uint32(13)) & np.uint32(1)
+            normal = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+            # Subnormal float16s are multiples of 2**-24. Adding 1.5 * 2**23 rounds to whole ones.
+            units = abs(value) * np.float32(1 << 24) + np.float32(3 << 22)
+            small = bits_of(np.float32(units)) & np.uint32(0xFFFF)
+            half = normal if size >= np.uint32(0x38800000) else small
+            half = half if size < np.uint32(0x47800000) else np.uint32(0x7C00)
+            flat[start + j] = np.uint16(sign | half)
+
+
 @kernel
 def decode_all(packed: Any, halves: Any, bits: int, dim: int, apart: int, flat: Any, scratch: Any) -> bool:
     """Write all rows of a segment to `flat` (float32). Return False, and write none, if a parameter is not valid."""
@@ -141,140 +278,3 @@ def decode_float16(
         _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, wide, numbers, dim)
         _round_float16(wide, count, dim, flat, places, stride)
     return written
-
-
-@helper
-def _choose(
-    rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
-) -> int:
-    """List the wanted rows among the segment's rows `first` to `last`, clear their marks, and return their count.
-
-    `chosen` gets their numbers, counted from `first`, and `places` their rows of the output.
-    """
-    place = (np.int64(rows[first - start]) if rows.size else first) - first_row
-    end = (np.int64(rows[last - 1 - start]) if rows.size else last - 1) - first_row
-    if place >= 0 and end < need.size and end - place == last - 1 - first:
-        marked = 0
-        for k in range(last - first):
-            marked += need[place + k] != 0
-        if marked == last - first:
-            for k in range(last - first):
-                need[place + k] = 0
-                chosen[k] = k
-                places[k] = place + k
-            return marked
-    count = 0
-    for i in range(first, last):
-        to = (np.int64(rows[i - start]) if rows.size else i) - first_row
-        if 0 <= to < need.size:
-            # There is no branch on the mark: at random marks it would cost more than the row.
-            chosen[count] = i - first
-            places[count] = to
-            count += need[to] != 0
-    for k in range(count):
-        need[places[k]] = 0
-    return count
-
-
-@helper
-def _dequantize(
-    codes: Any, at: int, apart: int, scale: Any, offset: Any, count: int, dim: int, flat: Any, to: int
-) -> None:
-    """Write scale * code + offset of each row to flat[to:]."""
-    start, step_codes, width, target = np.uintp(at), np.uintp(apart), np.uintp(dim), np.uintp(to)
-    for k in range(np.uintp(count)):
-        step, low = scale[k], offset[k]
-        for j in range(width):
-            code = np.float32(np.int32(codes[start + k * step_codes + j]))
-            flat[target + k * width + j] = step * code + low
-
-
-@helper
-def _scatter(
-    codes: Any,
-    at: int,
-    apart: int,
-    alone: bool,
-    scale: Any,
-    offset: Any,
-    chosen: Any,
-    count: int,
-    dim: int,
-    flat: Any,
-    places: Any,
-    stride: int,
-) -> None:
-    """Write the chosen rows to the rows `places` of `flat`. `codes` has all rows, or the chosen ones `alone`."""
-    width = np.uintp(dim)
-    for k in range(np.uintp(count)):
-        row = np.uintp(chosen[k])
-        step, low = scale[row], offset[row]
-        source = np.uintp(at) + (k if alone else row) * np.uintp(apart)
-        to = np.uintp(places[k]) * np.uintp(stride)
-        for j in range(width):
-            flat[to + j] = step * np.float32(np.int32(codes[source + j])) + low
-
-
-@helper
-def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: Any, offset: Any) -> None:
-    """Compute scale and offset of the segment's rows `first` to `last`, as `Segment.affine` does."""
-    count, start = np.uintp(last - first), np.uintp(first)
-    lines = len(halves) + len(floats)
-    for line in range(lines):
-        out = offset if line else scale
-        if len(halves):
-            _widen(halves, line, first, last - first, out)
-        else:
-            for k in range(count):
-                out[k] = floats[line, start + k]
-    if lines == 1:
-        most = np.float32(1 - (1 << bits))
-        for k in range(count):
-            offset[k] = scale[k] * most
-            scale[k] = scale[k] * np.float32(2)
-
-
-@helper
-def _widen(halves: Any, line: int, first: int, count: int, out: Any) -> None:
-    """Widen finite float16s, given as bits. No step is a subnormal float32, which a thread may flush to zero."""
-    start = np.uintp(first)
-    for k in range(np.uintp(count)):
-        half = np.uint32(halves[line, start + k])
-        size = half & np.uint32(0x7FFF)
-        normal = float_of(np.uint32((size << np.uint32(13)) + np.uint32(0x38000000)))
-        small = np.float32(np.int32(size)) * np.float32(2.0**-24)
-        value = normal if size >= np.uint32(0x400) else small
-        out[k] = value if half < np.uint32(0x8000) else -value
-
-
-@helper
-def _round_bfloat16(flat: Any, places: Any, count: int, dim: int, stride: int) -> None:
-    """Round rows to the nearest bfloat16, ties to even. No value is NaN."""
-    for k in range(np.uintp(count)):
-        start = np.uintp(places[k]) * np.uintp(stride)
-        for j in range(np.uintp(dim)):
-            bits = bits_of(flat[start + j])
-            odd = (bits >> np.uint32(16)) & np.uint32(1)
-            rounded = np.uint32((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
-            flat[start + j] = float_of(rounded)
-
-
-@helper
-def _round_float16(wide: Any, count: int, dim: int, flat: Any, places: Any, stride: int) -> None:
-    """Write rows of `wide` to `flat`, rounded to the nearest float16, ties to even. No value is NaN."""
-    width = np.uintp(dim)
-    for k in range(np.uintp(count)):
-        start = np.uintp(places[k]) * np.uintp(stride)
-        for j in range(width):
-            value = np.float32(wide[k * width + j])
-            bits = bits_of(value)
-            sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
-            size = bits & np.uint32(0x7FFFFFFF)
-            odd = (size >> np.uint32(13)) & np.uint32(1)
-            normal = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
-            # Subnormal float16s are multiples of 2**-24. Adding 1.5 * 2**23 rounds to whole ones.
-            units = abs(value) * np.float32(1 << 24) + np.float32(3 << 22)
-            small = bits_of(np.float32(units)) & np.uint32(0xFFFF)
-            half = normal if size >= np.uint32(0x38800000) else small
-            half = half if size < np.uint32(0x47800000) else np.uint32(0x7C00)
-            flat[start + j] = np.uint16(sign | half)

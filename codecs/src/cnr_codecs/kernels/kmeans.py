@@ -25,37 +25,6 @@ PIECE_MASK = np.int64(0x3FF)
 _NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
 
 
-@kernel
-def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
-    """Merge adjacent pieces as Ward does, then iterate as Lloyd does, until no cut moves or `iterations` times."""
-    clusters = cuts.shape[1] - 1
-    most_pieces = PIECES * clusters
-    z = np.empty(ordered.shape[1])
-    total = np.empty(ordered.shape[1] + 1)
-    mean = np.empty(clusters)
-    pieces = np.empty(most_pieces + 1, np.int64)
-    links = np.empty((2, most_pieces + 1), np.int64)
-    cost = np.empty(most_pieces)
-    for s in range(sizes.size):
-        size = sizes[s]
-        _centre(ordered[s], size, z, total)
-        count = min(size, most_pieces)
-        _cut_pieces(z, size, count, pieces)
-        if count > clusters:
-            _merge(z, total, pieces, count, clusters, links, cost, cost.view(np.int64))
-        for c in range(clusters + 1):
-            cuts[s, c] = pieces[c] if c <= count else size
-        _lloyd(z, total, size, iterations, mean, cuts[s])
-
-
-@helper
-def _centre(row: Any, size: int, z: Any, total: Any) -> None:
-    middle = np.float64(row[size // 2])
-    for j in range(size):
-        z[j] = np.float64(row[j]) - middle
-    _sum_outwards(z, size, total)
-
-
 @helper
 def _sum_outwards(values: Any, size: int, total: Any) -> None:
     """Compute sums such that total[b] - total[a] is the sum of values a to b - 1."""
@@ -65,6 +34,14 @@ def _sum_outwards(values: Any, size: int, total: Any) -> None:
         total[j + 1] = total[j] + values[j]
     for j in range(half - 1, -1, -1):
         total[j] = total[j + 1] - values[j]
+
+
+@helper
+def _centre(row: Any, size: int, z: Any, total: Any) -> None:
+    middle = np.float64(row[size // 2])
+    for j in range(size):
+        z[j] = np.float64(row[j]) - middle
+    _sum_outwards(z, size, total)
 
 
 @helper
@@ -168,39 +145,6 @@ def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any)
             return
 
 
-@kernel
-def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
-    """Find the clusters of least squared error by dynamic programming in O(clusters * size * log(size)).
-
-    `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
-    """
-    width = ordered.shape[1]
-    clusters = cuts.shape[1] - 1
-    z = np.empty(width)
-    total = np.empty(width + 1)
-    squares = np.empty(width + 1)
-    shares = np.ones(width + 1)
-    shares[1:] = 1 / np.arange(1, width + 1)
-    best = np.empty((2, width + 1))
-    begin = np.zeros((clusters, width + 1), np.int32)
-    for s in range(sizes.size):
-        size = sizes[s]
-        _centre(ordered[s], size, z, total)
-        used = min(clusters, size)
-        _sum_outwards(z * z, size, squares)
-        for j in range(1, size + 1):
-            best[0, j] = _error(z, total, squares, shares, 0, j)
-        for c in range(1, used):
-            # The last round is needed for the last end alone.
-            first = size if c == used - 1 else c + 1
-            last = size - (used - 1 - c)
-            _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
-        cuts[s, used:] = size
-        for c in range(used - 1, 0, -1):
-            cuts[s, c] = begin[c, cuts[s, c + 1]]
-        cuts[s, 0] = 0
-
-
 @merged
 def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) -> Any:
     """Return the squared error of values `first` to end - 1 about their mean. Rounding never makes it negative."""
@@ -248,6 +192,62 @@ def _extend(
             best[end] = lowest
             begin[end] = found
         step //= 2
+
+
+@kernel
+def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
+    """Merge adjacent pieces as Ward does, then iterate as Lloyd does, until no cut moves or `iterations` times."""
+    clusters = cuts.shape[1] - 1
+    most_pieces = PIECES * clusters
+    z = np.empty(ordered.shape[1])
+    total = np.empty(ordered.shape[1] + 1)
+    mean = np.empty(clusters)
+    pieces = np.empty(most_pieces + 1, np.int64)
+    links = np.empty((2, most_pieces + 1), np.int64)
+    cost = np.empty(most_pieces)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        count = min(size, most_pieces)
+        _cut_pieces(z, size, count, pieces)
+        if count > clusters:
+            _merge(z, total, pieces, count, clusters, links, cost, cost.view(np.int64))
+        for c in range(clusters + 1):
+            cuts[s, c] = pieces[c] if c <= count else size
+        _lloyd(z, total, size, iterations, mean, cuts[s])
+
+
+@kernel
+def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
+    """Find the clusters of least squared error by dynamic programming in O(clusters * size * log(size)).
+
+    `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
+    """
+    width = ordered.shape[1]
+    clusters = cuts.shape[1] - 1
+    z = np.empty(width)
+    total = np.empty(width + 1)
+    squares = np.empty(width + 1)
+    shares = np.ones(width + 1)
+    shares[1:] = 1 / np.arange(1, width + 1)
+    best = np.empty((2, width + 1))
+    begin = np.zeros((clusters, width + 1), np.int32)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        used = min(clusters, size)
+        _sum_outwards(z * z, size, squares)
+        for j in range(1, size + 1):
+            best[0, j] = _error(z, total, squares, shares, 0, j)
+        for c in range(1, used):
+            # The last round is needed for the last end alone.
+            first = size if c == used - 1 else c + 1
+            last = size - (used - 1 - c)
+            _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
+        cuts[s, used:] = size
+        for c in range(used - 1, 0, -1):
+            cuts[s, c] = begin[c, cuts[s, c + 1]]
+        cuts[s, 0] = 0
 
 
 @kernel

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper
+from cnr_codecs.kernels.compiled import helper, routine
 
 _ZERO, _ONE, _TWO, _THREE, _SEVEN, _EIGHT, _BYTE = (np.uintp(n) for n in (0, 1, 2, 3, 7, 8, 0xFF))
 
@@ -18,6 +18,44 @@ def codes_apart(dim: int, bits: int) -> int:
 
 
 @helper
+def _pack_row(codes: Any, first: Any, dim: Any, bits: Any, out: Any, to: Any) -> None:
+    # Eight codes fill `bits` whole bytes.
+    groups = dim >> _THREE
+    for group in range(groups):
+        start, place = first + (group << _THREE), to + group * bits
+        word = _ZERO
+        for k in range(_EIGHT):
+            word |= np.uintp(codes[start + k]) << (bits * k)
+        for k in range(bits):
+            out[place + k] = np.uint8((word >> (k << _THREE)) & _BYTE)
+    word = _ZERO
+    for k in range(groups << _THREE, dim):
+        word |= np.uintp(codes[first + k]) << (bits * (k & _SEVEN))
+    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
+        out[to + k] = np.uint8(word & _BYTE)
+        word >>= _EIGHT
+
+
+@helper
+def _unpack_row(packed: Any, first: Any, dim: Any, bits: Any, codes: Any, to: Any) -> None:
+    mask, groups = (_ONE << bits) - _ONE, dim >> _THREE
+    for group in range(groups):
+        start, place = to + (group << _THREE), first + group * bits
+        word = _ZERO
+        for k in range(bits):
+            word |= np.uintp(packed[place + k]) << (k << _THREE)
+        for k in range(_EIGHT):
+            codes[start + k] = np.uint8((word >> (bits * k)) & mask)
+    word, shift = _ZERO, _ZERO
+    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
+        word |= np.uintp(packed[first + k]) << shift
+        shift += _EIGHT
+    for k in range(groups << _THREE, dim):
+        codes[to + k] = np.uint8(word & mask)
+        word >>= bits
+
+
+@routine
 def pack_block(codes: Any, count: int, dim: int, bits: int, out: Any, to: int) -> None:
     """Pack `count` rows of `dim` codes (uint8), `codes_apart`, to out[to:] (uint8, flat).
 
@@ -43,26 +81,7 @@ def pack_block(codes: Any, count: int, dim: int, bits: int, out: Any, to: int) -
             target += width
 
 
-@helper
-def _pack_row(codes: Any, first: Any, dim: Any, bits: Any, out: Any, to: Any) -> None:
-    # Eight codes fill `bits` whole bytes.
-    groups = dim >> _THREE
-    for group in range(groups):
-        start, place = first + (group << _THREE), to + group * bits
-        word = _ZERO
-        for k in range(_EIGHT):
-            word |= np.uintp(codes[start + k]) << (bits * k)
-        for k in range(bits):
-            out[place + k] = np.uint8((word >> (k << _THREE)) & _BYTE)
-    word = _ZERO
-    for k in range(groups << _THREE, dim):
-        word |= np.uintp(codes[first + k]) << (bits * (k & _SEVEN))
-    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
-        out[to + k] = np.uint8(word & _BYTE)
-        word >>= _EIGHT
-
-
-@helper
+@routine
 def unpack_block(packed: Any, first: int, count: int, dim: int, bits: int, codes: Any, to: int) -> None:
     """Unpack `count` rows, from packed[first:] (uint8, flat), to `codes` from codes[to:] on, `codes_apart`."""
     start, target = np.uintp(first), np.uintp(to)
@@ -84,22 +103,3 @@ def unpack_block(packed: Any, first: int, count: int, dim: int, bits: int, codes
         for row in range(_ZERO, np.uintp(count * dim), length):
             _unpack_row(packed, start, length, np.uintp(bits), codes, target + row)
             start += width
-
-
-@helper
-def _unpack_row(packed: Any, first: Any, dim: Any, bits: Any, codes: Any, to: Any) -> None:
-    mask, groups = (_ONE << bits) - _ONE, dim >> _THREE
-    for group in range(groups):
-        start, place = to + (group << _THREE), first + group * bits
-        word = _ZERO
-        for k in range(bits):
-            word |= np.uintp(packed[place + k]) << (k << _THREE)
-        for k in range(_EIGHT):
-            codes[start + k] = np.uint8((word >> (bits * k)) & mask)
-    word, shift = _ZERO, _ZERO
-    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
-        word |= np.uintp(packed[first + k]) << shift
-        shift += _EIGHT
-    for k in range(groups << _THREE, dim):
-        codes[to + k] = np.uint8(word & mask)
-        word >>= bits

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.compiled import helper, kernel, routine
 from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64
@@ -57,38 +57,6 @@ def work_size(dim: int) -> int:
     return int(_COLUMNS) + dim * LANES
 
 
-@kernel
-def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
-
-    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
-    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
-    counted from its middle.
-    """
-    count, dim = values.shape
-    put_columns(values.reshape(-1), 0, count, dim, work)
-    search_columns(dim, low, factor, levels, normal_step, work)
-
-
-@helper
-def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best windows of the rows of `put_columns`, as `search` does. The columns are mapped by it."""
-    half = np.float32(levels) * _HALF
-    _map_columns(dim, low, factor, half, work)
-    for k in range(_LANES):
-        work[EXPLAINED + k] = _ZERO
-        work[CENTRE + k] = _ZERO
-        work[BEST_STEP + k] = _ONE
-    for trial in range(_TRIALS.shape[0]):
-        if _TRIALS[trial, _FROM] == _FROM_BEST:
-            _propose_from_best(work)
-        elif _TRIALS[trial, _FROM] == _FROM_MOMENTS:
-            _propose_from_moments(dim, work)
-        shift = _TRIALS[trial, _BY] * (half if _TRIALS[trial, _BY_HALVES] > _ZERO else _ONE)
-        share = _TRIALS[trial, _OF] * (normal_step if _TRIALS[trial, _OF_NORMAL] > _ZERO else _ONE)
-        _offer_neighbour(shift, share, dim, half, work)
-
-
 @helper
 def _propose_from_best(work: Any) -> None:
     for k in range(_LANES):
@@ -110,7 +78,7 @@ def _map_columns(dim: int, low: Any, factor: Any, half: Any, work: Any) -> None:
             work[_Z + k] += work[_COLUMNS + j * _LANES + k]
 
 
-@helper
+@routine
 def put_columns(values: Any, first: int, count: int, dim: int, work: Any) -> None:
     """Fill in the columns of `count` rows of `values` (flat), from row `first` on, one a line."""
     start, width = np.uintp(first * dim), np.uintp(dim)
@@ -148,6 +116,27 @@ def _propose_from_moments(dim: int, work: Any) -> None:
 
 
 @helper
+def _sum_codes(dim: int, half: Any, work: Any) -> None:
+    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
+    top = half + half
+    for k in range(_LANES):
+        work[_Q + k] = _ZERO
+        work[_QQ + k] = _ZERO
+        work[_QZ + k] = _ZERO
+    for j in range(np.uintp(dim)):
+        line = _COLUMNS + j * _LANES
+        for k in range(_LANES):
+            z = work[line + k]
+            t = z * work[_GAIN + k] + work[_SHIFT + k]
+            t = t if t > _ZERO else _ZERO
+            t = t if t < top else top
+            q = ((t + _ROUNDING) - _ROUNDING) - half
+            work[_Q + k] += q
+            work[_QQ + k] += q * q
+            work[_QZ + k] += q * z
+
+
+@helper
 def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> None:
     """Try the windows that are shifted by `shift` steps and have `share` of the step.
 
@@ -175,28 +164,26 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
         work[CENTRE + k] = (z - step * q) / n if better else work[CENTRE + k]
 
 
-@helper
-def _sum_codes(dim: int, half: Any, work: Any) -> None:
-    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
-    top = half + half
+@routine
+def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+    """Find the best windows of the rows of `put_columns`, as `search` does. The columns are mapped by it."""
+    half = np.float32(levels) * _HALF
+    _map_columns(dim, low, factor, half, work)
     for k in range(_LANES):
-        work[_Q + k] = _ZERO
-        work[_QQ + k] = _ZERO
-        work[_QZ + k] = _ZERO
-    for j in range(np.uintp(dim)):
-        line = _COLUMNS + j * _LANES
-        for k in range(_LANES):
-            z = work[line + k]
-            t = z * work[_GAIN + k] + work[_SHIFT + k]
-            t = t if t > _ZERO else _ZERO
-            t = t if t < top else top
-            q = ((t + _ROUNDING) - _ROUNDING) - half
-            work[_Q + k] += q
-            work[_QQ + k] += q * q
-            work[_QZ + k] += q * z
+        work[EXPLAINED + k] = _ZERO
+        work[CENTRE + k] = _ZERO
+        work[BEST_STEP + k] = _ONE
+    for trial in range(_TRIALS.shape[0]):
+        if _TRIALS[trial, _FROM] == _FROM_BEST:
+            _propose_from_best(work)
+        elif _TRIALS[trial, _FROM] == _FROM_MOMENTS:
+            _propose_from_moments(dim, work)
+        shift = _TRIALS[trial, _BY] * (half if _TRIALS[trial, _BY_HALVES] > _ZERO else _ONE)
+        share = _TRIALS[trial, _OF] * (normal_step if _TRIALS[trial, _OF_NORMAL] > _ZERO else _ONE)
+        _offer_neighbour(shift, share, dim, half, work)
 
 
-@helper
+@routine
 def squared_errors(
     lines: Any, scale: int, offset: int, factor: Any, levels: int, dim: int, work: Any, error: int
 ) -> None:
@@ -224,3 +211,16 @@ def squared_errors(
             work[_QQ + k] += off * off
     for k in range(_LANES):
         lines[np.uintp(error) + k] = work[_QQ + k]
+
+
+@kernel
+def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+    """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
+
+    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
+    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
+    counted from its middle.
+    """
+    count, dim = values.shape
+    put_columns(values.reshape(-1), 0, count, dim, work)
+    search_columns(dim, low, factor, levels, normal_step, work)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.compiled import helper, kernel, routine
 from cnr_codecs.kernels.instructions import bits_of, float_of, prefetch
 from cnr_codecs.kernels.pack import codes_apart, pack_block
 from cnr_codecs.kernels.parameters import (
@@ -85,6 +85,96 @@ def _row_extremes(values: Any, first: int, count: int, dim: int, low: Any, high:
         least, greatest = np.int32(largest) if least < 0 else least, greatest if greatest >= 0 else least
         low[k] = float_of(np.int32(least))
         high[k] = float_of(np.int32(greatest))
+
+
+@helper
+def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
+    """Compute what maps a row's range to its levels, or 0 where no float32 does: the search then finds nothing."""
+    for k in range(LANES):
+        span = high[k] - low[k]
+        gain = levels / span
+        factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
+
+
+@helper
+def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
+    """Convert the windows that the search found to lines in the rows' own units."""
+    for k in range(LANES):
+        unit = np.float64(factor[k])
+        step = np.float64(found[BEST_STEP + k])
+        shift = np.float64(found[CENTRE + k]) + half - step * half
+        work[FIT_SCALE + k] = step / unit
+        work[FIT_OFFSET + k] = work[LOW + k] + shift / unit
+        work[FITTED + k] = found[EXPLAINED + k] if unit > 0.0 else 0.0
+
+
+@helper
+def _quantize(
+    values: Any,
+    first: int,
+    last: int,
+    dim: int,
+    scales: Any,
+    offsets: Any,
+    top: Any,
+    codes: Any,
+    to: int,
+    apart: int,
+) -> None:
+    """Compute codes: clamp((x - offset) * (1 / scale), 0, top) in float32, rounded half even. Scale 0 counts as 1."""
+    start, target, width, stride = np.uintp(first), np.uintp(to), np.uintp(dim), np.uintp(apart)
+    for k in range(np.uintp(last - first)):
+        offset, scale = offsets[start + k], scales[start + k]
+        gain = np.float32(1) / (scale if scale > 0 else np.float32(1))
+        for line in range(np.uintp(0), width, np.uintp(16)):
+            prefetch(values, (start + k + np.uintp(LANES)) * width + line)
+        for j in range(width):
+            t = (values[(start + k) * width + j] - offset) * gain
+            t = t if t > np.float32(0) else np.float32(0)
+            t = t if t < top else top
+            codes[target + k * stride + j] = np.uint8(bits_of(np.float32(t + _ROUNDING)) & np.uint32(0xFF))
+
+
+@helper
+def _float16_bits(values: Any, first: int, last: int, halves: Any, line: int) -> None:
+    """Convert float32s whose values are float16s to the bits of these."""
+    for k in range(np.uintp(first), np.uintp(last)):
+        bits = bits_of(values[k])
+        size = bits & np.uint32(0x7FFFFFFF)
+        normal = (size - np.uint32(0x38000000)) >> np.uint32(13)
+        units = float_of(np.uint32(size)) * np.float32(1 << 24) + _ROUNDING
+        small = bits_of(np.float32(units)) & np.uint32(0x3FF)
+        half = normal if size >= np.uint32(0x38800000) else small
+        halves[line, k] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@routine
+def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
+    """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
+
+    Return how many of these rows have float16 parameters.
+    """
+    scales, offsets, halves, kind, packed = out
+    start, count, float16_rows = np.uintp(first), np.uintp(last - first), 0
+    for k in range(count):
+        scales[start + k] = np.float32(work[SCALE + k])
+        offsets[start + k] = np.float32(work[OFFSET + k])
+    for k in range(count):
+        kind[start + k] = np.uint8(np.int32(work[KIND + k]))
+        float16_rows += work[KIND + k] == FLOAT16
+    for line in range(2):
+        _float16_bits(offsets if line else scales, first, last, halves, line)
+    # Of 8 bits, codes are written where they stay.
+    whole = bits == 8
+    target, to, apart = (
+        packed if whole else codes,
+        first * dim if whole else 0,
+        dim if whole else codes.size // LANES,
+    )
+    _quantize(values, first, last, dim, scales, offsets, np.float32((1 << bits) - 1), target, to, apart)
+    if not whole:
+        pack_block(codes, last - first, dim, bits, packed, first * ((dim * bits + 7) // 8))
+    return float16_rows
 
 
 @kernel
@@ -170,93 +260,3 @@ def encode_searched(
         take_fitted(work)
         float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
     return float16_rows
-
-
-@helper
-def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
-    """Compute what maps a row's range to its levels, or 0 where no float32 does: the search then finds nothing."""
-    for k in range(LANES):
-        span = high[k] - low[k]
-        gain = levels / span
-        factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
-
-
-@helper
-def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
-    """Convert the windows that the search found to lines in the rows' own units."""
-    for k in range(LANES):
-        unit = np.float64(factor[k])
-        step = np.float64(found[BEST_STEP + k])
-        shift = np.float64(found[CENTRE + k]) + half - step * half
-        work[FIT_SCALE + k] = step / unit
-        work[FIT_OFFSET + k] = work[LOW + k] + shift / unit
-        work[FITTED + k] = found[EXPLAINED + k] if unit > 0.0 else 0.0
-
-
-@helper
-def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
-    """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
-
-    Return how many of these rows have float16 parameters.
-    """
-    scales, offsets, halves, kind, packed = out
-    start, count, float16_rows = np.uintp(first), np.uintp(last - first), 0
-    for k in range(count):
-        scales[start + k] = np.float32(work[SCALE + k])
-        offsets[start + k] = np.float32(work[OFFSET + k])
-    for k in range(count):
-        kind[start + k] = np.uint8(np.int32(work[KIND + k]))
-        float16_rows += work[KIND + k] == FLOAT16
-    for line in range(2):
-        _float16_bits(offsets if line else scales, first, last, halves, line)
-    # Of 8 bits, codes are written where they stay.
-    whole = bits == 8
-    target, to, apart = (
-        packed if whole else codes,
-        first * dim if whole else 0,
-        dim if whole else codes.size // LANES,
-    )
-    _quantize(values, first, last, dim, scales, offsets, np.float32((1 << bits) - 1), target, to, apart)
-    if not whole:
-        pack_block(codes, last - first, dim, bits, packed, first * ((dim * bits + 7) // 8))
-    return float16_rows
-
-
-@helper
-def _quantize(
-    values: Any,
-    first: int,
-    last: int,
-    dim: int,
-    scales: Any,
-    offsets: Any,
-    top: Any,
-    codes: Any,
-    to: int,
-    apart: int,
-) -> None:
-    """Compute codes: clamp((x - offset) * (1 / scale), 0, top) in float32, rounded half even. Scale 0 counts as 1."""
-    start, target, width, stride = np.uintp(first), np.uintp(to), np.uintp(dim), np.uintp(apart)
-    for k in range(np.uintp(last - first)):
-        offset, scale = offsets[start + k], scales[start + k]
-        gain = np.float32(1) / (scale if scale > 0 else np.float32(1))
-        for line in range(np.uintp(0), width, np.uintp(16)):
-            prefetch(values, (start + k + np.uintp(LANES)) * width + line)
-        for j in range(width):
-            t = (values[(start + k) * width + j] - offset) * gain
-            t = t if t > np.float32(0) else np.float32(0)
-            t = t if t < top else top
-            codes[target + k * stride + j] = np.uint8(bits_of(np.float32(t + _ROUNDING)) & np.uint32(0xFF))
-
-
-@helper
-def _float16_bits(values: Any, first: int, last: int, halves: Any, line: int) -> None:
-    """Convert float32s whose values are float16s to the bits of these."""
-    for k in range(np.uintp(first), np.uintp(last)):
-        bits = bits_of(values[k])
-        size = bits & np.uint32(0x7FFFFFFF)
-        normal = (size - np.uint32(0x38000000)) >> np.uint32(13)
-        units = float_of(np.uint32(size)) * np.float32(1 << 24) + _ROUNDING
-        small = bits_of(np.float32(units)) & np.uint32(0x3FF)
-        half = normal if size >= np.uint32(0x38800000) else small
-        halves[line, k] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))

@@ -16,10 +16,11 @@ def valid_halves(bits: Any) -> bool:
     worst = np.uint16(0)
     for k in range(bits.shape[1]):
         # As integers, negative and non-finite numbers are the greatest.
-        worst = max(worst, bits[0, k])
+        worst = bits[0, k] if bits[0, k] > worst else worst
     for k in range(bits.shape[1] if len(bits) > 1 else 0):
-        worst = max(worst, bits[1, k] & np.uint16(0x7FFF))
-    return bool(worst < np.uint16(0x7C00))
+        size = bits[1, k] & np.uint16(0x7FFF)
+        worst = size if size > worst else worst
+    return worst < np.uint16(0x7C00)
 
 
 @kernel
@@ -30,9 +31,10 @@ def valid_floats(bits: Any, largest: float) -> bool:
     """
     worst, used = np.uint32(0), np.uint32(0)
     for k in range(bits.shape[1]):
-        worst = max(worst, bits[0, k])
+        worst = bits[0, k] if bits[0, k] > worst else worst
         used |= bits[0, k]
     top = float_of(np.uint32(worst))
     for k in range(bits.shape[1] if len(bits) > 1 else 0):
-        worst = max(worst, bits[1, k] & np.uint32(0x7FFFFFFF))
-    return bool((worst < np.uint32(0x7F800000)) & ((used & np.uint32(0xFF)) == 0) & (top <= largest))
+        size = bits[1, k] & np.uint32(0x7FFFFFFF)
+        worst = size if size > worst else worst
+    return (worst < np.uint32(0x7F800000)) & ((used & np.uint32(0xFF)) == 0) & (top <= largest)

@@ -12,38 +12,6 @@ from cnr_codecs.kernels.compiled import helper, kernel
 LANES = 64
 
 
-@kernel
-def greedy_walk(
-    values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
-) -> None:
-    """Narrow the range of each row, and write the bins to cut off its ends to `left` and `right`.
-
-    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]. `left` and `right` are int32 (n,), zero at
-    first.
-    """
-    n, dim = values.shape
-    y = np.zeros((dim, LANES), np.float32)
-    cut = np.zeros(LANES, np.float32)
-    best = np.zeros(LANES, np.float32)
-    error_a = np.zeros(LANES, np.float32)
-    error_b = np.zeros(LANES, np.float32)
-    for start in range(0, n, LANES):
-        stop = min(start + LANES, n)
-        for k in range(stop - start):
-            row = values[start + k]
-            for j in range(dim):
-                y[j, k] = (row[j] - low[start + k]) * factor[start + k]
-        cut[:] = 0
-        _window_errors(y, cut, np.float32(levels) / np.float32(bins), levels, best, error_b)
-        best[:] = error_b * np.float32(bins * bins)
-        for step in range(1, steps + 1):
-            width = np.float32(bins - step)
-            _window_errors(y, cut, np.float32(levels) / width, levels, error_a, error_b)
-            error_a *= width * width
-            error_b *= width * width
-            _take_step(step, cut, error_a, error_b, best, left[start:stop], right[start:stop])
-
-
 @helper
 def _window_errors(y: Any, cut: Any, gain: Any, levels: int, error_a: Any, error_b: Any) -> None:
     """Compute the squared errors, in steps, of the windows that begin at bin cut + 1 (a) and at bin cut (b).
@@ -80,3 +48,35 @@ def _take_step(step: int, cut: Any, error_a: Any, error_b: Any, best: Any, left:
             best[k] = error
             left[k] = np.int32(cut[k])
             right[k] = np.int32(step) - left[k]
+
+
+@kernel
+def greedy_walk(
+    values: Any, low: Any, factor: Any, bins: int, steps: int, levels: int, left: Any, right: Any
+) -> None:
+    """Narrow the range of each row, and write the bins to cut off its ends to `left` and `right`.
+
+    `low` and `factor` (float32 (n,)) map a row's values to [0, bins]. `left` and `right` are int32 (n,), zero at
+    first.
+    """
+    n, dim = values.shape
+    y = np.zeros((dim, LANES), np.float32)
+    cut = np.zeros(LANES, np.float32)
+    best = np.zeros(LANES, np.float32)
+    error_a = np.zeros(LANES, np.float32)
+    error_b = np.zeros(LANES, np.float32)
+    for start in range(0, n, LANES):
+        stop = min(start + LANES, n)
+        for k in range(stop - start):
+            row = values[start + k]
+            for j in range(dim):
+                y[j, k] = (row[j] - low[start + k]) * factor[start + k]
+        cut[:] = 0
+        _window_errors(y, cut, np.float32(levels) / np.float32(bins), levels, best, error_b)
+        best[:] = error_b * np.float32(bins * bins)
+        for step in range(1, steps + 1):
+            width = np.float32(bins - step)
+            _window_errors(y, cut, np.float32(levels) / width, levels, error_a, error_b)
+            error_a *= width * width
+            error_b *= width * width
+            _take_step(step, cut, error_a, error_b, best, left[start:stop], right[start:stop])
