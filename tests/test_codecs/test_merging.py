@@ -45,7 +45,7 @@ def clipped(value: int) -> int:
     return value
 
 
-def two_calls(value: int) -> int:
+def two_calls(value: int) -> Any:
     k = 7
     total = scaled(value) + scaled(value + k)
     total += scaled(k) if value else 0
@@ -60,7 +60,7 @@ def nested(count: int) -> list[int]:
     return [*out, k]
 
 
-def with_early_return(value: int) -> int:
+def with_early_return(value: int) -> Any:
     return clipped(scaled(value))
 
 

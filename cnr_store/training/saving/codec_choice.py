@@ -29,6 +29,7 @@ from cnr_store.policies.widths import (
     match_pattern,
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
+from cnr_store.training.tracking.bitmap import compile_kernels
 
 log = logging.getLogger("cnr_store")
 
@@ -135,9 +136,10 @@ class CodecChoice:
         return self._auto, why
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
-        """Compile the kernels that saving and loading these tables will run, one a step; those of loading first.
+        """Compile the kernels that saving and loading these tables will run, one a step.
 
-        `sizes` are (bytes, dim, element type) by table name. Compiled kernels are cached on disk.
+        First come those that a load waits for; last those of bitmaps, for which numpy stands in. `sizes` are (bytes,
+        dim, element type) by table name. Compiled kernels are cached on disk.
         """
         for element in sorted({element for _, _, element in sizes.values()}):
             yield from compile_decoding(element)
@@ -152,6 +154,7 @@ class CodecChoice:
         }
         for codec, dim, element in wanted:
             yield from compile_encoding(codec, dim, element)
+        yield from compile_kernels()
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""

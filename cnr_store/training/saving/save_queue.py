@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import chain
 
 from cnr_backends import Backend
 from cnr_store.errors import (
@@ -33,7 +32,6 @@ from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.audit import Audit
-from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
@@ -41,9 +39,7 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
-_COMPILES_FIRST = (
-    "save of step %d: rows beyond snapshot_bytes wait for the compiler; `cnr warm` runs it beforehand"
-)
+_COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler. See `cnr warm`"
 
 
 class SaveCallbacks:
@@ -241,8 +237,7 @@ class SaveQueue:
         return self.planner.plan(decision, snapshot, changed, pending)
 
     def _compile(self) -> None:
-        # What a load waits for comes first. The tracker's kernels come last, because numpy stands in for them.
-        for _ in chain(self.planner.compile_steps(), compile_kernels()):
+        for _ in self.planner.compile_steps():
             if self._closing or is_exiting():
                 return
 

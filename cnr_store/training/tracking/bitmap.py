@@ -79,8 +79,8 @@ def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int
     """
     if _State.is_compiled:
         return int(_mark_at(bitmap_address, rows, ids_address, count))
-    bitmap = np.frombuffer((ctypes.c_uint8 * bitmap_bytes(rows)).from_address(bitmap_address), np.uint8)
-    ids = np.frombuffer((ctypes.c_int64 * count).from_address(ids_address), np.int64) if count else _NO_IDS
+    bitmap = np.ctypeslib.as_array((ctypes.c_uint8 * bitmap_bytes(rows)).from_address(bitmap_address))
+    ids = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(ids_address)) if count else _NO_IDS
     return mark_reference(bitmap, rows, ids)
 
 

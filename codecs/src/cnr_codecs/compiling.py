@@ -20,7 +20,15 @@ _ROWS = 2
 
 
 def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLOAT16) -> Iterator[None]:
-    """Compile what decodes rows of an element type, lossless and uniformly quantized, one kernel a step."""
+    """Compile what decodes lossless and uniformly quantized rows, one kernel a step.
+
+    Parameters
+    ----------
+    element
+        The name of the rows' element type.
+    parameters
+        What the rows' scales and offsets are stored as. Nearly all are float16.
+    """
     kind, dim = element_named(element), 8
     raw = np.zeros((_ROWS, dim), array_dtype(element))
     _decode(LosslessRows().encode_rows(raw, None, _ROWS, element=element), element, dim)
@@ -37,7 +45,17 @@ def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLO
 
 
 def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
-    """Compile what encodes rows of `dim` values with a codec, and decodes them."""
+    """Compile what encodes rows with a codec, and decodes them, one kernel a step.
+
+    Parameters
+    ----------
+    codec
+        Any row codec.
+    dim
+        Columns of the rows: the codec may treat wide ones in another way.
+    element
+        The name of the rows' element type.
+    """
     # Two rows of varied values run every kernel that full tables will run.
     rows = np.linspace(-1, 1, _ROWS * dim, dtype=array_dtype(element)).reshape(_ROWS, dim)
     payload = codec.encode_rows(rows, None, _ROWS, element=element)
@@ -57,8 +75,9 @@ def compile_all() -> Iterator[None]:
         UniformRows("symmetric", 4),
         UniformRows(bits=4, bins=25),
     )
+    codecs: list[tuple[RowCodec, int]] = [(codec, 16) for codec in schemes]
     # Few values of a row are clustered exactly, many by iteration.
-    for codec, dim in (*((codec, 16) for codec in schemes), (KMeansRows(2), 16), (KMeansRows(2), 4096)):
+    for codec, dim in (*codecs, (KMeansRows(2), 16), (KMeansRows(2), 4096)):
         yield from compile_encoding(codec, dim, "float32")
 
 

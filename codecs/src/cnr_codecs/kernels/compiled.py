@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from cnr_codecs.kernels.merging import merged as merged_helpers
 log = logging.getLogger("cnr_codecs")
 _folders: set[Path] = set()
 _helpers: list[Any] = []
+_njit: Any = partial(njit, nogil=True, error_model="numpy")
+_part = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
+class _Cache(FunctionCache):
     """Compiled kernels on disk. A full disk or damaged files cost the time to compile, and nothing else."""
 
     # Once in a process: what is wrong with one file is so with all of them.
@@ -31,16 +34,17 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]  # numba types a part of itself
         except Exception as error:  # noqa: BLE001 - unpickling a damaged file raises anything
             self._warn("is damaged and compiled anew", error)
             with suppress(OSError):
-                self.flush()  # or the damaged index would stay
+                # Or the damaged index would stay.
+                self.flush()  # type: ignore[no-untyped-call]  # numba types a part of itself
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]  # numba types a part of itself
         except OSError as error:
             self._warn("can't be kept, so each process compiles it anew", error)
 
@@ -54,12 +58,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba ships no types
 
 def kernel(function: Callable[..., Any]) -> Any:
     """A loop that Python calls. What it is compiled to is kept on disk, where there is a place for it."""
-    compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(
-        merged_helpers(function, _is_helper)
-    )
+    compiled = _njit(no_cfunc_wrapper=True)(merged_helpers(function, _is_helper))
     # Without a folder that can be written, numba's own `cache=True` raises an error as the module is imported.
     with suppress(RuntimeError):
-        compiled._cache = cache = _Cache(compiled.py_func)
+        cache: Any = _Cache(compiled.py_func)  # type: ignore[no-untyped-call]  # numba types a part of itself
+        compiled._cache = cache
         _folders.add(Path(cache.cache_path))
     return compiled
 
@@ -70,20 +73,18 @@ def _is_helper(value: object) -> bool:
 
 def helper(function: Callable[..., Any]) -> Any:
     """A part of kernels, and merged into them. Python must not call it."""
-    made = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    made = _part(function)
     _helpers.append(made)
     return made
 
 
-merged = njit(nogil=True, error_model="numpy", inline="always")
+merged: Any = _njit(inline="always")
 """A part that is compiled as if it stood in what calls it: for what a loop calls for every value. It takes longer."""
 
 
 def routine(function: Callable[..., Any]) -> Any:
     """A part of kernels that is compiled by itself, with its helpers: what numba does with a function grows faster."""
-    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
-        merged_helpers(function, _is_helper)
-    )
+    return _part(merged_helpers(function, _is_helper))
 
 
 def cache_folders() -> list[Path]:

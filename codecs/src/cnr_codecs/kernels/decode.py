@@ -49,7 +49,7 @@ def look_up(
     chosen: Any,
     places: Any,
     unpacked: Any,
-) -> int:
+) -> Any:
     """Write to `flat` the values of `table` (codebooks, 2**bits), of its dtype.
 
     `books` (uint32) numbers each row's codebook, and the row's codes number the values in it. `unpacked` is scratch
@@ -76,7 +76,7 @@ def copy_raw(
     stride: int,
     chosen: Any,
     places: Any,
-) -> int:
+) -> Any:
     """Write raw values, of `width` bytes a row, to `flat` (uint8, with `stride` in bytes)."""
     count = _choose(rows, first_row, need, chosen, places)
     for k in range(count):
@@ -97,7 +97,7 @@ def widen_bfloat16(
     stride: int,
     chosen: Any,
     places: Any,
-) -> int:
+) -> Any:
     """Write raw bfloat16 values, of `width` bytes a row, to `flat` (uint32: the bits of float32)."""
     dim = np.uintp(width // 2)
     count = _choose(rows, first_row, need, chosen, places)

@@ -36,7 +36,7 @@ _FROM_BEST, _FROM_MOMENTS = 1, 2
 
 def _trials() -> npt.NDArray[np.float32]:
     """The windows to try, in order. In one table they need one call, and the compiler one copy of what it calls."""
-    trials = [(0, 0, 0, share, 0) for share in RANGE_SHARES]
+    trials: list[tuple[float | np.float32, ...]] = [(0, 0, 0, share, 0) for share in RANGE_SHARES]
     trials += [(0, 0, 0, share, 1) for share in NORMAL_SHARES]
     trials += [(0, shift, 1, _ONE - CUT, 0) for shift in (CUT, -CUT)]
     trials += [(0, shift, 0, share, 0) for around in NEIGHBOURS for shift, share in around]

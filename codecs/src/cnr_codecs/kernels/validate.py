@@ -11,7 +11,7 @@ from cnr_codecs.kernels.instructions import float_of
 
 
 @kernel
-def valid_halves(bits: Any) -> bool:
+def valid_halves(bits: Any) -> Any:
     """Whether float16s, `bits` (uint16 (1 or 2, n)), are all finite, and none of the first row, of scales, negative."""
     worst = np.uint16(0)
     for k in range(bits.shape[1]):
@@ -24,7 +24,7 @@ def valid_halves(bits: Any) -> bool:
 
 
 @kernel
-def valid_floats(bits: Any, largest: float) -> bool:
+def valid_floats(bits: Any, largest: float) -> Any:
     """Whether the same holds for float32s (uint32).
 
     Besides, scales must have at most 16 significant bits and be at most `largest`.
