@@ -21,6 +21,7 @@ from cnr_store.cli.export import export, serve
 from cnr_store.cli.inspection import diff, info, ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.simulate import simulate
+from cnr_store.cli.warm import warm
 from cnr_store.errors import CheckpointError
 
 
@@ -50,7 +51,7 @@ app = typer.Typer(
 )
 for command in (
     *(demo, ls, info, verify, repair, diff, compact, gc, pin, unpin, tag, untag),
-    *(export, serve, simulate),
+    *(export, serve, simulate, warm),
 ):
     app.command()(command)
 

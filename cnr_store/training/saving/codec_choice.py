@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from cnr_codecs import (
     CodecError,
     LosslessRows,
     RowCodec,
     UniformRows,
-    array_dtype,
-    decode_into,
-    parse,
+    compile_decoding,
+    compile_encoding,
     row_codec,
 )
 from cnr_store.errors import OptionError
@@ -32,6 +29,7 @@ from cnr_store.policies.widths import (
     match_pattern,
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
+from cnr_store.training.tracking.bitmap import compile_kernels
 
 log = logging.getLogger("cnr_store")
 
@@ -137,11 +135,14 @@ class CodecChoice:
         self._auto, why = auto_bits(self._expected, restores)
         return self._auto, why
 
-    def warm(self, sizes: Mapping[str, tuple[int, int, str]]) -> None:
-        """Compile the kernels that saving and loading these tables will run.
+    def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
+        """Compile the kernels that saving and loading these tables will run, one a step.
 
-        `sizes` are (bytes, dim, element type) by table name. Compiled kernels are cached on disk.
+        First come those that a load waits for; last those of bitmaps, for which numpy stands in. `sizes` are (bytes,
+        dim, element type) by table name. Compiled kernels are cached on disk.
         """
+        for element in sorted({element for _, _, element in sizes.values()}):
+            yield from compile_decoding(element)
         wanted = {
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
@@ -152,10 +153,8 @@ class CodecChoice:
             if element in QUANTIZABLE
         }
         for codec, dim, element in wanted:
-            # Two rows of varied values run every kernel that full tables will run.
-            rows = np.linspace(-1, 1, 2 * dim, dtype=array_dtype(element)).reshape(2, dim)
-            payload = codec.encode_rows(rows, None, 2, element=element)
-            decode_into(parse(payload), rows, np.ones(2, np.uint8))
+            yield from compile_encoding(codec, dim, element)
+        yield from compile_kernels()
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""

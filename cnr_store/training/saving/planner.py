@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -72,9 +72,11 @@ class Planner:
         """Give the memory of snapshots back."""
         self._staging.clear()
 
-    def compile_codecs(self) -> None:
-        """Compile the kernels that saving and loading the tables will run. Compiled kernels are cached on disk."""
-        self._codecs.warm({table.name: (table.nbytes, table.dim, table.element) for table in self._tables})
+    def compile_steps(self) -> Iterator[None]:
+        """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
+        return self._codecs.compile_steps(
+            {table.name: (table.nbytes, table.dim, table.element) for table in self._tables}
+        )
 
     def drop_bases(self) -> None:
         """Make the next version whole. It still continues the last version, with its count of restores."""

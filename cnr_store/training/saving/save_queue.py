@@ -39,6 +39,7 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
+_COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler. See `cnr warm`"
 
 
 class SaveCallbacks:
@@ -132,7 +133,7 @@ class SaveQueue:
         )
         self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
-        self._executor.submit(self.planner.compile_codecs)
+        self._compiled = self._executor.submit(self._compile)
 
     @property
     def latest(self) -> PendingSave | None:
@@ -193,6 +194,8 @@ class SaveQueue:
             finish_before_exit(pending.future)
             self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
             if reads_model:
+                if not self._compiled.done():
+                    log.info(_COMPILES_FIRST, pending.step)
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
@@ -235,6 +238,11 @@ class SaveQueue:
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
         self.audit.renew(snapshot.arrays, snapshot.dirty)
         return self.planner.plan(decision, snapshot, changed, pending)
+
+    def _compile(self) -> None:
+        for _ in self.planner.compile_steps():
+            if self._closing or is_exiting():
+                return
 
     def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:

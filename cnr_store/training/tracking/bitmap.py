@@ -1,19 +1,24 @@
 """Packed bitmaps of rows: bit ``i & 7`` of byte ``i >> 3`` stands for row ``i``.
 
 Every bitmap is a ``uint8`` array of ``ceil(rows / 8)`` bytes whose bits past the last row are zero. Kernels are serial
-and release the GIL. The ``*_reference`` functions do the same in plain numpy; tests compare the two.
+and release the GIL. The ``*_reference`` functions do the same in plain numpy; tests compare the two. They stand in for
+the kernels until `compile_kernels` has run, so that no lookup, step or save waits for the compiler.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+
+from cnr_codecs.kernels.compiled import helper, kernel
 
 Bitmap = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -39,20 +44,8 @@ def full_bitmap(rows: int) -> Bitmap:
     return bitmap
 
 
-@njit(nogil=True, cache=True)
-def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
-    """Set the bits of `ids`, an ``(n,)`` array of integers.
-
-    Returns
-    -------
-    -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
-    """
-    for position in range(ids.size):
-        row = np.int64(ids[position])
-        if row < 0 or row >= rows:
-            return position
-        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
-    return -1
+class _State:
+    is_compiled = False
 
 
 def _typed_pointer(_context: Any, _address: Any) -> Any:
@@ -64,16 +57,43 @@ def _typed_pointer(_context: Any, _address: Any) -> Any:
 
 # Makes a pointer from an address, in kernels.
 _pointer: Any = intrinsic(_typed_pointer)
+_NO_IDS = np.empty(0, np.int64)
 
 
-@njit(nogil=True, cache=True)
+@kernel
+def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
+    bitmap = carray(_pointer(bitmap_address), (rows + 7) >> 3, np.uint8)
+    ids = carray(_pointer(ids_address), count, np.int64)
+    for position in range(count):
+        row = ids[position]
+        if row < 0 or row >= rows:
+            return position
+        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+    return -1
+
+
 def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
     """`mark` for a bitmap of `rows` rows and `count` contiguous int64 ids at these addresses.
 
     Making arrays of them would take longer than marking a few ids. The caller keeps both memories alive.
     """
-    bitmap = carray(_pointer(bitmap_address), (rows + 7) >> 3, np.uint8)
-    return mark(bitmap, rows, carray(_pointer(ids_address), count, np.int64))
+    if _State.is_compiled:
+        return int(_mark_at(bitmap_address, rows, ids_address, count))
+    bitmap = np.ctypeslib.as_array((ctypes.c_uint8 * bitmap_bytes(rows)).from_address(bitmap_address))
+    ids = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(ids_address)) if count else _NO_IDS
+    return mark_reference(bitmap, rows, ids)
+
+
+def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
+    """Set the bits of `ids`, an ``(n,)`` array of integers.
+
+    Returns
+    -------
+    -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
+    """
+    # The kernel is compiled for such ids alone.
+    plain = np.ascontiguousarray(ids, np.int64)
+    return mark_at(bitmap.ctypes.data, rows, plain.ctypes.data, plain.size)
 
 
 def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
@@ -84,9 +104,16 @@ def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     return int(outside[0]) if outside.size else -1
 
 
-@njit(nogil=True, cache=True)
 def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
     """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
+    if _State.is_compiled:
+        _mark_nonzero(bitmap, np.ascontiguousarray(words).view(np.uint8))
+    else:
+        mark_nonzero_reference(bitmap, words)
+
+
+@kernel
+def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
     for row in range(words.shape[0]):
         # An OR without an early exit, so that the compiler can use vectors.
         seen = words[row, 0]
@@ -101,7 +128,7 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
     bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _popcount(word: Any) -> Any:
     # Sums of bits side by side, in fields of 2, 4 and 8 bits; the product adds up the eight bytes.
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -110,7 +137,7 @@ def _popcount(word: Any) -> Any:
     return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _count(words: Words, last: np.uint64) -> int:
     total = _popcount(last)
     for word in words:
@@ -126,10 +153,10 @@ def _words(bitmap: Bitmap) -> tuple[Words, np.uint64]:
 
 def count(bitmap: Bitmap) -> int:
     """The number of rows that are set."""
-    return int(_count(*_words(bitmap)))
+    return int(_count(*_words(bitmap))) if _State.is_compiled else count_reference(bitmap)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
     for index in range(bitmap.size):
         byte = bitmap[index]
@@ -152,7 +179,10 @@ def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> No
     first_row
         The row of the table that is row 0 of the bitmap.
     """
-    _count_blocks(bitmap, first_row, block_rows, out)
+    if _State.is_compiled:
+        _count_blocks(bitmap, first_row, block_rows, out)
+    else:
+        add_counts_reference(bitmap, first_row, block_rows, out)
 
 
 def add_counts_reference(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
@@ -166,7 +196,7 @@ def count_reference(bitmap: Bitmap) -> int:
     return int(np.unpackbits(bitmap).sum())
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _rows_of(words: Words, last: np.uint64, out: Rows) -> None:
     filled = 0
     for index in range(words.size + 1):
@@ -181,6 +211,8 @@ def _rows_of(words: Words, last: np.uint64, out: Rows) -> None:
 
 def rows_of(bitmap: Bitmap, rows: int) -> Rows:
     """The rows below `rows` that are set, ascending, ``(n,)`` int64."""
+    if not _State.is_compiled:
+        return rows_of_reference(bitmap, rows)
     out = np.empty(count(bitmap), np.int64)
     _rows_of(*_words(bitmap), out)
     return out[: np.searchsorted(out, rows)]
@@ -189,3 +221,15 @@ def rows_of(bitmap: Bitmap, rows: int) -> Rows:
 def rows_of_reference(bitmap: Bitmap, rows: int) -> Rows:
     """`rows_of` in numpy."""
     return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:rows]).astype(np.int64)
+
+
+def compile_kernels() -> Iterator[None]:
+    """Compile the kernels, one a step. After the last one, they take the place of numpy."""
+    bitmap, ids, counts = empty_bitmap(8), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    # A bit is set, so that each kernel gets to its end.
+    yield _mark_at(bitmap.ctypes.data, 8, ids.ctypes.data, 1)
+    yield _mark_nonzero(bitmap, np.ones((1, 4), np.uint8))
+    yield _count(*_words(bitmap))
+    yield _rows_of(*_words(bitmap), counts)
+    yield _count_blocks(bitmap, 0, 8, counts)
+    _State.is_compiled = True

@@ -1,6 +1,7 @@
 """Row-wise codecs for embedding tables: they encode rows of a chunk to bytes, for numcodecs and Zarr v3 too."""
 
 from cnr_codecs.choose import choose_search
+from cnr_codecs.compiling import compile_all, compile_decoding, compile_encoding
 from cnr_codecs.compressed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import (
@@ -11,6 +12,7 @@ from cnr_codecs.errors import (
     RowsError,
     UnsupportedPayloadError,
 )
+from cnr_codecs.kernels.compiled import cache_folders
 from cnr_codecs.kmeans.kmeans import KMeansRows
 from cnr_codecs.payload.decode import decode_into, present_rows
 from cnr_codecs.payload.head import reseal, rows_written
@@ -64,6 +66,10 @@ __all__ = [
     "element_of",
     "array_dtype",
     "fill_value",
+    "compile_decoding",
+    "compile_encoding",
+    "compile_all",
+    "cache_folders",
     "CodecError",
     "CodecConfigError",
     "RowsError",

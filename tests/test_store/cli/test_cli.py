@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -467,3 +468,28 @@ def test_listing_needs_no_torch_and_the_demo_says_that_it_does(store: str) -> No
 def _without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_warm_compiles_and_tells_where(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = cnr(capsys, "warm", "--json")
+    found = json.loads(out)
+    files = [file for folder in found["folders"] for file in Path(folder).glob("*.nb[ci]")]
+    assert (status, found["files"], found["bytes"]) == (
+        0,
+        len(files),
+        sum(file.stat().st_size for file in files),
+    )
+    assert f"{found['files']} files" in cnr(capsys, "warm")[1]
+
+
+@pytest.mark.slow
+def test_warm_fails_where_nothing_can_be_kept() -> None:
+    nowhere = {"NUMBA_CACHE_DIR": "", "NUMBA_CACHE_LOCATOR_CLASSES": "_UserProvidedCacheLocator"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "warm"],
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"set NUMBA_CACHE_DIR" in done.stderr

@@ -1,8 +1,9 @@
 """Decodes wanted rows of segments that are not quantized uniformly.
 
-`rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` and of the parameters. Row i is
-written to row `rows[i] - first_row` of the output, if that lies within `need` (uint8) and is marked there. The mark
-is then cleared. The output is `flat`, whose row r starts at r * stride.
+`rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` (uint8, flat) and of the
+parameters. Row i is written to row `rows[i] - first_row` of the output, if that lies in `need` (uint8) and is marked
+there. The mark is then cleared. The output is `flat`, whose row r starts at r * stride. `chosen` and `places` (int64)
+are scratch memory for one row more than there are. Each function returns how many rows it wrote.
 
 The wanted rows are listed before any is decoded: a branch beside the decoding, taken at random, would cost several
 times the decoding.
@@ -13,19 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from cnr_codecs.kernels.pack import unpack_rows
-
-# Rows whose codes are unpacked before any of them is decoded. They take some kilobytes, which stay in the cache.
-_BLOCK = 32
+from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.pack import unpack_block
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _choose(rows: Any, first_row: int, need: Any) -> Any:
-    """Return the wanted rows: their positions in `rows`, their rows of the output (int64). Clear their marks."""
-    chosen = np.empty(rows.size + 1, np.int64)
-    places = np.empty(rows.size + 1, np.int64)
+@helper
+def _choose(rows: Any, first_row: int, need: Any, chosen: Any, places: Any) -> Any:
+    """List the wanted rows, their positions in `rows` and their rows of the output, and clear their marks."""
     held = 0
     for i in range(rows.size):
         r = np.int64(rows[i]) - first_row
@@ -35,21 +31,10 @@ def _choose(rows: Any, first_row: int, need: Any) -> Any:
             held += need[r] != 0
     for k in range(held):
         need[places[k]] = 0
-    return chosen[:held], places[:held]
+    return np.uintp(held)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _unpack_chosen(codes: Any, chosen: Any, bits: int, dim: int, packed: Any, unpacked: Any) -> None:
-    """Unpack rows of `codes` that may lie apart. They are copied to `packed` first, where they are contiguous."""
-    for k in range(chosen.size):
-        row = codes[chosen[k]]
-        line = packed[k]
-        for j in range(row.size):
-            line[j] = row[j]
-    unpack_rows(packed[: chosen.size], dim, bits, unpacked)
-
-
-@njit(nogil=True, cache=True)
+@kernel
 def look_up(
     codes: Any,
     rows: Any,
@@ -61,45 +46,64 @@ def look_up(
     need: Any,
     flat: Any,
     stride: int,
-) -> int:
-    """Write to `flat` the values of `table` (codebooks, 2**bits), of its dtype. Return the number of rows written.
+    chosen: Any,
+    places: Any,
+    unpacked: Any,
+) -> Any:
+    """Write to `flat` the values of `table` (codebooks, 2**bits), of its dtype.
 
-    `books` (uint32) numbers each row's codebook, and the row's codes number the values in it.
+    `books` (uint32) numbers each row's codebook, and the row's codes number the values in it. `unpacked` is scratch
+    memory for the codes of a row.
     """
-    chosen, places = _choose(rows, first_row, need)
-    packed = np.empty((_BLOCK, codes.shape[1]), np.uint8)
-    unpacked = np.empty(_BLOCK * dim, np.uint8)
-    for first in range(0, chosen.size, _BLOCK):
-        block = chosen[first : first + _BLOCK]
-        _unpack_chosen(codes, block, bits, dim, packed, unpacked)
-        for k in range(block.size):
-            start = places[first + k] * stride
-            book = table[books[block[k]]]
-            for j in range(dim):
-                flat[start + j] = book[unpacked[k * dim + j]]
-    return len(chosen)
-
-
-@njit(nogil=True, cache=True)
-def copy_raw(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
-    """Write raw values to `flat` (uint8, with `stride` in bytes). Return the number of rows written."""
-    chosen, places = _choose(rows, first_row, need)
-    for k in range(chosen.size):
-        row = codes[chosen[k]]
-        line = flat[places[k] * stride : places[k] * stride + row.size]
-        for j in range(row.size):
-            line[j] = row[j]
-    return len(chosen)
-
-
-@njit(nogil=True, cache=True)
-def widen_bfloat16(codes: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int) -> int:
-    """Write raw bfloat16 values to `flat` (uint32: the bits of float32). Return the number of rows written."""
-    dim = codes.shape[1] // 2
-    chosen, places = _choose(rows, first_row, need)
-    for k in range(chosen.size):
-        row = codes[chosen[k]]
-        line = flat[places[k] * stride : places[k] * stride + dim]
+    width = (dim * bits + 7) // 8
+    count = _choose(rows, first_row, need, chosen, places)
+    for k in range(count):
+        start, book = places[k] * stride, table[books[chosen[k]]]
+        unpack_block(codes, chosen[k] * width, 1, dim, bits, unpacked, 0)
         for j in range(dim):
-            line[j] = (np.uint32(row[2 * j]) << 16) | (np.uint32(row[2 * j + 1]) << 24)
-    return len(chosen)
+            flat[start + j] = book[unpacked[j]]
+    return np.int64(count)
+
+
+@kernel
+def copy_raw(
+    codes: Any,
+    width: int,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
+    chosen: Any,
+    places: Any,
+) -> Any:
+    """Write raw values, of `width` bytes a row, to `flat` (uint8, with `stride` in bytes)."""
+    count = _choose(rows, first_row, need, chosen, places)
+    for k in range(count):
+        source, to = np.uintp(chosen[k]) * np.uintp(width), np.uintp(places[k]) * np.uintp(stride)
+        for j in range(np.uintp(width)):
+            flat[to + j] = codes[source + j]
+    return np.int64(count)
+
+
+@kernel
+def widen_bfloat16(
+    codes: Any,
+    width: int,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
+    chosen: Any,
+    places: Any,
+) -> Any:
+    """Write raw bfloat16 values, of `width` bytes a row, to `flat` (uint32: the bits of float32)."""
+    dim = np.uintp(width // 2)
+    count = _choose(rows, first_row, need, chosen, places)
+    for k in range(count):
+        source, to = np.uintp(chosen[k]) * np.uintp(width), np.uintp(places[k]) * np.uintp(stride)
+        for j in range(dim):
+            low, high = codes[source + j + j], codes[source + j + j + np.uintp(1)]
+            flat[to + j] = (np.uint32(low) << np.uint32(16)) | (np.uint32(high) << np.uint32(24))
+    return np.int64(count)

@@ -1,10 +1,11 @@
 """Decodes wanted rows of uniformly quantized segments, block by block.
 
-`packed`, uint8 (n, bytes a row), has the codes of a segment. Its parameters, (2, n) or (1, n), are in `halves`
-(uint16: the bits of float16) or in `floats` (float32); the other array is (0, 0). The segment's rows `start` to
-`stop` are decoded. `rows` (uint32) has their rows of the chunk; if it is empty, row i is the chunk's row i. A row is
+`packed`, uint8 and flat, has the codes of a segment's `count` rows. Its parameters, (2, count) or (1, count), are in
+`halves` (uint16: the bits of float16) or in `floats` (float32); the other array is (0, 0). The segment's rows `start`
+to `stop` are decoded. `rows` (uint32) has their rows of the chunk; if it is empty, row i is the chunk's row i. A row is
 written to row `row - first_row` of the output, if that lies within `need` (uint8) and is marked there. The mark is
-then cleared. The output is `flat`, whose row r starts at r * stride. Each function returns how many rows it wrote.
+then cleared. The output is `flat`, whose row r starts at r * stride. `scratch` is that of `scratch_for`. Each function
+returns how many rows it wrote.
 
 Loops over columns use unsigned indices: numba then handles no negative ones, and the compiler makes vectors of them.
 """
@@ -14,117 +15,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from cnr_codecs.kernels.pack import unpack_rows
+from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.instructions import bits_of, float_of
+from cnr_codecs.kernels.pack import codes_apart, unpack_block
+from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
 from cnr_codecs.kernels.validate import valid_halves
 
 # Codes and rows of a block: what is decoded from them stays in the cache.
 _BLOCK_CODES, _BLOCK_ROWS = 1 << 13, 1 << 9
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def decode_all(packed: Any, halves: Any, bits: int, dim: int, flat: Any) -> bool:
-    """Write all rows of a segment to `flat` (float32). Return False, and write none, if a parameter is not valid."""
-    if not valid_halves(halves):
-        return False
-    most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
-    codes = np.empty(most * dim if bits < 8 else 0, np.uint8)
-    scale, offset = np.empty(most, np.float32), np.empty(most, np.float32)
-    for first in range(0, len(packed), most):
-        last = min(first + most, len(packed))
-        _widen(halves[0][first:last], scale)
-        _widen(halves[1][first:last], offset)
-        _decode(packed[first:last], bits, dim, scale, offset, codes, flat[first * dim :], dim)
-    return True
+@for_thread
+def scratch_for(dim: int, bits: int) -> Scratch:
+    """Memory for a block of rows: their codes and the same read-only, scales, offsets, their numbers and places."""
+    rows = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
+    codes = zeros(0 if bits == 8 else rows * codes_apart(dim, bits), np.uint8)
+    read = codes.view()
+    read.flags.writeable = False
+    scale, offset = zeros(rows, np.float32), zeros(rows, np.float32)
+    return codes, read, scale, offset, zeros(rows, np.int64), zeros(rows, np.int64)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def decode_float32(
-    packed: Any,
-    halves: Any,
-    floats: Any,
-    bits: int,
-    dim: int,
-    start: int,
-    stop: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    to_bfloat16: bool,
-) -> int:
-    """Write rows to `flat` (float32), rounded to bfloat16 if `to_bfloat16`."""
-    most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
-    chosen, places = np.empty(most, np.int64), np.empty(most, np.int64)
-    gathered, codes = np.empty((most, packed.shape[1]), np.uint8), np.empty(most * dim, np.uint8)
-    scale, offset = np.empty(most, np.float32), np.empty(most, np.float32)
-    wide = np.empty(most * dim, np.float32)
-    written = 0
-    for first in range(start, stop, most):
-        last = min(first + most, stop)
-        count = _choose(rows, start, first, last, first_row, need, chosen, places)
-        if count == 0:
-            continue
-        written += count
-        _affine(halves, floats, first, last, bits, scale, offset)
-        together = places[count - 1] - places[0] == count - 1
-        if not together and not to_bfloat16 and 2 * count > last - first:
-            # Most of the block is wanted: to unpack all of it costs less than to gather the wanted rows.
-            block = packed[first:last]
-            _scatter(block, bits, dim, scale, offset, codes, chosen[:count], flat, places, stride)
-            continue
-        block = _gather(packed[first:last], chosen[:count], gathered, scale, offset)
-        if together and not to_bfloat16:
-            _decode(block, bits, dim, scale, offset, codes, flat[places[0] * stride :], stride)
-            continue
-        _decode(block, bits, dim, scale, offset, codes, wide, dim)
-        if to_bfloat16:
-            _round_bfloat16(wide[: count * dim].view(np.uint32))
-        for k in range(count):
-            _copy(wide, k * dim, flat, places[k] * stride, dim)
-    return written
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def decode_float16(
-    packed: Any,
-    halves: Any,
-    floats: Any,
-    bits: int,
-    dim: int,
-    start: int,
-    stop: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-) -> int:
-    """Write rows to `flat` (uint16: the bits of float16)."""
-    most = max(1, min(_BLOCK_CODES // dim, _BLOCK_ROWS))
-    chosen, places = np.empty(most, np.int64), np.empty(most, np.int64)
-    gathered, codes = np.empty((most, packed.shape[1]), np.uint8), np.empty(most * dim, np.uint8)
-    scale, offset = np.empty(most, np.float32), np.empty(most, np.float32)
-    wide, narrow = np.empty(most * dim, np.float32), np.empty(most * dim, np.uint16)
-    written = 0
-    for first in range(start, stop, most):
-        last = min(first + most, stop)
-        count = _choose(rows, start, first, last, first_row, need, chosen, places)
-        if count == 0:
-            continue
-        written += count
-        _affine(halves, floats, first, last, bits, scale, offset)
-        block = _gather(packed[first:last], chosen[:count], gathered, scale, offset)
-        _decode(block, bits, dim, scale, offset, codes, wide, dim)
-        _round_float16(wide[: count * dim], wide[: count * dim].view(np.uint32), narrow)
-        for k in range(count):
-            _copy(narrow, k * dim, flat, places[k] * stride, dim)
-    return written
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _choose(
     rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
 ) -> int:
@@ -157,126 +70,211 @@ def _choose(
     return count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _gather(packed: Any, chosen: Any, gathered: Any, scale: Any, offset: Any) -> Any:
-    """Return the chosen rows of `packed`, made contiguous, and move their scales and offsets likewise."""
-    if chosen.size == len(packed):
-        return packed
-    for k in range(chosen.size):
-        line, row = gathered[k], packed[chosen[k]]
-        for j in range(row.size):
-            line[j] = row[j]
-        scale[k] = scale[chosen[k]]
-        offset[k] = offset[chosen[k]]
-    return gathered[: chosen.size]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _decode(
-    packed: Any, bits: int, dim: int, scale: Any, offset: Any, codes: Any, flat: Any, stride: int
+@helper
+def _dequantize(
+    codes: Any, at: int, apart: int, scale: Any, offset: Any, count: int, dim: int, flat: Any, to: int
 ) -> None:
-    """Write all rows of `packed` to `flat`, `stride` values apart."""
-    if bits == 8:
-        _dequantize(packed.reshape(-1), scale, offset, len(packed), dim, flat, stride)
-    else:
-        unpack_rows(packed, dim, bits, codes)
-        _dequantize(codes, scale, offset, len(packed), dim, flat, stride)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _dequantize(codes: Any, scale: Any, offset: Any, count: int, dim: int, flat: Any, stride: int) -> None:
-    """Write scale * code + offset of each row to `flat`."""
-    width, apart = np.uintp(dim), np.uintp(stride)
+    """Write scale * code + offset of each row to flat[to:]."""
+    start, step_codes, width, target = np.uintp(at), np.uintp(apart), np.uintp(dim), np.uintp(to)
     for k in range(np.uintp(count)):
-        step, start = scale[k], offset[k]
+        step, low = scale[k], offset[k]
         for j in range(width):
-            flat[k * apart + j] = step * np.float32(np.int32(codes[k * width + j])) + start
+            code = np.float32(np.int32(codes[start + k * step_codes + j]))
+            flat[target + k * width + j] = step * code + low
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _scatter(
-    packed: Any,
-    bits: int,
-    dim: int,
+    codes: Any,
+    at: int,
+    apart: int,
+    alone: bool,
     scale: Any,
     offset: Any,
-    codes: Any,
     chosen: Any,
+    count: int,
+    dim: int,
     flat: Any,
     places: Any,
     stride: int,
 ) -> None:
-    """Write the chosen rows of `packed` to the rows `places` of `flat`."""
-    if bits == 8:
-        plain = packed.reshape(-1)
-    else:
-        unpack_rows(packed, dim, bits, codes)
-        plain = codes
-    width, apart = np.uintp(dim), np.uintp(stride)
-    for k in range(np.uintp(chosen.size)):
+    """Write the chosen rows to the rows `places` of `flat`. `codes` has all rows, or the chosen ones `alone`."""
+    width = np.uintp(dim)
+    for k in range(np.uintp(count)):
         row = np.uintp(chosen[k])
-        step, start = scale[row], offset[row]
-        source, to = row * width, np.uintp(places[k]) * apart
+        step, low = scale[row], offset[row]
+        source = np.uintp(at) + (k if alone else row) * np.uintp(apart)
+        to = np.uintp(places[k]) * np.uintp(stride)
         for j in range(width):
-            flat[to + j] = step * np.float32(np.int32(plain[source + j])) + start
+            flat[to + j] = step * np.float32(np.int32(codes[source + j])) + low
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _copy(source: Any, start: int, flat: Any, to: int, dim: int) -> None:
-    """Copy `dim` values of `source` from `start` on to `flat` from `to` on."""
-    first, target = np.uintp(start), np.uintp(to)
-    for j in range(np.uintp(dim)):
-        flat[target + j] = source[first + j]
+@helper
+def _widen(halves: Any, line: int, first: int, count: int, out: Any) -> None:
+    """Widen finite float16s, given as bits. No step is a subnormal float32, which a thread may flush to zero."""
+    start = np.uintp(first)
+    for k in range(np.uintp(count)):
+        half = np.uint32(halves[line, start + k])
+        size = half & np.uint32(0x7FFF)
+        normal = float_of(np.uint32((size << np.uint32(13)) + np.uint32(0x38000000)))
+        small = np.float32(np.int32(size)) * np.float32(2.0**-24)
+        value = normal if size >= np.uint32(0x400) else small
+        out[k] = value if half < np.uint32(0x8000) else -value
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: Any, offset: Any) -> None:
     """Compute scale and offset of the segment's rows `first` to `last`, as `Segment.affine` does."""
-    if len(halves):
-        _widen(halves[0][first:last], scale)
-    else:
-        scale[: last - first] = floats[0][first:last]
-    if len(halves) == 2:
-        _widen(halves[1][first:last], offset)
-    elif len(floats) == 2:
-        offset[: last - first] = floats[1][first:last]
-    else:
+    count, start = np.uintp(last - first), np.uintp(first)
+    lines = len(halves) + len(floats)
+    for line in range(lines):
+        out = offset if line else scale
+        if len(halves):
+            _widen(halves, line, first, last - first, out)
+        else:
+            for k in range(count):
+                out[k] = floats[line, start + k]
+    if lines == 1:
         most = np.float32(1 - (1 << bits))
-        for k in range(last - first):
+        for k in range(count):
             offset[k] = scale[k] * most
             scale[k] = scale[k] * np.float32(2)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _widen(halves: Any, out: Any) -> None:
-    """Widen finite float16s, given as bits. No step is a subnormal float32, which a thread may flush to zero."""
-    for k in range(halves.size):
-        size = np.uint32(halves[k]) & np.uint32(0x7FFF)
-        normal = np.uint32((size << np.uint32(13)) + np.uint32(0x38000000)).view(np.float32)
-        small = np.float32(np.int32(size)) * np.float32(2.0**-24)
-        value = normal if size >= np.uint32(0x400) else small
-        out[k] = value if halves[k] < np.uint16(0x8000) else -value
+@helper
+def _round_bfloat16(flat: Any, places: Any, count: int, dim: int, stride: int) -> None:
+    """Round rows to the nearest bfloat16, ties to even. No value is NaN."""
+    for k in range(np.uintp(count)):
+        start = np.uintp(places[k]) * np.uintp(stride)
+        for j in range(np.uintp(dim)):
+            bits = bits_of(flat[start + j])
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            rounded = np.uint32((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
+            flat[start + j] = float_of(rounded)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _round_bfloat16(bits: Any) -> None:
-    """Round to the nearest bfloat16, ties to even. No value is NaN."""
-    for j in range(bits.size):
-        odd = (bits[j] >> np.uint32(16)) & np.uint32(1)
-        bits[j] = (bits[j] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+@helper
+def _round_float16(wide: Any, count: int, dim: int, flat: Any, places: Any, stride: int) -> None:
+    """Write rows of `wide` to `flat`, rounded to the nearest float16, ties to even. No value is NaN."""
+    width = np.uintp(dim)
+    for k in range(np.uintp(count)):
+        start = np.uintp(places[k]) * np.uintp(stride)
+        for j in range(width):
+            value = np.float32(wide[k * width + j])
+            bits = bits_of(value)
+            sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+            size = bits & np.uint32(0x7FFFFFFF)
+            odd = (size >> np.uint32(13)) & np.uint32(1)
+            normal = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+            # Subnormal float16s are multiples of 2**-24. Adding 1.5 * 2**23 rounds to whole ones.
+            units = abs(value) * np.float32(1 << 24) + np.float32(3 << 22)
+            small = bits_of(np.float32(units)) & np.uint32(0xFFFF)
+            half = normal if size >= np.uint32(0x38800000) else small
+            half = half if size < np.uint32(0x47800000) else np.uint32(0x7C00)
+            flat[start + j] = np.uint16(sign | half)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _round_float16(line: Any, bits: Any, out: Any) -> None:
-    """Round to the nearest float16, ties to even. `bits` is `line` as uint32. No value is NaN."""
-    for j in range(line.size):
-        sign = (bits[j] >> np.uint32(16)) & np.uint32(0x8000)
-        size = bits[j] & np.uint32(0x7FFFFFFF)
-        odd = (size >> np.uint32(13)) & np.uint32(1)
-        normal = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)
-        # Subnormal float16s are multiples of 2**-24. Adding 1.5 * 2**23 rounds to whole ones.
-        units = abs(line[j]) * np.float32(1 << 24) + np.float32(3 << 22)
-        small = np.float32(units).view(np.uint32) & np.uint32(0xFFFF)
-        half = normal if size >= np.uint32(0x38800000) else small
-        half = half if size < np.uint32(0x47800000) else np.uint32(0x7C00)
-        out[j] = np.uint16(sign | half)
+@kernel
+def decode_all(packed: Any, halves: Any, bits: int, dim: int, apart: int, flat: Any, scratch: Any) -> bool:
+    """Write all rows of a segment to `flat` (float32). Return False, and write none, if a parameter is not valid."""
+    codes, read, scale, offset, _, _ = scratch
+    if not valid_halves(halves):
+        return False
+    count, width = halves.shape[1], (dim * bits + 7) // 8
+    for first in range(0, count, scale.size):
+        held = scale.size if scale.size < count - first else count - first
+        for line in range(2):
+            _widen(halves, line, first, held, offset if line else scale)
+        source, at = packed, first * width
+        if bits < 8:
+            unpack_block(packed, at, held, dim, bits, codes, 0)
+            source, at = read, 0
+        _dequantize(source, at, apart, scale, offset, held, dim, flat, first * dim)
+    return True
+
+
+@kernel
+def decode_float32(
+    packed: Any,
+    halves: Any,
+    floats: Any,
+    bits: int,
+    dim: int,
+    apart: int,
+    start: int,
+    stop: int,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
+    to_bfloat16: bool,
+    scratch: Any,
+) -> int:
+    """Write rows to `flat` (float32), rounded to bfloat16 if `to_bfloat16`."""
+    codes, read, scale, offset, chosen, places = scratch
+    width, written = (dim * bits + 7) // 8, 0
+    for first in range(start, stop, scale.size):
+        last = first + scale.size if first + scale.size < stop else stop
+        count = _choose(rows, start, first, last, first_row, need, chosen, places)
+        if count == 0:
+            continue
+        written += count
+        _affine(halves, floats, first, last, bits, scale, offset)
+        # SIMD unpacks a block of 2 or 4 bits in no time; of other bits only the wanted rows, where these are few.
+        source, at, alone = packed, first * width, False
+        if bits < 8:
+            alone = bits != 4 and bits != 2 and 2 * count <= last - first
+            for k in range(count if alone else 1):
+                row, held = (chosen[k], 1) if alone else (0, last - first)
+                unpack_block(packed, at + row * width, held, dim, bits, codes, k * apart)
+            source, at = read, 0
+        if count == last - first and stride == dim and places[count - 1] - places[0] == count - 1:
+            _dequantize(source, at, apart, scale, offset, count, dim, flat, places[0] * stride)
+        else:
+            _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, flat, places, stride)
+        if to_bfloat16:
+            _round_bfloat16(flat, places, count, dim, stride)
+    return written
+
+
+@kernel
+def decode_float16(
+    packed: Any,
+    halves: Any,
+    floats: Any,
+    bits: int,
+    dim: int,
+    apart: int,
+    start: int,
+    stop: int,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
+    scratch: Any,
+    wide: Any,
+    numbers: Any,
+) -> int:
+    """Write rows to `flat` (uint16: the bits of float16). `numbers` are 0 to the most rows of a block, less 1."""
+    codes, read, scale, offset, chosen, places = scratch
+    width, written = (dim * bits + 7) // 8, 0
+    for first in range(start, stop, scale.size):
+        last = first + scale.size if first + scale.size < stop else stop
+        count = _choose(rows, start, first, last, first_row, need, chosen, places)
+        if count == 0:
+            continue
+        written += count
+        _affine(halves, floats, first, last, bits, scale, offset)
+        # SIMD unpacks a block of 2 or 4 bits in no time; of other bits only the wanted rows, where these are few.
+        source, at, alone = packed, first * width, False
+        if bits < 8:
+            alone = bits != 4 and bits != 2 and 2 * count <= last - first
+            for k in range(count if alone else 1):
+                row, held = (chosen[k], 1) if alone else (0, last - first)
+                unpack_block(packed, at + row * width, held, dim, bits, codes, k * apart)
+            source, at = read, 0
+        _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, wide, numbers, dim)
+        _round_float16(wide, count, dim, flat, places, stride)
+    return written

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from cnr_codecs.kernels.pack import pack_row
+from cnr_codecs.kernels.compiled import helper, kernel, merged
+from cnr_codecs.kernels.pack import pack_block
 
 # Functions that a loop calls for every value are always inlined: a call would count references to its arrays.
 
@@ -25,38 +25,7 @@ PIECE_MASK = np.int64(0x3FF)
 _NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
-def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
-    """Merge adjacent pieces as Ward does, then iterate as Lloyd does, until no cut moves or `iterations` times."""
-    clusters = cuts.shape[1] - 1
-    most_pieces = PIECES * clusters
-    z = np.empty(ordered.shape[1])
-    total = np.empty(ordered.shape[1] + 1)
-    mean = np.empty(clusters)
-    pieces = np.empty(most_pieces + 1, np.int64)
-    links = np.empty((2, most_pieces + 1), np.int64)
-    cost = np.empty(most_pieces)
-    for s in range(sizes.size):
-        size = sizes[s]
-        _centre(ordered[s], size, z, total)
-        count = min(size, most_pieces)
-        _cut_pieces(z, size, count, pieces)
-        if count > clusters:
-            _merge(z, total, pieces, count, clusters, links, cost, cost.view(np.int64))
-        for c in range(clusters + 1):
-            cuts[s, c] = pieces[c] if c <= count else size
-        _lloyd(z, total, size, iterations, mean, cuts[s])
-
-
-@njit(nogil=True, cache=True)
-def _centre(row: Any, size: int, z: Any, total: Any) -> None:
-    middle = np.float64(row[size // 2])
-    for j in range(size):
-        z[j] = np.float64(row[j]) - middle
-    _sum_outwards(z, size, total)
-
-
-@njit(nogil=True, cache=True)
+@helper
 def _sum_outwards(values: Any, size: int, total: Any) -> None:
     """Compute sums such that total[b] - total[a] is the sum of values a to b - 1."""
     half = size // 2
@@ -67,7 +36,15 @@ def _sum_outwards(values: Any, size: int, total: Any) -> None:
         total[j] = total[j + 1] - values[j]
 
 
-@njit(nogil=True, cache=True)
+@helper
+def _centre(row: Any, size: int, z: Any, total: Any) -> None:
+    middle = np.float64(row[size // 2])
+    for j in range(size):
+        z[j] = np.float64(row[j]) - middle
+    _sum_outwards(z, size, total)
+
+
+@helper
 def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
     """Cut a set into `count` pieces, which have equal shares of its values and of its gaps' square roots.
 
@@ -94,7 +71,7 @@ def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
     pieces[piece : count + 1] = size
 
 
-@njit(nogil=True, cache=True, inline="always")
+@merged
 def _merge_cost(z: Any, total: Any, first: int, middle: int, end: int) -> Any:
     """Return what merging two adjacent pieces adds to the squared error: 0 if one is empty or all are equal."""
     left = np.float64(middle - first)
@@ -106,7 +83,7 @@ def _merge_cost(z: Any, total: Any, first: int, middle: int, end: int) -> Any:
     return apart * apart / (weight if merges else np.inf)
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _merge(
     z: Any, total: Any, pieces: Any, count: int, clusters: int, links: Any, cost: Any, key: Any
 ) -> None:
@@ -144,7 +121,7 @@ def _merge(
         i = after[i]
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any) -> None:
     """Compute means from cuts, and cuts from midpoints of means. A value on a midpoint is in the lower cluster."""
     for _ in range(iterations):
@@ -168,40 +145,7 @@ def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any)
             return
 
 
-@njit(nogil=True, cache=True)
-def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
-    """Find the clusters of least squared error by dynamic programming in O(clusters * size * log(size)).
-
-    `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
-    """
-    width = ordered.shape[1]
-    clusters = cuts.shape[1] - 1
-    z = np.empty(width)
-    total = np.empty(width + 1)
-    squares = np.empty(width + 1)
-    shares = np.ones(width + 1)
-    shares[1:] = 1 / np.arange(1, width + 1)
-    best = np.empty((2, width + 1))
-    begin = np.zeros((clusters, width + 1), np.int32)
-    for s in range(sizes.size):
-        size = sizes[s]
-        _centre(ordered[s], size, z, total)
-        used = min(clusters, size)
-        _sum_outwards(z * z, size, squares)
-        for j in range(1, size + 1):
-            best[0, j] = _error(z, total, squares, shares, 0, j)
-        for c in range(1, used):
-            # The last round is needed for the last end alone.
-            first = size if c == used - 1 else c + 1
-            last = size - (used - 1 - c)
-            _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
-        cuts[s, used:] = size
-        for c in range(used - 1, 0, -1):
-            cuts[s, c] = begin[c, cuts[s, c + 1]]
-        cuts[s, 0] = 0
-
-
-@njit(nogil=True, cache=True, inline="always")
+@merged
 def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) -> Any:
     """Return the squared error of values `first` to end - 1 about their mean. Rounding never makes it negative."""
     if z[first] == z[end - 1]:
@@ -210,7 +154,7 @@ def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) 
     return max(squares[end] - squares[first] - own * own * shares[end - first], 0.0)
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _extend(
     z: Any,
     total: Any,
@@ -250,7 +194,63 @@ def _extend(
         step //= 2
 
 
-@njit(nogil=True, cache=True)
+@kernel
+def lloyd_cuts(ordered: Any, sizes: Any, iterations: int, cuts: Any) -> None:
+    """Merge adjacent pieces as Ward does, then iterate as Lloyd does, until no cut moves or `iterations` times."""
+    clusters = cuts.shape[1] - 1
+    most_pieces = PIECES * clusters
+    z = np.empty(ordered.shape[1])
+    total = np.empty(ordered.shape[1] + 1)
+    mean = np.empty(clusters)
+    pieces = np.empty(most_pieces + 1, np.int64)
+    links = np.empty((2, most_pieces + 1), np.int64)
+    cost = np.empty(most_pieces)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        count = min(size, most_pieces)
+        _cut_pieces(z, size, count, pieces)
+        if count > clusters:
+            _merge(z, total, pieces, count, clusters, links, cost, cost.view(np.int64))
+        for c in range(clusters + 1):
+            cuts[s, c] = pieces[c] if c <= count else size
+        _lloyd(z, total, size, iterations, mean, cuts[s])
+
+
+@kernel
+def exact_cuts(ordered: Any, sizes: Any, cuts: Any) -> None:
+    """Find the clusters of least squared error by dynamic programming in O(clusters * size * log(size)).
+
+    `best[j]` is the least squared error of the first j values in as many clusters as there were rounds.
+    """
+    width = ordered.shape[1]
+    clusters = cuts.shape[1] - 1
+    z = np.empty(width)
+    total = np.empty(width + 1)
+    squares = np.empty(width + 1)
+    shares = np.ones(width + 1)
+    shares[1:] = 1 / np.arange(1, width + 1)
+    best = np.empty((2, width + 1))
+    begin = np.zeros((clusters, width + 1), np.int32)
+    for s in range(sizes.size):
+        size = sizes[s]
+        _centre(ordered[s], size, z, total)
+        used = min(clusters, size)
+        _sum_outwards(z * z, size, squares)
+        for j in range(1, size + 1):
+            best[0, j] = _error(z, total, squares, shares, 0, j)
+        for c in range(1, used):
+            # The last round is needed for the last end alone.
+            first = size if c == used - 1 else c + 1
+            last = size - (used - 1 - c)
+            _extend(z, total, squares, shares, best[(c - 1) % 2], best[c % 2], begin[c], c, first, last)
+        cuts[s, used:] = size
+        for c in range(used - 1, 0, -1):
+            cuts[s, c] = begin[c, cuts[s, c + 1]]
+        cuts[s, 0] = 0
+
+
+@kernel
 def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, spread: Any) -> None:
     """Compute clusters' means (float64 (sets, clusters)), sets' squared errors, and squares about their medians.
 
@@ -278,14 +278,16 @@ def cluster_means(ordered: Any, sizes: Any, cuts: Any, mean: Any, error: Any, sp
                 spread[s] += far * far
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def assign_pack(values: Any, order: Any, book: Any, thresholds: Any, bits: int, out: Any) -> None:
-    """Pack the codes of the rows `order` of `values` (float32 (n, dim)) into `out` (uint8 (len(order), bytes a row)).
+    """Pack the codes of the rows `order` of `values` (float32 (n, dim)) into `out` (uint8, flat).
 
     A value's code is the number of thresholds (float32 (codebooks, 2**bits - 1)) below it. `book` numbers the codebook
     of each of the rows.
     """
-    codes = np.empty(values.shape[1], np.uint8)
+    dim = values.shape[1]
+    width = (dim * bits + 7) // 8
+    codes = np.zeros((dim + 3) // 4 * 4, np.uint8)
     for i in range(order.size):
         row = values[order[i]]
         limits = thresholds[book[i]]
@@ -294,4 +296,4 @@ def assign_pack(values: Any, order: Any, book: Any, thresholds: Any, bits: int, 
             limit = limits[c]
             for j in range(row.size):
                 codes[j] += np.uint8(row[j] > limit)
-        pack_row(codes, bits, out[i])
+        pack_block(codes, 1, dim, bits, out, i * width)

@@ -5,108 +5,101 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.compiled import helper, routine
+
+_ZERO, _ONE, _TWO, _THREE, _SEVEN, _EIGHT, _BYTE = (np.uintp(n) for n in (0, 1, 2, 3, 7, 8, 0xFF))
 
 
-@njit(nogil=True, cache=True)
-def pack_rows(codes: Any, dim: int, bits: int, out: Any) -> None:
-    """Pack rows of `dim` codes, contiguous in `codes` (uint8), into `out` (uint8 (n, bytes a row))."""
-    count, width = out.shape
-    if dim * bits == 8 * width:
-        # No row ends within a byte, so all rows can be packed as one.
-        pack_row(codes[: count * dim], bits, out.reshape(-1))
-    else:
-        for i in range(count):
-            pack_row(codes[i * dim : (i + 1) * dim], bits, out[i])
+def codes_apart(dim: int, bits: int) -> int:
+    """How far apart rows of `dim` codes begin in `pack_block` and `unpack_block`: whole bytes of 2 or 4 bits."""
+    alike = 8 // bits if bits in (2, 4) else 1
+    return -(-dim // alike) * alike
 
 
-@njit(nogil=True, cache=True)
-def pack_row(codes: Any, bits: int, out: Any) -> None:
-    """Pack `codes` (uint8, each below 2**bits) into `out` (uint8, ceil(len(codes) * bits / 8))."""
-    dim = codes.size
-    if bits == 8:
-        for j in range(dim):
-            out[j] = codes[j]
-    elif bits == 4:
-        pairs = codes[: dim // 2 * 2].view(np.uint16)
-        for k in range(pairs.size):
-            out[k] = np.uint8((pairs[k] | (pairs[k] >> np.uint16(4))) & np.uint16(0xFF))
-        if dim % 2:
-            out[dim // 2] = codes[dim - 1]
+@helper
+def _pack_row(codes: Any, first: Any, dim: Any, bits: Any, out: Any, to: Any) -> None:
+    # Eight codes fill `bits` whole bytes.
+    groups = dim >> _THREE
+    for group in range(groups):
+        start, place = first + (group << _THREE), to + group * bits
+        word = _ZERO
+        for k in range(_EIGHT):
+            word |= np.uintp(codes[start + k]) << (bits * k)
+        for k in range(bits):
+            out[place + k] = np.uint8((word >> (k << _THREE)) & _BYTE)
+    word = _ZERO
+    for k in range(groups << _THREE, dim):
+        word |= np.uintp(codes[first + k]) << (bits * (k & _SEVEN))
+    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
+        out[to + k] = np.uint8(word & _BYTE)
+        word >>= _EIGHT
+
+
+@helper
+def _unpack_row(packed: Any, first: Any, dim: Any, bits: Any, codes: Any, to: Any) -> None:
+    mask, groups = (_ONE << bits) - _ONE, dim >> _THREE
+    for group in range(groups):
+        start, place = to + (group << _THREE), first + group * bits
+        word = _ZERO
+        for k in range(bits):
+            word |= np.uintp(packed[place + k]) << (k << _THREE)
+        for k in range(_EIGHT):
+            codes[start + k] = np.uint8((word >> (bits * k)) & mask)
+    word, shift = _ZERO, _ZERO
+    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
+        word |= np.uintp(packed[first + k]) << shift
+        shift += _EIGHT
+    for k in range(groups << _THREE, dim):
+        codes[to + k] = np.uint8(word & mask)
+        word >>= bits
+
+
+@routine
+def pack_block(codes: Any, count: int, dim: int, bits: int, out: Any, to: int) -> None:
+    """Pack `count` rows of `dim` codes (uint8), `codes_apart`, to out[to:] (uint8, flat).
+
+    Codes between the rows must be 0.
+    """
+    target = np.uintp(to)
+    width = np.uintp((dim * bits + 7) // 8)
+    if bits == 4:
+        for k in range(np.uintp(count) * width):
+            place = k << _ONE
+            out[target + k] = codes[place] | (codes[place + _ONE] << np.uint8(4))
     elif bits == 2:
-        fours = codes[: dim // 4 * 4].view(np.uint32)
-        for k in range(fours.size):
-            pair = fours[k] | (fours[k] >> np.uint32(6))
-            out[k] = np.uint8((pair | (pair >> np.uint32(12))) & np.uint32(0xFF))
-        _pack_tail(codes, dim // 4 * 4, bits, out, dim // 4)
+        for k in range(np.uintp(count) * width):
+            place = k << _TWO
+            low = codes[place] | (codes[place + _ONE] << np.uint8(2))
+            high = codes[place + _TWO] | (codes[place + _THREE] << np.uint8(2))
+            out[target + k] = low | (high << np.uint8(4))
     else:
-        # Eight codes fill `bits` whole bytes.
-        for group in range(dim // 8):
-            word = np.uint64(0)
-            for k in range(8):
-                word |= np.uint64(codes[8 * group + k]) << np.uint64(bits * k)
-            for k in range(bits):
-                out[group * bits + k] = np.uint8((word >> np.uint64(8 * k)) & np.uint64(0xFF))
-        _pack_tail(codes, dim // 8 * 8, bits, out, dim // 8 * bits)
+        # Where no row ends within a byte, all rows are one.
+        length = np.uintp(dim) if width * _EIGHT > np.uintp(dim * bits) else np.uintp(count * dim)
+        for first in range(_ZERO, np.uintp(count * dim), length):
+            _pack_row(codes, first, length, np.uintp(bits), out, target)
+            target += width
 
 
-@njit(nogil=True, cache=True)
-def _pack_tail(codes: Any, first: int, bits: int, out: Any, start: int) -> None:
-    """Pack the last codes of a row, fewer than eight."""
-    word = np.uint64(0)
-    for j in range(first, codes.size):
-        word |= np.uint64(codes[j]) << np.uint64(bits * (j - first))
-    for k in range(start, out.size):
-        out[k] = np.uint8((word >> np.uint64(8 * (k - start))) & np.uint64(0xFF))
-
-
-@njit(nogil=True, cache=True)
-def unpack_rows(packed: Any, dim: int, bits: int, codes: Any) -> None:
-    """Unpack what `pack_rows` packed."""
-    count, width = packed.shape
-    if dim * bits == 8 * width:
-        unpack_row(packed.reshape(-1), bits, codes[: count * dim])
-    else:
-        for i in range(count):
-            unpack_row(packed[i], bits, codes[i * dim : (i + 1) * dim])
-
-
-@njit(nogil=True, cache=True)
-def unpack_row(packed: Any, bits: int, codes: Any) -> None:
-    """Unpack what `pack_row` packed: fill `codes` (uint8) from `packed` (uint8)."""
-    dim = codes.size
-    if bits == 8:
-        for j in range(dim):
-            codes[j] = packed[j]
-    elif bits == 4:
-        pairs = codes[: dim // 2 * 2].view(np.uint16)
-        for k in range(pairs.size):
-            byte = np.uint16(packed[k])
-            pairs[k] = (byte | (byte << np.uint16(4))) & np.uint16(0x0F0F)
-        if dim % 2:
-            codes[dim - 1] = packed[dim // 2] & 0xF
+@routine
+def unpack_block(packed: Any, first: int, count: int, dim: int, bits: int, codes: Any, to: int) -> None:
+    """Unpack `count` rows, from packed[first:] (uint8, flat), to `codes` from codes[to:] on, `codes_apart`."""
+    start, target = np.uintp(first), np.uintp(to)
+    width = np.uintp((dim * bits + 7) // 8)
+    if bits == 4:
+        for k in range(np.uintp(count) * width):
+            byte, place = packed[start + k], target + (k << _ONE)
+            codes[place] = byte & np.uint8(0xF)
+            codes[place + _ONE] = byte >> np.uint8(4)
     elif bits == 2:
-        fours = codes[: dim // 4 * 4].view(np.uint32)
-        for k in range(fours.size):
-            pair = np.uint32(packed[k]) | (np.uint32(packed[k]) << np.uint32(12))
-            fours[k] = (pair | (pair << np.uint32(6))) & np.uint32(0x03030303)
-        _unpack_tail(packed, dim // 4, bits, codes, dim // 4 * 4)
+        for k in range(np.uintp(count) * width):
+            byte, place = packed[start + k], target + (k << _TWO)
+            codes[place] = byte & np.uint8(3)
+            codes[place + _ONE] = (byte >> np.uint8(2)) & np.uint8(3)
+            codes[place + _TWO] = (byte >> np.uint8(4)) & np.uint8(3)
+            codes[place + _THREE] = byte >> np.uint8(6)
     else:
-        mask = np.uint64((1 << bits) - 1)
-        for group in range(dim // 8):
-            word = np.uint64(0)
-            for k in range(bits):
-                word |= np.uint64(packed[group * bits + k]) << np.uint64(8 * k)
-            for k in range(8):
-                codes[8 * group + k] = np.uint8((word >> np.uint64(bits * k)) & mask)
-        _unpack_tail(packed, dim // 8 * bits, bits, codes, dim // 8 * 8)
-
-
-@njit(nogil=True, cache=True)
-def _unpack_tail(packed: Any, start: int, bits: int, codes: Any, first: int) -> None:
-    word = np.uint64(0)
-    for k in range(start, packed.size):
-        word |= np.uint64(packed[k]) << np.uint64(8 * (k - start))
-    mask = np.uint64((1 << bits) - 1)
-    for j in range(first, codes.size):
-        codes[j] = np.uint8((word >> np.uint64(bits * (j - first))) & mask)
+        length = np.uintp(dim) if width * _EIGHT > np.uintp(dim * bits) else np.uintp(count * dim)
+        for row in range(_ZERO, np.uintp(count * dim), length):
+            _unpack_row(packed, start, length, np.uintp(bits), codes, target + row)
+            start += width

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.compiled import helper, routine
+from cnr_codecs.kernels.instructions import bits_of, float_of
 
 LANES = 64
 # The rows' ranges. Then the lines fitted to the rows: FITTED is more than 0 where there is a line, and later the line's
@@ -32,7 +34,95 @@ _SPARE_16 = np.int64((1 << 42) - 1)
 _SPARE_SCALE = np.int64((1 << 37) - 1)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
+def take_fitted(work: Any) -> None:
+    """Take a row's line if it leaves no larger error than its range does, or if the range can't be stored."""
+    for k in range(LANES):
+        better = (work[KIND + k] == 0.0) | (work[FIT_ERROR + k] <= work[ERROR + k])
+        taken = (work[FITTED + k] > 0.0) & better
+        work[SCALE + k] = work[FIT_SCALE + k] if taken else work[SCALE + k]
+        work[OFFSET + k] = work[FIT_OFFSET + k] if taken else work[OFFSET + k]
+        work[KIND + k] = work[FITTED + k] if taken else work[KIND + k]
+
+
+@helper
+def _holds(scale: float, offset: float, levels: float, overflow: float) -> Any:
+    """Whether the codes' span and both its ends are finite, in float32 and in the element type."""
+    start = np.float32(offset)
+    reach = np.float32(scale * levels)
+    end = start + reach
+    return (reach < np.inf) & (abs(start) < overflow) & (abs(end) < overflow)
+
+
+@helper
+def _ceil_float16(size: float) -> float:
+    """Round a value of 0 or more to float16 towards plus infinity."""
+    bits = (bits_of(size) + _SPARE_16) & ~_SPARE_16
+    normal = float_of(bits)
+    up = normal if size >= _FLOAT16_NORMAL else np.ceil(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
+    return up if up <= _FLOAT16_MAX else np.inf
+
+
+@helper
+def _floor_float16(value: float) -> float:
+    """Round to float16 towards minus infinity, never to -0."""
+    size = abs(value)
+    lower = -_ceil_float16(size) + 0.0
+    bits = bits_of(size) & ~_SPARE_16
+    normal = float_of(bits)
+    down = normal if size >= _FLOAT16_NORMAL else np.floor(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
+    down = down if down < _FLOAT16_MAX else _FLOAT16_MAX
+    return lower if value < 0.0 else down
+
+
+@helper
+def _round_float16(value: float) -> float:
+    """Round to the nearest float16, ties to even, never to -0."""
+    size = abs(value)
+    bits = bits_of(size)
+    odd = (bits >> np.int64(42)) & np.int64(1)
+    bits = (bits + (_SPARE_16 >> np.int64(1)) + odd) & ~_SPARE_16
+    normal = float_of(bits)
+    near = normal if size >= _FLOAT16_NORMAL else np.rint(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
+    near = near if near <= _FLOAT16_MAX else np.inf
+    return (-near if value < 0.0 else near) + 0.0
+
+
+@helper
+def _floor_float32(value: float) -> float:
+    """Round to float32 towards minus infinity, never to -0."""
+    nearest = np.float32(value)
+    bits = np.int32(bits_of(nearest))
+    # The bits of the next float32 below: one less if it is positive, one more if negative; below 0 is the first one.
+    below = bits - np.int32(1) if nearest > 0 else bits + np.int32(1)
+    below = below if nearest != 0 else np.int32(-0x7FFFFFFF)
+    lower = float_of(np.int32(below))
+    return np.float64(lower if nearest > value else nearest) + 0.0
+
+
+@helper
+def _ceil_16_bits(size: float) -> float:
+    """Round a value of 0 or more up to 16 significant bits. It is infinite where float32 overflows."""
+    bits = (bits_of(size) + _SPARE_SCALE) & ~_SPARE_SCALE
+    return np.float64(np.float32(float_of(bits)))
+
+
+@helper
+def _widen_parameters(work: Any, levels: float, overflow: float) -> None:
+    """Compute float32 parameters of the ranges that float16 ones don't fit."""
+    for k in range(LANES):
+        low, high = work[LOW + k], work[HIGH + k]
+        finite = abs(high - low) < np.inf
+        offset = _floor_float32(low)
+        scale = _ceil_16_bits((high - offset) / levels)
+        fits = finite & ((low == high) | (scale >= _TINY)) & _holds(scale, offset, levels, overflow)
+        served = work[KIND + k] == FLOAT16
+        work[SCALE + k] = work[SCALE + k] if served else scale
+        work[OFFSET + k] = work[OFFSET + k] if served else offset
+        work[KIND + k] = FLOAT16 if served else (FLOAT32 if fits else 0.0)
+
+
+@routine
 def asymmetric_parameters(work: Any, levels: float, overflow: float) -> None:
     """Compute SCALE, OFFSET and KIND of the ranges LOW to HIGH."""
     held = 0
@@ -54,22 +144,7 @@ def asymmetric_parameters(work: Any, levels: float, overflow: float) -> None:
         _widen_parameters(work, levels, overflow)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _widen_parameters(work: Any, levels: float, overflow: float) -> None:
-    """Compute float32 parameters of the ranges that float16 ones don't fit."""
-    for k in range(LANES):
-        low, high = work[LOW + k], work[HIGH + k]
-        finite = abs(high - low) < np.inf
-        offset = _floor_float32(low)
-        scale = _ceil_16_bits((high - offset) / levels)
-        fits = finite & ((low == high) | (scale >= _TINY)) & _holds(scale, offset, levels, overflow)
-        served = work[KIND + k] == FLOAT16
-        work[SCALE + k] = work[SCALE + k] if served else scale
-        work[OFFSET + k] = work[OFFSET + k] if served else offset
-        work[KIND + k] = FLOAT16 if served else (FLOAT32 if fits else 0.0)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@routine
 def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
     """Round the lines FIT_SCALE, FIT_OFFSET of the rows that have one, and leave their kind in FITTED."""
     for k in range(LANES):
@@ -86,18 +161,7 @@ def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
         work[FITTED + k] = (FLOAT16 if fits16 else FLOAT32) if fitted else 0.0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def take_fitted(work: Any) -> None:
-    """Take a row's line if it leaves no larger error than its range does, or if the range can't be stored."""
-    for k in range(LANES):
-        better = (work[KIND + k] == 0.0) | (work[FIT_ERROR + k] <= work[ERROR + k])
-        taken = (work[FITTED + k] > 0.0) & better
-        work[SCALE + k] = work[FIT_SCALE + k] if taken else work[SCALE + k]
-        work[OFFSET + k] = work[FIT_OFFSET + k] if taken else work[OFFSET + k]
-        work[KIND + k] = work[FITTED + k] if taken else work[KIND + k]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@routine
 def symmetric_parameters(work: Any, levels: float, overflow: float) -> None:
     """Compute SCALE, twice the half step, OFFSET, -levels times it, and KIND of rows between LOW and HIGH."""
     for k in range(LANES):
@@ -113,65 +177,3 @@ def symmetric_parameters(work: Any, levels: float, overflow: float) -> None:
         work[SCALE + k] = 2 * half
         work[OFFSET + k] = -levels * half
         work[KIND + k] = FLOAT16 if fits16 else (FLOAT32 if fits32 else 0.0)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _holds(scale: float, offset: float, levels: float, overflow: float) -> Any:
-    """Whether the codes' span and both its ends are finite, in float32 and in the element type."""
-    start = np.float32(offset)
-    reach = np.float32(scale * levels)
-    end = start + reach
-    return (reach < np.inf) & (abs(start) < overflow) & (abs(end) < overflow)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _floor_float16(value: float) -> float:
-    """Round to float16 towards minus infinity, never to -0."""
-    size = abs(value)
-    lower = -_ceil_float16(size) + 0.0
-    bits = np.float64(size).view(np.int64) & ~_SPARE_16
-    normal = np.int64(bits).view(np.float64)
-    down = normal if size >= _FLOAT16_NORMAL else np.floor(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
-    down = down if down < _FLOAT16_MAX else _FLOAT16_MAX
-    return lower if value < 0.0 else down
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _ceil_float16(size: float) -> float:
-    """Round a value of 0 or more to float16 towards plus infinity."""
-    bits = (np.float64(size).view(np.int64) + _SPARE_16) & ~_SPARE_16
-    normal = np.int64(bits).view(np.float64)
-    up = normal if size >= _FLOAT16_NORMAL else np.ceil(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
-    return up if up <= _FLOAT16_MAX else np.inf
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _round_float16(value: float) -> float:
-    """Round to the nearest float16, ties to even, never to -0."""
-    size = abs(value)
-    bits = np.float64(size).view(np.int64)
-    odd = (bits >> np.int64(42)) & np.int64(1)
-    bits = (bits + (_SPARE_16 >> np.int64(1)) + odd) & ~_SPARE_16
-    normal = np.int64(bits).view(np.float64)
-    near = normal if size >= _FLOAT16_NORMAL else np.rint(size * _FLOAT16_UNITS) / _FLOAT16_UNITS
-    near = near if near <= _FLOAT16_MAX else np.inf
-    return (-near if value < 0.0 else near) + 0.0
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _floor_float32(value: float) -> float:
-    """Round to float32 towards minus infinity, never to -0."""
-    nearest = np.float32(value)
-    bits = np.float32(nearest).view(np.int32)
-    # The bits of the next float32 below: one less if it is positive, one more if negative; below 0 is the first one.
-    below = bits - np.int32(1) if nearest > 0 else bits + np.int32(1)
-    below = below if nearest != 0 else np.int32(-0x7FFFFFFF)
-    lower = np.int32(below).view(np.float32)
-    return np.float64(lower if nearest > value else nearest) + 0.0
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _ceil_16_bits(size: float) -> float:
-    """Round a value of 0 or more up to 16 significant bits. It is infinite where float32 overflows."""
-    bits = (np.float64(size).view(np.int64) + _SPARE_SCALE) & ~_SPARE_SCALE
-    return np.float64(np.float32(np.int64(bits).view(np.float64)))

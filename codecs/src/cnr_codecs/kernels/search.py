@@ -7,121 +7,136 @@ and columns do not overlap.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
 
+from cnr_codecs.kernels.compiled import helper, kernel, routine
 from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64
-_Q, _QQ, _QZ, _Z, _GAIN, _SHIFT = (line * LANES for line in range(6))
-_FROM_AT, _FROM_STEP = (line * LANES for line in range(6, 8))
+# Unsigned, so that numba handles no indices from the end.
+_LANES = np.uintp(LANES)
+_Q, _QQ, _QZ, _Z, _GAIN, _SHIFT = (np.uintp(line * LANES) for line in range(6))
+_FROM_AT, _FROM_STEP = (np.uintp(line * LANES) for line in range(6, 8))
 # The results: how much of its row the best line explains (0: there is no line), its centre and its step.
-EXPLAINED, CENTRE, BEST_STEP = (line * LANES for line in range(8, 11))
-_COLUMNS = 11 * LANES
+EXPLAINED, CENTRE, BEST_STEP = (np.uintp(line * LANES) for line in range(8, 11))
+_COLUMNS = np.uintp(11 * LANES)
+# Adding this to a float32 of 0 to 2**22, and taking it away, rounds it half even.
+_ROUNDING = np.float32(3 << 22)
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
+# A column for each number of a trial: the window that it starts from, if it proposes another one; the shift in steps,
+# or in half the levels; the share of the step, or of the best step for a normal distribution.
+_FROM, _BY, _BY_HALVES, _OF, _OF_NORMAL = range(5)
+_FROM_BEST, _FROM_MOMENTS = 1, 2
 
-@njit(nogil=True, cache=True, error_model="numpy")
+
+def _trials() -> npt.NDArray[np.float32]:
+    """The windows to try, in order. In one table they need one call, and the compiler one copy of what it calls."""
+    trials: list[tuple[float | np.float32, ...]] = [(0, 0, 0, share, 0) for share in RANGE_SHARES]
+    trials += [(0, 0, 0, share, 1) for share in NORMAL_SHARES]
+    trials += [(0, shift, 1, _ONE - CUT, 0) for shift in (CUT, -CUT)]
+    trials += [(0, shift, 0, share, 0) for around in NEIGHBOURS for shift, share in around]
+    trials += [(0, 0, 0, 1, 0)] * REFITS
+    table = np.array(trials, np.float32)
+    # Windows of one kind all start from the same one.
+    kinds = np.cumsum([0, len(RANGE_SHARES), len(NORMAL_SHARES), 2, *map(len, NEIGHBOURS)])
+    table[kinds, _FROM] = table[len(table) - REFITS :, _FROM] = _FROM_BEST
+    table[kinds[1], _FROM] = _FROM_MOMENTS
+    return table
+
+
+_TRIALS = _trials()
+
+
 def work_size(dim: int) -> int:
     """Return the length of the float32 array `work` for rows of `dim` values."""
-    return _COLUMNS + dim * LANES
+    return int(_COLUMNS) + dim * LANES
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
-
-    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
-    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
-    counted from its middle.
-    """
-    half = np.float32(levels) * _HALF
-    dim = values.shape[1]
-    _load(values, low, factor, half, work)
-    for k in range(LANES):
-        work[EXPLAINED + k] = _ZERO
-        work[CENTRE + k] = _ZERO
-        work[BEST_STEP + k] = _ONE
-    _propose_from_best(work)
-    for share in RANGE_SHARES:
-        _offer_neighbour(_ZERO, share, dim, half, work)
-    _propose_from_moments(dim, work)
-    for share in NORMAL_SHARES:
-        _offer_neighbour(_ZERO, share * normal_step, dim, half, work)
-    _propose_from_best(work)
-    _offer_neighbour(CUT * half, _ONE - CUT, dim, half, work)
-    _offer_neighbour(-CUT * half, _ONE - CUT, dim, half, work)
-    for around in NEIGHBOURS:
-        _propose_from_best(work)
-        for shift, share in around:
-            _offer_neighbour(shift, share, dim, half, work)
-    for _ in range(REFITS):
-        _propose_from_best(work)
-        _offer_neighbour(_ZERO, _ONE, dim, half, work)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _propose_from_best(work: Any) -> None:
-    for k in range(LANES):
+    for k in range(_LANES):
         work[_FROM_AT + k] = work[CENTRE + k]
         work[_FROM_STEP + k] = work[BEST_STEP + k]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _load(values: Any, low: Any, factor: Any, half: Any, work: Any) -> None:
-    """Fill in the columns of the rows, mapped to [-half, half], and the sums of the rows."""
-    put_columns(values, work)
-    dim = values.shape[1]
-    for j in range(dim):
-        line = _COLUMNS + j * LANES
-        for k in range(LANES):
+@helper
+def _map_columns(dim: int, low: Any, factor: Any, half: Any, work: Any) -> None:
+    """Map the columns to [-half, half], and compute the sums of the rows."""
+    for j in range(np.uintp(dim)):
+        line = _COLUMNS + j * _LANES
+        for k in range(_LANES):
             work[line + k] = (work[line + k] - low[k]) * factor[k] - half
-    for k in range(LANES):
+    for k in range(_LANES):
         work[_Z + k] = _ZERO
-    for j in range(dim):
-        for k in range(LANES):
-            work[_Z + k] += work[_COLUMNS + j * LANES + k]
+    for j in range(np.uintp(dim)):
+        for k in range(_LANES):
+            work[_Z + k] += work[_COLUMNS + j * _LANES + k]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def put_columns(values: Any, work: Any) -> None:
-    """Fill in the columns of the rows, one a line."""
-    count, dim = values.shape
+@routine
+def put_columns(values: Any, first: int, count: int, dim: int, work: Any) -> None:
+    """Fill in the columns of `count` rows of `values` (flat), from row `first` on, one a line."""
+    start, width = np.uintp(first * dim), np.uintp(dim)
+    full = count - count % 4
     # Four rows at a time: their values of a column are stored at once.
-    for k in range(0, count - 3, 4):
-        a, b, c, d = values[k], values[k + 1], values[k + 2], values[k + 3]
-        for j in range(dim):
-            line = _COLUMNS + j * LANES + k
-            work[line] = a[j]
-            work[line + 1] = b[j]
-            work[line + 2] = c[j]
-            work[line + 3] = d[j]
-    for k in range(count - count % 4, LANES):
+    for k in range(0, full, 4):
+        a = start + np.uintp(k) * width
+        for j in range(width):
+            line = _COLUMNS + j * _LANES + np.uintp(k)
+            work[line] = values[a + j]
+            work[line + np.uintp(1)] = values[a + width + j]
+            work[line + np.uintp(2)] = values[a + np.uintp(2) * width + j]
+            work[line + np.uintp(3)] = values[a + np.uintp(3) * width + j]
+    for k in range(full, LANES):
         # Lanes without a row repeat the last row. Their results are not used.
-        row = values[min(k, count - 1)]
-        for j in range(dim):
-            work[_COLUMNS + j * LANES + k] = row[j]
+        a = start + np.uintp(k if k < count else count - 1) * width
+        for j in range(width):
+            work[_COLUMNS + j * _LANES + np.uintp(k)] = values[a + j]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _propose_from_moments(dim: int, work: Any) -> None:
     """Propose the window of each row's mean and standard deviation. A deviation of 0 counts as 1."""
     n = np.float32(dim)
-    for k in range(LANES):
+    for k in range(_LANES):
         work[_FROM_AT + k] = work[_Z + k] / n
         work[_QQ + k] = _ZERO
-    for j in range(dim):
-        for k in range(LANES):
-            off = work[_COLUMNS + j * LANES + k] - work[_FROM_AT + k]
+    for j in range(np.uintp(dim)):
+        for k in range(_LANES):
+            off = work[_COLUMNS + j * _LANES + k] - work[_FROM_AT + k]
             work[_QQ + k] += off * off
-    for k in range(LANES):
-        deviation = np.sqrt(work[_QQ + k] / n)
+    for k in range(_LANES):
+        deviation = math.sqrt(work[_QQ + k] / n)
         work[_FROM_STEP + k] = deviation if deviation > _ZERO else _ONE
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
+def _sum_codes(dim: int, half: Any, work: Any) -> None:
+    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
+    top = half + half
+    for k in range(_LANES):
+        work[_Q + k] = _ZERO
+        work[_QQ + k] = _ZERO
+        work[_QZ + k] = _ZERO
+    for j in range(np.uintp(dim)):
+        line = _COLUMNS + j * _LANES
+        for k in range(_LANES):
+            z = work[line + k]
+            t = z * work[_GAIN + k] + work[_SHIFT + k]
+            t = t if t > _ZERO else _ZERO
+            t = t if t < top else top
+            q = ((t + _ROUNDING) - _ROUNDING) - half
+            work[_Q + k] += q
+            work[_QQ + k] += q * q
+            work[_QZ + k] += q * z
+
+
+@helper
 def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> None:
     """Try the windows that are shifted by `shift` steps and have `share` of the step.
 
@@ -129,13 +144,13 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
     the best line before.
     """
     n = np.float32(dim)
-    for k in range(LANES):
+    for k in range(_LANES):
         at = work[_FROM_AT + k] + shift * work[_FROM_STEP + k]
         gain = _ONE / (work[_FROM_STEP + k] * share)
         work[_GAIN + k] = gain
         work[_SHIFT + k] = half - at * gain
     _sum_codes(dim, half, work)
-    for k in range(LANES):
+    for k in range(_LANES):
         q = work[_Q + k]
         z = work[_Z + k]
         variance = n * work[_QQ + k] - q * q
@@ -149,51 +164,63 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
         work[CENTRE + k] = (z - step * q) / n if better else work[CENTRE + k]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _sum_codes(dim: int, half: Any, work: Any) -> None:
-    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
-    top = half + half
-    for k in range(LANES):
-        work[_Q + k] = _ZERO
-        work[_QQ + k] = _ZERO
-        work[_QZ + k] = _ZERO
-    for j in range(dim):
-        line = _COLUMNS + j * LANES
-        for k in range(LANES):
-            z = work[line + k]
-            t = z * work[_GAIN + k] + work[_SHIFT + k]
-            t = t if t > _ZERO else _ZERO
-            t = t if t < top else top
-            q = np.rint(t) - half
-            work[_Q + k] += q
-            work[_QQ + k] += q * q
-            work[_QZ + k] += q * z
+@routine
+def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+    """Find the best windows of the rows of `put_columns`, as `search` does. The columns are mapped by it."""
+    half = np.float32(levels) * _HALF
+    _map_columns(dim, low, factor, half, work)
+    for k in range(_LANES):
+        work[EXPLAINED + k] = _ZERO
+        work[CENTRE + k] = _ZERO
+        work[BEST_STEP + k] = _ONE
+    for trial in range(_TRIALS.shape[0]):
+        if _TRIALS[trial, _FROM] == _FROM_BEST:
+            _propose_from_best(work)
+        elif _TRIALS[trial, _FROM] == _FROM_MOMENTS:
+            _propose_from_moments(dim, work)
+        shift = _TRIALS[trial, _BY] * (half if _TRIALS[trial, _BY_HALVES] > _ZERO else _ONE)
+        share = _TRIALS[trial, _OF] * (normal_step if _TRIALS[trial, _OF_NORMAL] > _ZERO else _ONE)
+        _offer_neighbour(shift, share, dim, half, work)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@routine
 def squared_errors(
-    scale: Any, offset: Any, factor: Any, levels: int, dim: int, work: Any, error: Any
+    lines: Any, scale: int, offset: int, factor: Any, levels: int, dim: int, work: Any, error: int
 ) -> None:
     """Compute the squared errors of the rows of `put_columns` when quantized, in steps of the whole range.
 
+    Scales and offsets are in the lines of `lines` (float64) that begin at `scale` and `offset`; errors go to `error`.
     Codes and values are computed as the encoder and the decoder do.
     """
     top = np.float32(levels)
-    for k in range(LANES):
-        step = np.float32(scale[k])
+    for k in range(_LANES):
+        step = np.float32(lines[np.uintp(scale) + k])
         work[_FROM_STEP + k] = step
-        work[_FROM_AT + k] = np.float32(offset[k])
+        work[_FROM_AT + k] = np.float32(lines[np.uintp(offset) + k])
         work[_GAIN + k] = _ONE / (step if step > _ZERO else _ONE)
         work[_SHIFT + k] = factor[k]
         work[_QQ + k] = _ZERO
-    for j in range(dim):
-        line = _COLUMNS + j * LANES
-        for k in range(LANES):
+    for j in range(np.uintp(dim)):
+        line = _COLUMNS + j * _LANES
+        for k in range(_LANES):
             t = (work[line + k] - work[_FROM_AT + k]) * work[_GAIN + k]
             t = t if t > _ZERO else _ZERO
             t = t if t < top else top
-            decoded = work[_FROM_STEP + k] * np.rint(t) + work[_FROM_AT + k]
+            decoded = work[_FROM_STEP + k] * ((t + _ROUNDING) - _ROUNDING) + work[_FROM_AT + k]
             off = (decoded - work[line + k]) * work[_SHIFT + k]
             work[_QQ + k] += off * off
-    for k in range(LANES):
-        error[k] = work[_QQ + k]
+    for k in range(_LANES):
+        lines[np.uintp(error) + k] = work[_QQ + k]
+
+
+@kernel
+def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+    """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
+
+    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
+    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
+    counted from its middle.
+    """
+    count, dim = values.shape
+    put_columns(values.reshape(-1), 0, count, dim, work)
+    search_columns(dim, low, factor, levels, normal_step, work)

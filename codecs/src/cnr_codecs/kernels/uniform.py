@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from cnr_codecs.kernels.pack import pack_rows
+from cnr_codecs.kernels.compiled import helper, kernel, routine
+from cnr_codecs.kernels.instructions import bits_of, float_of, prefetch
+from cnr_codecs.kernels.pack import codes_apart, pack_block
 from cnr_codecs.kernels.parameters import (
     ERROR,
     FIT_ERROR,
@@ -35,13 +36,13 @@ from cnr_codecs.kernels.parameters import (
     symmetric_parameters,
     take_fitted,
 )
-from cnr_codecs.kernels.prefetch import prefetch
+from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
 from cnr_codecs.kernels.search import (
     BEST_STEP,
     CENTRE,
     EXPLAINED,
     put_columns,
-    search,
+    search_columns,
     squared_errors,
     work_size,
 )
@@ -50,124 +51,43 @@ from cnr_codecs.kernels.search import (
 _ROUNDING = np.float32(3 << 22)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def row_extremes(bits: Any, first: int, count: int, dim: int, low: Any, high: Any) -> None:
+@for_thread
+def scratch_for(dim: int, bits: int) -> Scratch:
+    """Memory for a block of rows: parameters, ends of ranges, codes."""
+    low, high = zeros(LANES, np.float32), zeros(LANES, np.float32)
+    codes = zeros(LANES * codes_apart(dim, bits) if bits < 8 else 0, np.uint8)
+    return zeros(LINES, np.float64), low, high, codes
+
+
+@for_thread
+def search_scratch(dim: int) -> Scratch:
+    """Memory for the search of a block of rows: see `search`; and what maps the rows to their levels."""
+    return zeros(work_size(dim), np.float32), zeros(LANES, np.float32)
+
+
+@helper
+def _row_extremes(values: Any, first: int, count: int, dim: int, low: Any, high: Any) -> None:
     """Find the least and the greatest value of `count` rows of `dim` values, from row `first` on.
 
-    `bits`, `low` and `high` are int32: the bits of float32 values. -0 is below +0, and NaN beyond the infinities.
-    Integers sort as positive floats do, and in the reverse order of negative ones. So three comparisons, which
-    vectorize, find both ends.
+    -0 is below +0, and NaN beyond the infinities. The bits of float32 values, as integers, sort as positive floats do,
+    and in the reverse order of negative ones. So three comparisons, which vectorize, find both ends.
     """
     start, width = np.uintp(first * dim), np.uintp(dim)
     for k in range(np.uintp(count)):
         least, greatest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
         largest = np.uint32(0)
         for j in range(width):
-            value = bits[start + k * width + j]
-            least = min(least, value)
-            greatest = max(greatest, value)
-            largest = max(largest, np.uint32(value))
-        low[k] = np.int32(largest) if least < 0 else least
-        high[k] = greatest if greatest >= 0 else least
+            value = np.int32(bits_of(values[start + k * width + j]))
+            key = np.uint32(value)
+            least = value if value < least else least
+            greatest = value if value > greatest else greatest
+            largest = key if key > largest else largest
+        least, greatest = np.int32(largest) if least < 0 else least, greatest if greatest >= 0 else least
+        low[k] = float_of(np.int32(least))
+        high[k] = float_of(np.int32(greatest))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def encode_ranges(values: Any, bits: int, symmetric: bool, overflow: float, out: Any) -> int:
-    """Quantize rows over their own ranges."""
-    count, dim = values.shape
-    levels = np.float64((1 << bits) - 1)
-    work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
-    codes = np.empty(LANES * dim, np.uint8)
-    # Views are made once: for narrow rows, making them would take as long as a block does.
-    flat, low_bits, high_bits = values.reshape(-1), low.view(np.int32), high.view(np.int32)
-    keys = flat.view(np.int32)
-    halves = 0
-    for first in range(0, count, LANES):
-        last = min(first + LANES, count)
-        row_extremes(keys, first, last - first, dim, low_bits, high_bits)
-        _ranges(low, high, work)
-        if symmetric:
-            symmetric_parameters(work, levels, overflow)
-        else:
-            asymmetric_parameters(work, levels, overflow)
-        halves += _finish(flat, first, last, dim, bits, work, codes, out)
-    _float16_bits(out[0], out[2][0])
-    _float16_bits(out[1], out[2][1])
-    return halves
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def encode_windows(values: Any, low: Any, high: Any, bits: int, overflow: float, out: Any) -> int:
-    """Quantize rows over given ranges, `low` to `high` (float64 (n,)). Values beyond them are clamped."""
-    count, dim = values.shape
-    work, codes, flat = np.zeros(LINES), np.empty(LANES * dim, np.uint8), values.reshape(-1)
-    halves = 0
-    for first in range(0, count, LANES):
-        last = min(first + LANES, count)
-        for k in range(last - first):
-            work[LOW + k] = low[first + k]
-            work[HIGH + k] = high[first + k]
-        asymmetric_parameters(work, np.float64((1 << bits) - 1), overflow)
-        halves += _finish(flat, first, last, dim, bits, work, codes, out)
-    _float16_bits(out[0], out[2][0])
-    _float16_bits(out[1], out[2][1])
-    return halves
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def encode_searched(values: Any, bits: int, normal_step: Any, overflow: float, out: Any) -> int:
-    """Quantize each row with the scale and offset that a search finds, where these are better than its range's."""
-    count, dim = values.shape
-    levels = (1 << bits) - 1
-    work, low, high = np.zeros(LINES), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
-    codes, flat = np.empty(LANES * dim, np.uint8), values.reshape(-1)
-    search_work = np.zeros(work_size(dim), np.float32)
-    factor = np.zeros(LANES, np.float32)
-    halves = 0
-    for first in range(0, count, LANES):
-        last = min(first + LANES, count)
-        row_extremes(flat.view(np.int32), first, last - first, dim, low.view(np.int32), high.view(np.int32))
-        _ranges(low, high, work)
-        _factors(low, high, np.float32(levels), factor)
-        search(values[first:last], low, factor, levels, normal_step, search_work)
-        _lines(search_work, factor, levels * 0.5, work)
-        asymmetric_parameters(work, np.float64(levels), overflow)
-        fitted_parameters(work, np.float64(levels), overflow)
-        put_columns(values[first:last], search_work)
-        _measure(SCALE, OFFSET, ERROR, factor, levels, dim, search_work, work)
-        _measure(FIT_SCALE, FIT_OFFSET, FIT_ERROR, factor, levels, dim, search_work, work)
-        take_fitted(work)
-        halves += _finish(flat, first, last, dim, bits, work, codes, out)
-    _float16_bits(out[0], out[2][0])
-    _float16_bits(out[1], out[2][1])
-    return halves
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _measure(
-    scale: int, offset: int, error: int, factor: Any, levels: int, dim: int, columns: Any, work: Any
-) -> None:
-    """Compute ERROR from SCALE and OFFSET, or FIT_ERROR from FIT_SCALE and FIT_OFFSET."""
-    squared_errors(
-        work[scale : scale + LANES],
-        work[offset : offset + LANES],
-        factor,
-        levels,
-        dim,
-        columns,
-        work[error : error + LANES],
-    )
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _ranges(low: Any, high: Any, work: Any) -> None:
-    """Fill in LOW and HIGH of the rows."""
-    for k in range(LANES):
-        work[LOW + k] = low[k]
-        work[HIGH + k] = high[k]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
     """Compute what maps a row's range to its levels, or 0 where no float32 does: the search then finds nothing."""
     for k in range(LANES):
@@ -176,7 +96,7 @@ def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
         factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
     """Convert the windows that the search found to lines in the rows' own units."""
     for k in range(LANES):
@@ -188,35 +108,21 @@ def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
         work[FITTED + k] = found[EXPLAINED + k] if unit > 0.0 else 0.0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
-    """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
-
-    Return how many of these rows have float16 parameters.
-    """
-    scales, offsets, _, kind, packed = out
-    start, halves = np.uintp(first), 0
-    for k in range(np.uintp(last - first)):
-        scales[start + k] = np.float32(work[SCALE + k])
-        offsets[start + k] = np.float32(work[OFFSET + k])
-    for k in range(np.uintp(last - first)):
-        kind[start + k] = np.uint8(np.int32(work[KIND + k]))
-        halves += work[KIND + k] == FLOAT16
-    top = np.float32((1 << bits) - 1)
-    if bits == 8:
-        _quantize(values, first, last, dim, scales, offsets, top, packed.reshape(-1), first * dim)
-    else:
-        _quantize(values, first, last, dim, scales, offsets, top, codes, 0)
-        pack_rows(codes, dim, bits, packed[first:last])
-    return halves
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@helper
 def _quantize(
-    values: Any, first: int, last: int, dim: int, scales: Any, offsets: Any, top: Any, codes: Any, to: int
+    values: Any,
+    first: int,
+    last: int,
+    dim: int,
+    scales: Any,
+    offsets: Any,
+    top: Any,
+    codes: Any,
+    to: int,
+    apart: int,
 ) -> None:
     """Compute codes: clamp((x - offset) * (1 / scale), 0, top) in float32, rounded half even. Scale 0 counts as 1."""
-    start, target, width = np.uintp(first), np.uintp(to), np.uintp(dim)
+    start, target, width, stride = np.uintp(first), np.uintp(to), np.uintp(dim), np.uintp(apart)
     for k in range(np.uintp(last - first)):
         offset, scale = offsets[start + k], scales[start + k]
         gain = np.float32(1) / (scale if scale > 0 else np.float32(1))
@@ -226,19 +132,131 @@ def _quantize(
             t = (values[(start + k) * width + j] - offset) * gain
             t = t if t > np.float32(0) else np.float32(0)
             t = t if t < top else top
-            codes[target + k * width + j] = np.uint8(
-                np.float32(t + _ROUNDING).view(np.uint32) & np.uint32(0xFF)
-            )
+            codes[target + k * stride + j] = np.uint8(bits_of(np.float32(t + _ROUNDING)) & np.uint32(0xFF))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _float16_bits(values: Any, halves: Any) -> None:
+@helper
+def _float16_bits(values: Any, first: int, last: int, halves: Any, line: int) -> None:
     """Convert float32s whose values are float16s to the bits of these."""
-    bits = values.view(np.uint32)
-    for k in range(bits.size):
-        size = bits[k] & np.uint32(0x7FFFFFFF)
+    for k in range(np.uintp(first), np.uintp(last)):
+        bits = bits_of(values[k])
+        size = bits & np.uint32(0x7FFFFFFF)
         normal = (size - np.uint32(0x38000000)) >> np.uint32(13)
-        units = np.uint32(size).view(np.float32) * np.float32(1 << 24) + _ROUNDING
-        small = np.float32(units).view(np.uint32) & np.uint32(0x3FF)
+        units = float_of(np.uint32(size)) * np.float32(1 << 24) + _ROUNDING
+        small = bits_of(np.float32(units)) & np.uint32(0x3FF)
         half = normal if size >= np.uint32(0x38800000) else small
-        halves[k] = np.uint16(half | ((bits[k] >> np.uint32(16)) & np.uint32(0x8000)))
+        halves[line, k] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@routine
+def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
+    """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
+
+    Return how many of these rows have float16 parameters.
+    """
+    scales, offsets, halves, kind, packed = out
+    start, count, float16_rows = np.uintp(first), np.uintp(last - first), 0
+    for k in range(count):
+        scales[start + k] = np.float32(work[SCALE + k])
+        offsets[start + k] = np.float32(work[OFFSET + k])
+    for k in range(count):
+        kind[start + k] = np.uint8(np.int32(work[KIND + k]))
+        float16_rows += work[KIND + k] == FLOAT16
+    for line in range(2):
+        _float16_bits(offsets if line else scales, first, last, halves, line)
+    # Of 8 bits, codes are written where they stay.
+    whole = bits == 8
+    target, to, apart = (
+        packed if whole else codes,
+        first * dim if whole else 0,
+        dim if whole else codes.size // LANES,
+    )
+    _quantize(values, first, last, dim, scales, offsets, np.float32((1 << bits) - 1), target, to, apart)
+    if not whole:
+        pack_block(codes, last - first, dim, bits, packed, first * ((dim * bits + 7) // 8))
+    return float16_rows
+
+
+@kernel
+def row_extremes(values: Any, count: int, dim: int, low: Any, high: Any) -> None:
+    """Find the least and the greatest value of each of `count` rows of `dim` values. See `_row_extremes`."""
+    _row_extremes(values, 0, count, dim, low, high)
+
+
+@kernel
+def encode_ranges(values: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any) -> int:
+    """Quantize rows over their own ranges."""
+    work, low, high, codes = scratch
+    count, levels, float16_rows = out[0].size, np.float64((1 << bits) - 1), 0
+    for first in range(0, count, LANES):
+        last = first + LANES if first + LANES < count else count
+        _row_extremes(values, first, last - first, dim, low, high)
+        for k in range(LANES):
+            work[LOW + k] = low[k]
+            work[HIGH + k] = high[k]
+        asymmetric_parameters(work, levels, overflow)
+        float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
+    return float16_rows
+
+
+@kernel
+def encode_symmetric(values: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any) -> int:
+    """Quantize rows over ranges that are symmetric about 0."""
+    work, low, high, codes = scratch
+    count, levels, float16_rows = out[0].size, np.float64((1 << bits) - 1), 0
+    for first in range(0, count, LANES):
+        last = first + LANES if first + LANES < count else count
+        _row_extremes(values, first, last - first, dim, low, high)
+        for k in range(LANES):
+            work[LOW + k] = low[k]
+            work[HIGH + k] = high[k]
+        symmetric_parameters(work, levels, overflow)
+        float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
+    return float16_rows
+
+
+@kernel
+def encode_windows(
+    values: Any, lows: Any, highs: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any
+) -> int:
+    """Quantize rows over given ranges, `lows` to `highs` (float64 (n,)). Values beyond them are clamped."""
+    work, _, _, codes = scratch
+    count, levels, float16_rows = out[0].size, np.float64((1 << bits) - 1), 0
+    for first in range(0, count, LANES):
+        last = first + LANES if first + LANES < count else count
+        for k in range(last - first):
+            work[LOW + k] = lows[first + k]
+            work[HIGH + k] = highs[first + k]
+        asymmetric_parameters(work, levels, overflow)
+        float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
+    return float16_rows
+
+
+@kernel
+def encode_searched(
+    values: Any, dim: int, bits: int, normal_step: Any, overflow: float, scratch: Any, search: Any, out: Any
+) -> int:
+    """Quantize each row with the scale and offset that a search finds, where these are better than its range's."""
+    work, low, high, codes = scratch
+    columns, factor = search
+    count, levels, float16_rows = out[0].size, (1 << bits) - 1, 0
+    top = np.float64(levels)
+    for first in range(0, count, LANES):
+        last = first + LANES if first + LANES < count else count
+        _row_extremes(values, first, last - first, dim, low, high)
+        for k in range(LANES):
+            work[LOW + k] = low[k]
+            work[HIGH + k] = high[k]
+        _factors(low, high, np.float32(levels), factor)
+        put_columns(values, first, last - first, dim, columns)
+        search_columns(dim, low, factor, levels, normal_step, columns)
+        _lines(columns, factor, top * 0.5, work)
+        asymmetric_parameters(work, top, overflow)
+        fitted_parameters(work, top, overflow)
+        put_columns(values, first, last - first, dim, columns)
+        # First the errors of the ranges, then of the lines.
+        for scale, offset, error in ((SCALE, OFFSET, ERROR), (FIT_SCALE, FIT_OFFSET, FIT_ERROR)):
+            squared_errors(work, scale, offset, factor, levels, dim, columns, error)
+        take_fitted(work)
+        float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
+    return float16_rows

@@ -193,7 +193,7 @@ class KMeansRows:
         used, number = np.unique(book, return_inverse=True)
         centroids = fitted.centroids[used]
         codes = np.empty((len(order), row_bytes(Scheme.SHARED, self.bits, wide.shape[1])), np.uint8)
-        kernels.assign_pack(wide, order, number, thresholds(centroids), self.bits, codes)
+        kernels.assign_pack(wide, order, number, thresholds(centroids), self.bits, codes.reshape(-1))
         scheme = Scheme.CODEBOOK if self.group == "row" else Scheme.SHARED
         books = None if scheme is Scheme.CODEBOOK else number.astype(np.uint32)
         return Segment(

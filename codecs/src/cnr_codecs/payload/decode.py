@@ -12,7 +12,8 @@ import numpy.typing as npt
 from cnr_codecs.elements import element_named, fill_value, round_to_bfloat16
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels import decode as kernels
-from cnr_codecs.kernels.dequantize import decode_float16, decode_float32
+from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratch_for
+from cnr_codecs.kernels.pack import codes_apart
 from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.rowset import RowSetKind, rows_of
 
@@ -120,13 +121,21 @@ def _fill(payload: Payload, segment: Segment, target: _Target) -> int:
 def _copy(payload: Payload, segment: Segment, target: _Target) -> int:
     written = 0
     for start, rows in segment.row_set.blocks():
-        block = (segment.codes[start : start + len(rows)], rows, target.first_row, target.need)
+        codes = segment.codes[start : start + len(rows)]
+        block = (codes.reshape(-1), codes.shape[1], rows, target.first_row, target.need)
         if payload.element == "bfloat16":
-            written += kernels.widen_bfloat16(*block, target.flat.view(np.uint32), target.stride)
+            flat = target.flat.view(np.uint32)
+            written += kernels.widen_bfloat16(*block, flat, target.stride, *_numbers(rows))
         else:
-            stride_bytes = target.stride * target.flat.itemsize
-            written += kernels.copy_raw(*block, target.flat.view(np.uint8), stride_bytes)
+            flat, stride_bytes = target.flat.view(np.uint8), target.stride * target.flat.itemsize
+            written += kernels.copy_raw(*block, flat, stride_bytes, *_numbers(rows))
     return written
+
+
+def _numbers(rows: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Scratch memory in which kernels list which of these rows are wanted."""
+    chosen, places = np.empty((2, len(rows) + 1), np.int64)
+    return chosen, places
 
 
 def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
@@ -135,15 +144,20 @@ def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
         halves = segment.parameters.view(np.uint16)
     else:
         floats = segment.parameters.view(np.float32)
-    stored = (segment.codes, halves, floats, segment.bits, payload.dim)
+    dim, bits = payload.dim, segment.bits
+    stored = (segment.codes.reshape(-1), halves, floats, bits, dim, codes_apart(dim, bits))
+    scratch = scratch_for(dim, bits)
     written = 0
     for start, stop, rows in _parts(segment, target):
         place = (start, stop, rows, target.first_row, target.need)
         if payload.element == "float16":
-            written += decode_float16(*stored, *place, target.flat.view(np.uint16), target.stride)
+            numbers = np.arange(len(scratch[-1]))
+            wide = np.empty(len(numbers) * dim, np.float32)
+            flat = target.flat.view(np.uint16)
+            written += decode_float16(*stored, *place, flat, target.stride, scratch, wide, numbers)
         else:
             narrow = payload.element == "bfloat16"
-            written += decode_float32(*stored, *place, target.flat, target.stride, narrow)
+            written += decode_float32(*stored, *place, target.flat, target.stride, narrow, scratch)
     return written
 
 
@@ -172,7 +186,7 @@ def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:
         else:
             table, books = shared, segment.books[start:stop]
         written += kernels.look_up(
-            segment.codes[start:stop],
+            segment.codes[start:stop].reshape(-1),
             rows,
             table,
             books,
@@ -182,6 +196,8 @@ def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:
             target.need,
             flat,
             target.stride,
+            *_numbers(rows),
+            np.empty(payload.dim + 8, np.uint8),
         )
     return written
 

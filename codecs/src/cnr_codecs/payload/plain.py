@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import BY_NAME
-from cnr_codecs.kernels.dequantize import decode_all
+from cnr_codecs.kernels.dequantize import decode_all, scratch_for
+from cnr_codecs.kernels.pack import codes_apart
 from cnr_codecs.payload.payload import (
     CHECKSUM,
     ENTRY,
@@ -73,6 +74,7 @@ def decode_plain(
     first = _HEAD.size + 4 * rows
     # The copy is aligned, and nobody can change it between validation and use.
     halves = np.frombuffer(data[_HEAD.size : first].tobytes(), np.uint16).reshape(2, rows)
-    packed = data[first:].reshape(rows, -1)
+    packed = data[first:]
     packed.flags.writeable = False
-    return out.reshape(rows, dim) if decode_all(packed, halves, bits, dim, out) else None
+    apart, scratch = codes_apart(dim, bits), scratch_for(dim, bits)
+    return out.reshape(rows, dim) if decode_all(packed, halves, bits, dim, apart, out, scratch) else None

@@ -145,8 +145,8 @@ def _valid_parameters(segment: Segment) -> bool:
     if segment.scheme not in PARAMETERS_PER_ROW:
         return False
     if segment.parameter_type is ParameterType.FLOAT16:
-        return valid_halves(segment.parameters.view(np.uint16))
-    return valid_floats(segment.parameters.view(np.uint32), _largest_scale(segment))
+        return bool(valid_halves(segment.parameters.view(np.uint16)))
+    return bool(valid_floats(segment.parameters.view(np.uint32), _largest_scale(segment)))
 
 
 def _largest_scale(segment: Segment) -> float:

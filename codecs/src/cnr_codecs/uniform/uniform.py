@@ -185,17 +185,21 @@ class UniformRows:
         wide = np.ascontiguousarray(values, np.float32).view()
         wide.flags.writeable = False
         encoded = _Encoded.for_codes(codes)
+        dim, flat = wide.shape[1], wide.reshape(-1)
+        options = (self.bits, element.overflow, kernels.scratch_for(dim, self.bits))
         arrays = encoded.arrays()
-        search = self.scheme == "adaptive" and wide.shape[1] <= MAX_DIM
+        search = self.scheme == "adaptive" and dim <= MAX_DIM
         if search and self.bins is not None and self.ratio is not None:
             low, high = _walked(wide, self.bits, self.bins, self.ratio)
-            float16_rows = kernels.encode_windows(wide, low, high, self.bits, element.overflow, arrays)
+            float16_rows = kernels.encode_windows(flat, low, high, dim, *options, arrays)
         elif search and self.bins is None and self.bits in NORMAL_STEPS:
-            step = NORMAL_STEPS[self.bits]
-            float16_rows = kernels.encode_searched(wide, self.bits, step, element.overflow, arrays)
+            bits, overflow, scratch = options
+            step, found = NORMAL_STEPS[bits], kernels.search_scratch(dim)
+            float16_rows = kernels.encode_searched(flat, dim, bits, step, overflow, scratch, found, arrays)
+        elif self.scheme == "symmetric":
+            float16_rows = kernels.encode_symmetric(flat, dim, *options, arrays)
         else:
-            symmetric = self.scheme == "symmetric"
-            float16_rows = kernels.encode_ranges(wide, self.bits, symmetric, element.overflow, arrays)
+            float16_rows = kernels.encode_ranges(flat, dim, *options, arrays)
         encoded.float16_rows = float16_rows
         return encoded
 
@@ -219,7 +223,7 @@ class _Encoded:
         return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.scale, self.offset, self.halves, self.kind, self.codes
+        return self.scale, self.offset, self.halves, self.kind, self.codes.reshape(-1)
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> _Encoded:
         return _Encoded(
@@ -250,9 +254,9 @@ def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
     """Return the least and the greatest value of each row of (n, dim). One is not finite if any value is not."""
     low, high = (np.empty(len(values), np.float32) for _ in range(2))
-    bits = np.ascontiguousarray(values).reshape(-1).view(np.int32)
-    count, dim = values.shape
-    kernels.row_extremes(bits, 0, count, dim, low.view(np.int32), high.view(np.int32))
+    flat = np.ascontiguousarray(values).view()
+    flat.flags.writeable = False
+    kernels.row_extremes(flat.reshape(-1), *values.shape, low, high)
     return low, high
 
 

@@ -15,6 +15,14 @@ from torch import nn
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device, mark_on_device
 
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """Kernels, not what stands in for them until they are compiled."""
+    for _ in bitmap.compile_kernels():
+        pass
+
+
 ROWS = st.integers(1, 300)
 # The first call of a kernel compiles it.
 compiles = settings(deadline=None)

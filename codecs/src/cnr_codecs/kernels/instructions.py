@@ -1,4 +1,4 @@
-"""The processor's prefetch hint, which numba does not offer."""
+"""Instructions of the processor that numba does not offer, or only by way of functions that it compiles first."""
 
 from __future__ import annotations
 
@@ -23,5 +23,29 @@ def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), codegen
 
 
+_BITS = {types.float32: types.uint32, types.float64: types.int64}
+_FLOATS = {types.uint32: types.float32, types.int32: types.float32, types.int64: types.float64}
+
+
+def _reinterpret(to: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+    return lambda typingctx, value: (to[value](value), codegen)
+
+
 # prefetch(array, index): load the cache line of array[index], of a flat array. An index beyond the end is harmless.
 prefetch: Any = intrinsic(_prefetch)
+
+
+def _bits_of(typingctx: Any, value: Any) -> Any:
+    return _reinterpret(_BITS)(typingctx, value)
+
+
+def _float_of(typingctx: Any, value: Any) -> Any:
+    return _reinterpret(_FLOATS)(typingctx, value)
+
+
+# bits_of(value): the bits of a float32 as uint32, of a float64 as int64. float_of(bits): the float of these bits.
+bits_of: Any = intrinsic(_bits_of)
+float_of: Any = intrinsic(_float_of)

@@ -1,0 +1,1 @@
+"""How long the first save and load of a process take that finds no compiled kernels."""

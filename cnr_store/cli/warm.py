@@ -1,0 +1,37 @@
+"""`cnr warm`: compiles the kernels beforehand, for images of containers."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+
+import typer
+
+from cnr_codecs import cache_folders, compile_all
+from cnr_store.cli.options import AsJson
+from cnr_store.cli.output import print_json, print_line, say
+from cnr_store.training.tracking.bitmap import compile_kernels
+
+
+def warm(as_json: AsJson = False) -> None:
+    """Compile all kernels, so that no process compiles them at its first save and load.
+
+    They are kept beside the package, in the home folder, or in NUMBA_CACHE_DIR, and hold for this kind of processor.
+    """
+    began = time.perf_counter()
+    for _ in chain(compile_all(), compile_kernels()):
+        pass
+    seconds = time.perf_counter() - began
+    folders = [folder for folder in cache_folders() if folder.is_dir()]
+    files = [file for folder in folders for file in folder.glob("*.nb[ci]")]
+    nbytes = sum(file.stat().st_size for file in files)
+    kept = {"seconds": round(seconds, 1), "files": len(files), "bytes": nbytes}
+    if as_json:
+        print_json({**kept, "folders": [str(folder) for folder in folders]})
+    else:
+        print_line(f"compiled in {seconds:.1f} s: {len(files)} files, {nbytes / 1e6:.1f} MB, in")
+        for folder in folders:
+            print_line(f"  {folder}")
+    if not files:
+        say("cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room")
+        raise typer.Exit(1)

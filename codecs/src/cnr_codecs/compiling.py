@@ -1,0 +1,85 @@
+"""Compiles kernels before they are needed: each waits for the compiler at its first use, once in an installation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cnr_codecs.elements import ELEMENTS, array_dtype, element_named
+from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.payload.decode import decode_into
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.payload.validate import parse
+from cnr_codecs.protocol import RowCodec
+from cnr_codecs.rows import LosslessRows
+from cnr_codecs.uniform.uniform import UniformRows
+
+_ROWS = 2
+
+
+def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLOAT16) -> Iterator[None]:
+    """Compile what decodes lossless and uniformly quantized rows, one kernel a step.
+
+    Parameters
+    ----------
+    element
+        The name of the rows' element type.
+    parameters
+        What the rows' scales and offsets are stored as. Nearly all are float16.
+    """
+    kind, dim = element_named(element), 8
+    raw = np.zeros((_ROWS, dim), array_dtype(element))
+    _decode(LosslessRows().encode_rows(raw, None, _ROWS, element=element), element, dim)
+    yield
+    if kind.quantizable:
+        dtype = "<f2" if parameters is ParameterType.FLOAT16 else "<f4"
+        codes, values = np.zeros((_ROWS, dim // 2), np.uint8), np.zeros((2, _ROWS), dtype)
+        segment = Segment(Scheme.ASYMMETRIC, 4, parameters, RowSet.first(_ROWS, _ROWS), values, codes)
+        payload = build(_ROWS, dim, kind, [segment])
+        parse(payload)
+        yield
+        _decode(payload, element, dim)
+        yield
+
+
+def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
+    """Compile what encodes rows with a codec, and decodes them, one kernel a step.
+
+    Parameters
+    ----------
+    codec
+        Any row codec.
+    dim
+        Columns of the rows: the codec may treat wide ones in another way.
+    element
+        The name of the rows' element type.
+    """
+    # Two rows of varied values run every kernel that full tables will run.
+    rows = np.linspace(-1, 1, _ROWS * dim, dtype=array_dtype(element)).reshape(_ROWS, dim)
+    payload = codec.encode_rows(rows, None, _ROWS, element=element)
+    yield
+    _decode(payload, element, dim)
+    yield
+
+
+def compile_all() -> Iterator[None]:
+    """Compile every kernel of this package."""
+    for element in (element.name for element in ELEMENTS if element.quantizable):
+        for parameters in (ParameterType.FLOAT16, ParameterType.FLOAT32):
+            yield from compile_decoding(element, parameters)
+    schemes = (
+        UniformRows(bits=4),
+        UniformRows(bits=8),
+        UniformRows("symmetric", 4),
+        UniformRows(bits=4, bins=25),
+    )
+    codecs: list[tuple[RowCodec, int]] = [(codec, 16) for codec in schemes]
+    # Few values of a row are clustered exactly, many by iteration.
+    for codec, dim in (*codecs, (KMeansRows(2), 16), (KMeansRows(2), 4096)):
+        yield from compile_encoding(codec, dim, "float32")
+
+
+def _decode(payload: bytes, element: str, dim: int) -> None:
+    decode_into(parse(payload), np.empty((_ROWS, dim), array_dtype(element)), np.ones(_ROWS, np.uint8))

@@ -1,0 +1,94 @@
+"""Helpers merged into kernels: what Python computes stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cnr_codecs.kernels.compiled import cache_folders
+from cnr_codecs.kernels.merging import merged
+
+SCALE = 3
+
+
+class Helper:
+    """As a compiled helper is: called, or merged by the function it was made of."""
+
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        self.py_func = py_func
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self.py_func(*arguments)
+
+
+@Helper
+def scaled(value: int) -> int:
+    """Changes its parameter, which is its own."""
+    value = value * SCALE
+    return value + 1
+
+
+@Helper
+def fill(out: list[int], count: int) -> None:
+    for k in range(count):
+        out[k] = scaled(k)
+
+
+@Helper
+def clipped(value: int) -> int:
+    if value > 5:
+        return 5
+    return value
+
+
+def two_calls(value: int) -> Any:
+    k = 7
+    total = scaled(value) + scaled(value + k)
+    total += scaled(k) if value else 0
+    return total - value
+
+
+def nested(count: int) -> list[int]:
+    k, out = 100, [0] * count
+    fill(out, count)
+    if count > 2:
+        fill(out, 1)
+    return [*out, k]
+
+
+def with_early_return(value: int) -> Any:
+    return clipped(scaled(value))
+
+
+def is_helper(value: object) -> bool:
+    return isinstance(value, Helper)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "calls"),
+    [(two_calls, range(4), 0), (nested, range(5), 0), (with_early_return, range(4), 4)],
+)
+def test_a_merged_function_computes_the_same(
+    function: Callable[[int], Any], arguments: range, calls: int
+) -> None:
+    expected = [function(each) for each in arguments]
+    for each in (scaled, fill, clipped):
+        each.calls = 0
+    made = merged(function, is_helper)
+    assert [made(each) for each in arguments] == expected
+    assert sum(each.calls for each in (scaled, fill, clipped)) == calls
+    assert (made.__name__, made.__module__) == (function.__name__, function.__module__)
+
+
+def test_without_sources_calls_stay_calls() -> None:
+    space: dict[str, Any] = {"scaled": scaled}
+    exec("def unknown(value):\n    return scaled(value)", space)
+    assert merged(space["unknown"], is_helper) is space["unknown"]
+
+
+def test_folders_of_compiled_kernels_are_known() -> None:
+    assert cache_folders()
