@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.errors import RowsError
+from cnr_codecs.entropy.lines import CodedLines, decoded_blocks
+from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.payload.rowset import RowSet
 
 MAGIC = b"CNRP"
@@ -24,6 +25,12 @@ HEAD_BYTES = struct.Struct("<I")
 ENTRY = struct.Struct("<BBBBIII")
 CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
+# What follows the step of a lattice segment: flags, rows of a line, reserved, checksum of the codes.
+GRID = struct.Struct("<BBHI")
+# Arrays of one column are coded as lines of so many rows.
+COLUMN_LINE_ROWS = 32
+# The greatest magnitude of a lattice code.
+MAX_CODE = (1 << 15) - 1
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
 MAX_SEGMENTS = 1024
 MAX_U32 = (1 << 32) - 1
@@ -39,6 +46,7 @@ class Scheme(IntEnum):
     SYMMETRIC = 3
     CODEBOOK = 4
     SHARED = 5
+    LATTICE = 6
 
 
 class ParameterType(IntEnum):
@@ -57,6 +65,77 @@ PARAMETERS_PER_ROW = {Scheme.ABSENT: 0, Scheme.RAW: 0, Scheme.ASYMMETRIC: 2, Sch
 
 
 @dataclass(frozen=True, eq=False)
+class CodedRows:
+    """The codes of a lattice segment as they are stored.
+
+    Attributes
+    ----------
+    lines
+        The codes, entropy-coded.
+    line_rows
+        Rows of a line.
+    check
+        crc32c of all codes as int32, row after row.
+    """
+
+    lines: CodedLines
+    line_rows: int
+    check: int
+
+    @classmethod
+    def encode(cls, codes: npt.NDArray[np.int16]) -> CodedRows:
+        """Code rows (count, dim), of at least one value."""
+        line_rows = COLUMN_LINE_ROWS if codes.shape[1] == 1 else 1
+        lines = CodedLines.encode(codes.reshape(-1), line_rows * codes.shape[1])
+        return cls(lines, line_rows, checksum(0, codes.astype(np.int32)))
+
+    def decode(self) -> npt.NDArray[np.int16]:
+        """Return all codes, flat.
+
+        Raises
+        ------
+        PayloadError
+            They are damaged.
+        """
+        codes, place, check = np.empty(self.lines.size, np.int16), 0, 0
+        for block, most in decoded_blocks(self.lines):
+            check_codes(most)
+            codes[place : place + len(block)] = block
+            check = checksum(check, block)
+            place += len(block)
+        self.prove(check)
+        return codes
+
+    def prove(self, check: int) -> None:
+        """Compare the checksum of all codes.
+
+        Raises
+        ------
+        PayloadError
+            It is another.
+        """
+        if check != self.check:
+            raise PayloadError("the codes are damaged (crc32c differs)")
+
+
+def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
+    """Return the crc32c of codes, given that of those before them."""
+    return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
+
+
+def check_codes(zigzag: int) -> None:
+    """Check the greatest zigzag code of a lattice segment.
+
+    Raises
+    ------
+    PayloadError
+        It is none that the scheme has.
+    """
+    if zigzag > 2 * MAX_CODE:
+        raise PayloadError(f"a code is beyond {MAX_CODE}")
+
+
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Rows that are stored in one way.
 
@@ -72,11 +151,14 @@ class Segment:
         Which rows of the chunk the segment has.
     parameters
         The parameters, of their stored dtype. Uniform schemes: (parameters per row, count), that is, scale and
-        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids.
+        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step.
     codes
-        uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows.
+        uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, or
+        none, (0, bytes a row), where they are in `coded`.
     books
         uint32 (count,): the codebook of each row, where rows share codebooks. Otherwise None.
+    coded
+        The codes of a lattice segment as they are stored. Otherwise None.
     """
 
     scheme: Scheme
@@ -86,6 +168,7 @@ class Segment:
     parameters: npt.NDArray[Any]
     codes: npt.NDArray[np.uint8]
     books: npt.NDArray[np.uint32] | None = None
+    coded: CodedRows | None = None
 
     @cached_property
     def widened(self) -> npt.NDArray[np.float32]:
@@ -145,6 +228,8 @@ def book_dtype(count: int) -> np.dtype[Any]:
 
 def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
     """Return the bytes of one row's codes. Rows take whole bytes; an absent row takes none."""
+    if scheme is Scheme.LATTICE:
+        return 2 * dim  # in memory, before they are coded
     return 0 if scheme is Scheme.ABSENT else (dim * bits + 7) // 8
 
 
@@ -171,10 +256,19 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     sizes: list[int] = []
     bodies: list[bytes | memoryview] = []
     for segment in held:
-        parameters, codes = segment.stored_parameters(), segment.codes.reshape(-1).data
-        sizes.append(len(parameters) + codes.nbytes)
-        bodies += parameters, codes
+        body = _lattice_body(segment) if segment.scheme is Scheme.LATTICE else _body(segment)
+        sizes.append(sum(len(part) for part in body))
+        bodies += body
     return b"".join([encode_head(rows, dim, element, held, sizes, seal), *bodies])
+
+
+def _body(segment: Segment) -> tuple[bytes | memoryview, ...]:
+    return segment.stored_parameters(), segment.codes.reshape(-1).data
+
+
+def _lattice_body(segment: Segment) -> tuple[bytes | memoryview, ...]:
+    coded = segment.coded or CodedRows.encode(np.ascontiguousarray(segment.codes).view(np.int16))
+    return segment.stored_parameters(), GRID.pack(0, coded.line_rows, 0, coded.check), coded.lines.data
 
 
 def encode_head(
