@@ -35,6 +35,7 @@ from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.staged import Staged
+from cnr_store.writing.steps import find_step
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
@@ -75,6 +76,8 @@ def stage(
         The ranks that share the plan's arrays; None where this process has them all.
     """
     plan = replace(plan, dense=joined(plan.dense, peers))
+    if peers is None or peers.world == 1:
+        plan = replace(plan, rows=[find_step(rows, transfer) for rows in plan.rows])
     staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 

@@ -105,6 +105,11 @@ class CodedLines:
         return self.words[: -kernels.SLACK_WORDS].astype("<u2", copy=False).data.cast("B")
 
     @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in memory once it is decoded."""
+        return self.words.nbytes + self.edges.nbytes + (4 * kernels.CLASSES << kernels.PRECISION)
+
+    @property
     def blocks(self) -> int:
         """The number of blocks."""
         return len(self.edges) - 1

@@ -13,13 +13,13 @@ _BEYOND = np.float64(1 << 16)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw: Any) -> int:
+def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw: Any) -> Any:
     """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
 
     `values` is flat float32. A code is the value times `inverse`, as float64, rounded half even. A row that is not
     finite, or has a code beyond `limit`, is marked in `raw` (uint8), and its codes are overwritten.
     """
-    width, held = np.uintp(dim), 0
+    width, held = np.uintp(dim), np.int64(0)
     for i in range(raw.size):
         start, place = np.uintp(i * dim), np.uintp(held * dim)
         most = np.int32(0)
@@ -37,12 +37,12 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def sum_squares(values: Any, sums: Any) -> int:
+def sum_squares(values: Any, sums: Any) -> Any:
     """Add the squares of finite values to `sums`, float64 (SUM_LANES,), and return how many are finite.
 
     `values` is flat float32. Value j belongs to sum j mod SUM_LANES, and sums go from the first value to the last.
     """
-    finite = 0
+    finite = np.int64(0)
     for j in range(np.uintp(values.size)):
         value = np.float64(values[j])
         known = abs(value) < np.inf

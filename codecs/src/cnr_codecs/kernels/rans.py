@@ -44,7 +44,8 @@ def classify(codes: Any, line: int, classes: Any, counts: Any) -> None:
         total = np.int64(0)
         for j in range(np.uintp(first), np.uintp(last)):
             total += abs(np.int64(codes[j]))
-        held, limit = 0, last - first
+        held: Any = 0
+        limit = last - first
         if total > 0:
             # The least k with mean magnitude < 2**(k - 4). The last class takes what is above.
             held = 1
@@ -74,7 +75,7 @@ def encoder_table(frequencies: Any, table: Any) -> None:
     leave before; and a reciprocal, with which every state below that is divided by the frequency exactly.
     """
     for k in range(CLASSES):
-        slot = 0
+        slot: Any = 0
         for t in range(TOKENS):
             held = np.int64(frequencies[k, t])
             if held > 0:
@@ -87,7 +88,7 @@ def encoder_table(frequencies: Any, table: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_block(codes: Any, line: int, classes: Any, table: Any, words: Any) -> int:
+def encode_block(codes: Any, line: int, classes: Any, table: Any, words: Any) -> Any:
     """Write a block's states and words to the end of `words` (uint16), and return where they begin.
 
     Symbols are coded from the last to the first, since a decoder takes the last one first. `words` has room for two
@@ -146,7 +147,7 @@ def decoder_table(frequencies: Any, table: Any) -> None:
     A slot has its symbol; from bit 8 on the symbol's frequency less 1; and from bit 20 on its place in the symbol.
     """
     for k in range(CLASSES):
-        slot = k << PRECISION
+        slot: Any = k << PRECISION
         for t in range(TOKENS):
             held = np.int64(frequencies[k, t])
             for place in range(held):
@@ -155,7 +156,7 @@ def decoder_table(frequencies: Any, table: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def decode_block(words: Any, begin: int, end: int, table: Any, known: Any, line: int, codes: Any) -> int:
+def decode_block(words: Any, begin: int, end: int, table: Any, known: Any, line: int, codes: Any) -> Any:
     """Decode a block to `codes` (int32), which it fills. Return the greatest zigzag code from `DIRECT` on, or 0.
 
     Return -1 if words `begin` to `end` of `words` (uint16) are no such block. `known`, uint8 (CLASSES,), says which

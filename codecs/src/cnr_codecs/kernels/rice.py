@@ -24,7 +24,7 @@ def pack_gaps(gaps: Any, shift: int, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def unpack_gaps(data: Any, shift: int, place: int, row: int, limit: int, rows: Any) -> int:
+def unpack_gaps(data: Any, shift: int, place: int, row: Any, limit: int, rows: Any) -> int:
     """Write the next `rows.size` row numbers to `rows` (uint32), from bit `place` of `data` (uint8) on.
 
     `row` is the row before. Return the bit behind them, or -1 if the data ends before, or a row is not below `limit`.

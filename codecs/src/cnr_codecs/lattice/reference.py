@@ -20,7 +20,7 @@ def codes_of(
     """
     with np.errstate(invalid="ignore"):
         exact = np.rint(values.astype(np.float32).astype(np.float64) * (1 / step))
-        raw = ~(np.abs(exact) <= limit).all(axis=1)
+        raw = np.logical_not((np.abs(exact) <= limit).all(axis=1))
     return np.where(raw[:, None], 0, exact).astype(np.int32), raw
 
 
