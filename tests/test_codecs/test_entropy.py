@@ -21,7 +21,8 @@ LINES = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 17, 32, 64])
 
 
 def decoded(coded: CodedLines) -> Rows:
-    return np.concatenate([codes.copy() for codes, _ in decoded_blocks(coded)])
+    found: Rows = np.concatenate([codes.copy() for codes, _ in decoded_blocks(coded)])
+    return found
 
 
 def parsed(data: bytes, size: int, line: int) -> CodedLines:
@@ -35,7 +36,8 @@ def codes(draw: st.DrawFn, most: int = 400) -> Rows:
     scales = draw(st.lists(st.sampled_from([0, 0.05, 0.4, 3, 20, 500, 20000]), min_size=1, max_size=5))
     size = draw(st.integers(1, most))
     drawn = np.rint(rng.normal(0, 1, size) * np.repeat(scales, -(-size // len(scales)))[:size])
-    return np.clip(drawn, -32767, 32767).astype(np.int16)
+    found: Rows = np.clip(drawn, -32767, 32767).astype(np.int16)
+    return found
 
 
 @given(values=codes(), line=LINES)

@@ -110,7 +110,9 @@ def test_rows_of_one_value(element: str, value: float) -> None:
 
 
 def test_codes_beyond_16_bits_and_huge_values_are_raw() -> None:
-    values = np.float32([[32767, -32767], [32768, 0], [0, -32768], [3e38, 1], [1, np.nan], [0.5, -1.5]])
+    values = np.array(
+        [[32767, -32767], [32768, 0], [0, -32768], [3e38, 1], [1, np.nan], [0.5, -1.5]], np.float32
+    )
     payload = encode(LatticeRows(step=1.0), values)
     assert rows_of(payload.segments[0]).tolist() == [0, 5]
     out = decode(payload)
@@ -120,7 +122,7 @@ def test_codes_beyond_16_bits_and_huge_values_are_raw() -> None:
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 def test_codes_beyond_127_are_raw_in_types_of_16_bits(element: str) -> None:
-    values = np.float32([[127, -127], [128, 0], [1, -128]]).astype(cnr_codecs.array_dtype(element))
+    values = np.array([[127, -127], [128, 0], [1, -128]], cnr_codecs.array_dtype(element))
     payload = encode(LatticeRows(step=1.0), values, element)
     assert rows_of(payload.segments[0]).tolist() == [0]
     assert decode(payload).tobytes() == values.tobytes()
@@ -188,7 +190,7 @@ def test_wanted_rows_of_several_blocks(dim: int, step: int) -> None:
 
 
 def test_bytes_of_a_payload() -> None:
-    values = np.float32([[0, 0.5, -1], [0, 0, 0]])
+    values = np.array([[0, 0.5, -1], [0, 0, 0]], np.float32)
     data = LatticeRows(step=0.5).encode_rows(values, np.array([2, 5]), 8, element="float32")
     codes = np.array([0, 1, -2, 0, 0, 0], "<i4")
     grid = struct.pack("<fBBHI", 0.5, 0, 1, 0, google_crc32c.value(codes.tobytes()))

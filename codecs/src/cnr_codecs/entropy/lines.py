@@ -142,7 +142,8 @@ class CodedLines:
 
     @cached_property
     def _known(self) -> npt.NDArray[np.uint8]:
-        return self.frequencies.any(axis=1).astype(np.uint8)
+        known: npt.NDArray[np.uint8] = np.any(self.frequencies, axis=1).astype(np.uint8)
+        return known
 
 
 def _encode_blocks(

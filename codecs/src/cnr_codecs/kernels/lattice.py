@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-SUM_LANES = 8
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
 
@@ -37,18 +36,28 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def sum_squares(values: Any, sums: Any) -> Any:
-    """Add the squares of finite values to `sums`, float64 (SUM_LANES,), and return how many are finite.
+def sum_squares(values: Any) -> float:
+    """Return the sum of the squares of `values`, flat float32, as float64. It is not finite if a value is not.
 
-    `values` is flat float32. Value j belongs to sum j mod SUM_LANES, and sums go from the first value to the last.
+    Value j belongs to sum j mod 8. The eight sums are added in order.
     """
-    finite = np.int64(0)
-    for j in range(np.uintp(values.size)):
-        value = np.float64(values[j])
-        known = abs(value) < np.inf
-        sums[j & np.uintp(SUM_LANES - 1)] += value * value if known else 0.0
-        finite += known
-    return finite
+    s0, s1, s2, s3, s4, s5, s6, s7 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    whole = np.uintp(values.size // 8 * 8)
+    for j in range(np.uintp(0), whole, np.uintp(8)):
+        s0 += np.float64(values[j]) * np.float64(values[j])
+        s1 += np.float64(values[j + np.uintp(1)]) * np.float64(values[j + np.uintp(1)])
+        s2 += np.float64(values[j + np.uintp(2)]) * np.float64(values[j + np.uintp(2)])
+        s3 += np.float64(values[j + np.uintp(3)]) * np.float64(values[j + np.uintp(3)])
+        s4 += np.float64(values[j + np.uintp(4)]) * np.float64(values[j + np.uintp(4)])
+        s5 += np.float64(values[j + np.uintp(5)]) * np.float64(values[j + np.uintp(5)])
+        s6 += np.float64(values[j + np.uintp(6)]) * np.float64(values[j + np.uintp(6)])
+        s7 += np.float64(values[j + np.uintp(7)]) * np.float64(values[j + np.uintp(7)])
+    sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    total = 0.0
+    for k in range(8):
+        last = np.float64(values[whole + k]) if whole + k < values.size else 0.0
+        total += sums[k] + last * last
+    return total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -1,8 +1,8 @@
 """Steps of lattices: a share of the root mean square of a table's values, rounded to 8 significant bits.
 
 The root mean square comes from the sum of the squares of finite values, as float64, of each `SUM_ROWS` rows, and these
-sums are added in order: so it is the same however many threads or ranks compute them. A block's sum is that of
-`kernels.lattice.SUM_LANES` sums, which are added in order, too: value j of the block belongs to sum j mod SUM_LANES.
+sums are added in order: so it is the same however many threads or ranks compute them. A block's sum is that of eight
+sums, which are added in order, too: value j of the block belongs to sum j mod 8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.kernels.lattice import SUM_LANES, sum_squares
+from cnr_codecs.kernels.lattice import sum_squares
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
 SUM_ROWS = 1 << 16
@@ -32,9 +32,12 @@ def block_sums(values: npt.NDArray[Any]) -> list[tuple[float, int]]:
     for first in range(0, len(values), SUM_ROWS):
         flat = np.ascontiguousarray(values[first : first + SUM_ROWS], np.float32).reshape(-1).view()
         flat.flags.writeable = False
-        lanes = np.zeros(SUM_LANES)
-        finite = sum_squares(flat, lanes)
-        sums.append((_added(lanes.tolist()), int(finite)))
+        total, finite = float(sum_squares(flat)), flat.size
+        if not math.isfinite(total):
+            held = np.where(np.isfinite(flat), flat, np.float32(0))
+            held.flags.writeable = False
+            total, finite = float(sum_squares(held)), int(np.isfinite(flat).sum())
+        sums.append((total, finite))
     return sums
 
 

@@ -31,6 +31,8 @@ GRID = struct.Struct("<BBHI")
 COLUMN_LINE_ROWS = 32
 # The greatest magnitude of a lattice code.
 MAX_CODE = (1 << 15) - 1
+# Codes are widened for their checksum so many at a time, so that they stay in the cache.
+_CHECKED_CODES = 1 << 15
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
 MAX_SEGMENTS = 1024
 MAX_U32 = (1 << 32) - 1
@@ -86,8 +88,10 @@ class CodedRows:
     def encode(cls, codes: npt.NDArray[np.int16]) -> CodedRows:
         """Code rows (count, dim), of at least one value."""
         line_rows = COLUMN_LINE_ROWS if codes.shape[1] == 1 else 1
-        lines = CodedLines.encode(codes.reshape(-1), line_rows * codes.shape[1])
-        return cls(lines, line_rows, checksum(0, codes.astype(np.int32)))
+        flat, check = codes.reshape(-1), 0
+        for first in range(0, flat.size, _CHECKED_CODES):
+            check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
+        return cls(CodedLines.encode(flat, line_rows * codes.shape[1]), line_rows, check)
 
     def decode(self) -> npt.NDArray[np.int16]:
         """Return all codes, flat.
