@@ -144,7 +144,7 @@ def test_the_step_is_that_of_the_rows_whatever_block_is_summed_first() -> None:
     assert sum(count for _, count in together) == values.size - 4
     squares = values[np.isfinite(values)].astype(np.float64) ** 2
     assert root_mean_square(together) == pytest.approx(math.sqrt(squares.mean()), rel=1e-12)
-    lanes = np.zeros((-(-SUM_ROWS * 3 // 8), 8))
+    lanes = np.zeros((-(-SUM_ROWS * 3 // 64), 64))
     finite = np.where(np.isfinite(values[:SUM_ROWS]), values[:SUM_ROWS].astype(np.float64), 0) ** 2
     lanes.reshape(-1)[: finite.size] = finite.reshape(-1)
     total = 0.0

@@ -39,24 +39,20 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 def sum_squares(values: Any) -> float:
     """Return the sum of the squares of `values`, flat float32, as float64. It is not finite if a value is not.
 
-    Value j belongs to sum j mod 8. The eight sums are added in order.
+    Value j belongs to sum j mod 64, and these sums are added in order: so the compiler can make vectors of them.
     """
-    s0, s1, s2, s3, s4, s5, s6, s7 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    whole = np.uintp(values.size // 8 * 8)
-    for j in range(np.uintp(0), whole, np.uintp(8)):
-        s0 += np.float64(values[j]) * np.float64(values[j])
-        s1 += np.float64(values[j + np.uintp(1)]) * np.float64(values[j + np.uintp(1)])
-        s2 += np.float64(values[j + np.uintp(2)]) * np.float64(values[j + np.uintp(2)])
-        s3 += np.float64(values[j + np.uintp(3)]) * np.float64(values[j + np.uintp(3)])
-        s4 += np.float64(values[j + np.uintp(4)]) * np.float64(values[j + np.uintp(4)])
-        s5 += np.float64(values[j + np.uintp(5)]) * np.float64(values[j + np.uintp(5)])
-        s6 += np.float64(values[j + np.uintp(6)]) * np.float64(values[j + np.uintp(6)])
-        s7 += np.float64(values[j + np.uintp(7)]) * np.float64(values[j + np.uintp(7)])
-    sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+    sums, lanes = np.zeros(64), np.uintp(64)
+    whole = np.uintp(values.size // 64)
+    for i in range(whole):
+        for k in range(lanes):
+            value = np.float64(values[i * lanes + k])
+            sums[k] += value * value
+    for k in range(np.uintp(values.size) - whole * lanes):
+        value = np.float64(values[whole * lanes + k])
+        sums[k] += value * value
     total = 0.0
-    for k in range(8):
-        last = np.float64(values[whole + k]) if whole + k < values.size else 0.0
-        total += sums[k] + last * last
+    for k in range(lanes):
+        total += sums[k]
     return total
 
 

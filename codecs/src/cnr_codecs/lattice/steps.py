@@ -1,8 +1,8 @@
 """Steps of lattices: a share of the root mean square of a table's values, rounded to 8 significant bits.
 
 The root mean square comes from the sum of the squares of finite values, as float64, of each `SUM_ROWS` rows, and these
-sums are added in order: so it is the same however many threads or ranks compute them. A block's sum is that of eight
-sums, which are added in order, too: value j of the block belongs to sum j mod 8.
+sums are added in order: so it is the same however many threads or ranks compute them. A block's sum is that of 64
+sums, which are added in order, too: value j of the block belongs to sum j mod 64.
 """
 
 from __future__ import annotations
