@@ -97,11 +97,23 @@ class LatticeRows:
         return build(rows, values.shape[1], kind, segments, seal)
 
     def with_step(self, step: float) -> LatticeRows:
-        """Return the same codec with a step of a table."""
+        """Return the same codec with the step of a table.
+
+        Parameters
+        ----------
+        step
+            As the option of that name.
+        """
         return LatticeRows(self.rms_step, step)
 
     def step_of(self, rms: float) -> float:
-        """Return the step of rows with this root mean square."""
+        """Return the step of rows.
+
+        Parameters
+        ----------
+        rms
+            The root mean square of their finite values.
+        """
         if self.step is not None:
             return self.step
         assert self.rms_step is not None
