@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,11 @@ from cnr_codecs.kernels.lattice import sum_squares
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
 SUM_ROWS = 1 << 16
+# A sum of squares, and how many values are in it.
+Sum: TypeAlias = tuple[float, int]
 
 
-def block_sums(values: npt.NDArray[Any]) -> list[tuple[float, int]]:
+def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
     """Return the sum of squares and the number of the finite values of each `SUM_ROWS` rows of (n, dim) values.
 
     Parameters
@@ -41,11 +43,19 @@ def block_sums(values: npt.NDArray[Any]) -> list[tuple[float, int]]:
     return sums
 
 
-def root_mean_square(sums: Iterable[tuple[float, int]]) -> float:
+def add_sums(sums: Iterable[Sum]) -> Sum:
+    """Return the sum of sums, added in order. (Python's own sum of floats compensates.)"""
+    total, finite = 0.0, 0
+    for squares, count in sums:
+        total += squares
+        finite += count
+    return total, finite
+
+
+def root_mean_square(sums: Iterable[Sum]) -> float:
     """Return the root mean square of a table from its `block_sums`, in order; 0 without finite values."""
-    held = list(sums)
-    finite = sum(count for _, count in held)
-    return math.sqrt(_added(square for square, _ in held) / finite) if finite else 0.0
+    total, finite = add_sums(sums)
+    return math.sqrt(total / finite) if finite else 0.0
 
 
 def lattice_step(step: float) -> float:
@@ -59,11 +69,3 @@ def lattice_step(step: float) -> float:
     mantissa, exponent = math.frexp(min(step, MAX_STEP))
     rounded = math.ldexp(round(math.ldexp(mantissa, STEP_BITS)), exponent - STEP_BITS)
     return min(max(rounded, MIN_STEP), MAX_STEP)
-
-
-def _added(numbers: Iterable[float]) -> float:
-    """Return the sum, added in order. (Python's own sum of floats compensates.)"""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
