@@ -9,7 +9,7 @@ from cnr_codecs.compressed import MAX_FOLLOWERS
 from cnr_codecs.entropy.lines import BLOCK_LINES
 from cnr_codecs.entropy.models import MAX_TOKENS
 from cnr_codecs.kernels.rans import CLASSES, DIRECT, PRECISION
-from cnr_codecs.payload.payload import COLUMN_LINE_ROWS, HEADER, MAX_CODE, MAX_SEGMENTS, MAX_U32
+from cnr_codecs.payload.payload import HEADER, MAX_CODE, MAX_SEGMENTS, MAX_U32, NARROW_DIM, NARROW_LINE
 from cnr_codecs.payload.rowset import MAX_SHIFT
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS, STEP_BITS
 from cnr_store.format import (
@@ -97,7 +97,7 @@ PHRASES = (
     f"below {DIRECT} is its own token",
     f"of which the last may have fewer, and the lines into blocks of {BLOCK_LINES:,}.",
     f"A code is an integer of magnitude {MAX_CODE:,} or less",
-    f"Writers take {COLUMN_LINE_ROWS} for one column, else 1",
+    f"Writers take ⌊{NARROW_LINE} / dim⌋ up to dim {NARROW_DIM}, else 1",
     f"the parameter k of 0 to {MAX_SHIFT}, then bits",
     f"of {STEP_BITS} significant bits (the lowest {24 - STEP_BITS} bits of the float32 are 0)",
     f"at most {24 - int(SCALE_SPARE_BITS).bit_count()} significant bits: the lowest "

@@ -72,7 +72,8 @@ def test_rows_equal_the_reference_and_are_within_half_a_step(values: Rows, step:
         return
     np.testing.assert_array_equal(rows_of(kept), held)
     assert kept.coded is not None
-    line = values.shape[1] if values.shape[1] > 1 else 32
+    dim = values.shape[1]
+    line = dim if dim > 4 else 32 // dim * dim
     assert bytes(kept.coded.lines.data) == reference.encode(codes[held].reshape(-1).tolist(), line)
     assert kept.coded.check == google_crc32c.value(codes[held].astype("<i4").tobytes())
     expected = values_of(codes[held], step, element)
@@ -193,18 +194,19 @@ def test_bytes_of_a_payload() -> None:
     values = np.array([[0, 0.5, -1], [0, 0, 0]], np.float32)
     data = LatticeRows(step=0.5).encode_rows(values, np.array([2, 5]), 8, element="float32")
     codes = np.array([0, 1, -2, 0, 0, 0], "<i4")
-    grid = struct.pack("<fBBHI", 0.5, 0, 1, 0, google_crc32c.value(codes.tobytes()))
-    words = reference.encode(codes.tolist(), 3)
+    grid = struct.pack("<fBBHI", 0.5, 0, 10, 0, google_crc32c.value(codes.tobytes()))
+    words = reference.encode(codes.tolist(), 30)
     assert data == (header(1, 8, 3) + segment(6, 0, 2, 1, 2, bytes([0b100100]), grid, words)).encode()
     np.testing.assert_array_equal(decode(parse(data))[[2, 5]], values)
 
 
-def test_columns_are_coded_in_lines_of_32_rows() -> None:
-    values = normal(100, 1)
+@pytest.mark.parametrize(("dim", "rows"), [(1, 32), (2, 16), (3, 10), (4, 8), (5, 1), (64, 1)])
+def test_narrow_rows_are_coded_in_lines_of_several(dim: int, rows: int) -> None:
+    values = normal(100, dim)
     payload = encode(LatticeRows(0.1), values)
     (held,) = payload.segments
     assert held.coded is not None
-    assert (held.coded.line_rows, held.coded.lines.line) == (32, 32)
+    assert (held.coded.line_rows, held.coded.lines.line) == (rows, rows * dim)
     assert np.abs(decode(payload) - values).max() <= held.parameters[0, 0] / 2
 
 

@@ -27,8 +27,9 @@ CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
 # What follows the step of a lattice segment: flags, rows of a line, reserved, checksum of the codes.
 GRID = struct.Struct("<BBHI")
-# Arrays of one column are coded as lines of so many rows.
-COLUMN_LINE_ROWS = 32
+# Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
+# it gives.
+NARROW_DIM, NARROW_LINE = 4, 32
 # The greatest magnitude of a lattice code.
 MAX_CODE = (1 << 15) - 1
 # Codes are widened for their checksum so many at a time, so that they stay in the cache.
@@ -87,7 +88,7 @@ class CodedRows:
     @classmethod
     def encode(cls, codes: npt.NDArray[np.int16]) -> CodedRows:
         """Code rows (count, dim), of at least one value."""
-        line_rows = COLUMN_LINE_ROWS if codes.shape[1] == 1 else 1
+        line_rows = NARROW_LINE // codes.shape[1] if codes.shape[1] <= NARROW_DIM else 1
         flat, check = codes.reshape(-1), 0
         for first in range(0, flat.size, _CHECKED_CODES):
             check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
