@@ -38,6 +38,7 @@ nightly: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
+	$(BIN)/python benchmarks/lattice.py $(ARGS)
 	$(BIN)/python benchmarks/reading.py $(ARGS)
 	$(BIN)/python benchmarks/following.py $(ARGS)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)

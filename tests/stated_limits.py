@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 from cnr_codecs import most_packed_bytes
 from cnr_codecs.compressed import MAX_FOLLOWERS
-from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
-from cnr_codecs.payload.validate import SCALE_SPARE_BITS
+from cnr_codecs.entropy.lines import BLOCK_LINES
+from cnr_codecs.entropy.models import MAX_TOKENS
+from cnr_codecs.kernels.rans import CLASSES, DIRECT, PRECISION
+from cnr_codecs.payload.payload import HEADER, MAX_CODE, MAX_SEGMENTS, MAX_U32, NARROW_DIM, NARROW_LINE
+from cnr_codecs.payload.rowset import MAX_SHIFT
+from cnr_codecs.payload.validate import SCALE_SPARE_BITS, STEP_BITS
 from cnr_store.format import (
     arrays,
     grid,
@@ -88,6 +92,14 @@ PHRASES = (
     f"An array has at most {arrays.MAX_DIMENSIONS} dimensions.",
     f"The header has {HEADER.size} bytes",
     f"| segments | 0 to {MAX_SEGMENTS:,} |",
+    f"in lines of class k; n is at most {MAX_TOKENS}. Model 0 has those of the classes; n is 1 to {CLASSES}.",
+    f"The frequencies of a model sum to {1 << PRECISION:,}, unless",
+    f"below {DIRECT} is its own token",
+    f"of which the last may have fewer, and the lines into blocks of {BLOCK_LINES:,}.",
+    f"A code is an integer of magnitude {MAX_CODE:,} or less",
+    f"Writers take ⌊{NARROW_LINE} / dim⌋ up to dim {NARROW_DIM}, else 1",
+    f"the parameter k of 0 to {MAX_SHIFT}, then bits",
+    f"of {STEP_BITS} significant bits (the lowest {24 - STEP_BITS} bits of the float32 are 0)",
     f"at most {24 - int(SCALE_SPARE_BITS).bit_count()} significant bits: the lowest "
     f"{int(SCALE_SPARE_BITS).bit_count()} bits of the float32 are 0",
 )

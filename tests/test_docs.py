@@ -106,6 +106,28 @@ def test_the_reader_of_the_page_reads_both_versions_alike(reader: Reader, codec:
         np.testing.assert_array_equal(found, out[rows])
 
 
+@pytest.mark.parametrize("element", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("dim", "rms_step"), [(1, 0.1), (5, 0.01), (24, 0.35)])
+def test_the_reader_of_the_page_reads_lattices(
+    reader: Reader, dim: int, rms_step: float, element: str
+) -> None:
+    values = np.random.default_rng(2).normal(size=(50, dim)).astype(cnr_codecs.array_dtype(element))
+    if element == "bfloat16":
+        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    values[::7], values[::11] = 0, np.inf
+    codec, rows = cnr_codecs.LatticeRows(rms_step), np.arange(0, 500, 10)
+    data = codec.encode_rows(values, rows, 50_000, element=element, seal=9)
+    assert {segment.row_set.kind for segment in cnr_codecs.parse(data).segments} >= {
+        cnr_codecs.RowSetKind.GAPS
+    }
+    out = np.zeros((50_000, dim), cnr_codecs.array_dtype(element))
+    cnr_codecs.decode_into(cnr_codecs.parse(data), out, np.ones(50_000, np.uint8))
+    found = list(reader["segments"](data, 9, 50_000, dim, element))
+    assert sorted(row for ids, _ in found for row in ids.tolist()) == rows.tolist()
+    for ids, held in found:
+        np.testing.assert_array_equal(held, out[ids])
+
+
 def test_the_codec_writes_the_payload_of_the_example() -> None:
     rows = np.array([(0, 0.5, 1.5), (-1, 0, 2), (1, np.inf, -3)], np.float32)
     codec = cnr_codecs.UniformRows("asymmetric", 4)

@@ -154,8 +154,14 @@ class WrittenLink(Link):
         segments: list[Segment] = []
         for shard, chunks in self._wanted(first_row, need).items():
             for chunk, data in self.shards.read(shard, chunks):
-                segments += take_rows(self._prove(chunk, data), need, first_row - chunk.row)
+                segments += self._take(self._prove(chunk, data), chunk, first_row, need)
         return segments
+
+    def _take(self, payload: Payload, chunk: Chunk, first_row: int, need: Array) -> list[Segment]:
+        try:
+            return take_rows(payload, need, first_row - chunk.row)
+        except CodecError as error:
+            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
 
     def _check_width(self, first_row: int, need: Array) -> None:
         if self.grid.chunk_columns != self.grid.columns:
@@ -176,10 +182,9 @@ class WrittenLink(Link):
         segments: list[Segment] = []
 
         def take(chunk: Chunk, payload: Payload, still: Array) -> None:
-            segments.extend(take_rows(payload, still, first_row - chunk.row))
+            segments.extend(self._take(payload, chunk, first_row, still))
 
-        lost = self._visit_sound(first_row, need, take)
-        return segments, lost
+        return segments, self._visit_sound(first_row, need, take)
 
     def _visit_sound(
         self, first_row: int, need: Array, visit: Callable[[Chunk, Payload, Array], None]

@@ -22,10 +22,23 @@ NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
 """Features of every version and fold that this release writes."""
 ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
+LATTICE, RICE = "lattice", "rice"
+"""Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 """Features of versions that several ranks saved, and in which slots follow column shards."""
 
-FEATURES = frozenset({COLUMN_BOUNDARIES, COMPACT_RECORD, ESCAPED_NAMES, NO_DOCUMENTS, PAYLOAD_2, STATE_PARTS})
+FEATURES = frozenset(
+    {
+        COLUMN_BOUNDARIES,
+        COMPACT_RECORD,
+        ESCAPED_NAMES,
+        LATTICE,
+        NO_DOCUMENTS,
+        PAYLOAD_2,
+        RICE,
+        STATE_PARTS,
+    }
+)
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

@@ -16,8 +16,10 @@ from cnr_store.format.layout import (
     COLUMN_BOUNDARIES,
     COMPACT_RECORD,
     FOLDS,
+    LATTICE,
     NO_DOCUMENTS,
     PAYLOAD_2,
+    RICE,
     VERSIONS,
     is_shared,
     record_key,
@@ -52,6 +54,8 @@ class ArrayEntry:
         them the table's columns. Else empty.
     stored
         Path that its objects lie under, if that is not the plain path of its name (`stored_paths`).
+    features
+        What readers must know of its payloads, beyond what `codec` asks for: of rows that were moved. Not stored.
     """
 
     kind: str
@@ -64,6 +68,13 @@ class ArrayEntry:
     aliases: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
     stored: str | None = None
+    features: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def payload_features(self) -> frozenset[str]:
+        """Features that a reader of its payloads must know."""
+        is_lattice = self.codec is not None and self.codec.get("id") == "cnr_lattice"
+        return self.features | {LATTICE, RICE} if is_lattice else self.features
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""
@@ -91,6 +102,7 @@ def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
         NO_DOCUMENTS,
         *((PAYLOAD_2,) if has_rows else ()),
         *((COLUMN_BOUNDARIES,) if has_boundaries else ()),
+        *sorted({feature for entry in arrays.values() for feature in entry.payload_features}),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cnr_codecs import (
+    LatticeRows,
     LosslessRows,
     RowCodec,
     UniformRows,
@@ -248,7 +249,9 @@ class Exchange:
 
 
 def _encodes_row_by_row(codec: RowCodec) -> bool:
-    """Whether rows that were encoded apart can be put together: what is stored of each depends on no other."""
+    """Whether rows that were encoded apart can be put together: the codes of each depend on no other."""
+    if isinstance(codec, LatticeRows):
+        return codec.step is not None
     return isinstance(codec, UniformRows | LosslessRows)
 
 

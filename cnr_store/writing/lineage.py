@@ -6,20 +6,26 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cnr_codecs import LatticeRows
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.link import WrittenLink
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Past, Since, past_after
+from cnr_store.writing.steps import lattice_of
 
 
 @dataclass(frozen=True)
 class ArrayLine:
-    """The chain of one array: the versions that hold its rows, newest first; the last of them is whole."""
+    """The chain of one array: the versions that hold its rows, newest first; the last of them is whole.
+
+    Rows that were stored last on a lattice have its codec, whose step the next ones keep.
+    """
 
     links: tuple[str, ...]
     shape: tuple[int, ...]
     element: str
+    lattice: LatticeRows | None = None
 
     def base(self, since: Since) -> str:
         """The version that a delta of the rows changed since then depends on."""
@@ -74,14 +80,19 @@ class Lineage:
             older = self.lines[path].over(entry.base) if entry.base is not None else ()
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
-            lines[path] = ArrayLine(links, entry.shape, entry.element)
+            lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
         """The lineage of a run that has just loaded `record`."""
         lines = {
-            path: ArrayLine(_written_versions(catalog, record, path), entry.shape, entry.element)
+            path: ArrayLine(
+                _written_versions(catalog, record, path),
+                entry.shape,
+                entry.element,
+                lattice_of(entry.codec),
+            )
             for path, entry in record.arrays.items()
             if entry.kind != "dense"
         }

@@ -35,6 +35,7 @@ from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.staged import Staged
+from cnr_store.writing.steps import find_steps
 
 PUTS_IN_FLIGHT = 16
 PUT_BYTES_IN_FLIGHT = 128 << 20
@@ -74,7 +75,8 @@ def stage(
     peers
         The ranks that share the plan's arrays; None where this process has them all.
     """
-    plan = replace(plan, dense=joined(plan.dense, peers))
+    dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
+    plan = replace(plan, dense=dense, rows=rows)
     staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 import cnr_codecs
 from cnr_codecs import CodecError, Scheme
+from cnr_codecs.entropy.lines import CodedLines
 from cnr_codecs.payload.plain import decode_plain
 
 Rng = np.random.Generator
@@ -54,6 +55,7 @@ INTERESTING = (
 )
 SPECIAL_FLOATS = ("0000", "0080", "007c", "00fc", "007e", "ff7b", "0100", "ffffff7f", "0000807f", "0000c07f")
 CODEBOOKS = {4, 5} & set(Scheme)
+LATTICE, GAPS = 6, 4
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,28 @@ def row_set(kind: int, offsets: Any, rows: int) -> bytes:
         flags = np.zeros(max(rows, 1), np.uint8)
         flags[offsets[offsets < rows]] = 1
         return np.packbits(flags, bitorder="little").tobytes()
+    if kind == GAPS:
+        return gaps(offsets)
     return np.asarray(offsets).astype("<u2" if kind == 2 else "<u4").tobytes()
+
+
+def gaps(offsets: Any, shift: int = 2) -> bytes:
+    """Each gap in unary and binary, the lowest bit first."""
+    bits: list[int] = []
+    for gap in (np.diff(offsets, prepend=-1) - 1).tolist():
+        bits += [1] * (gap >> shift) + [0] + [gap >> k & 1 for k in range(shift)]
+    return bytes([shift]) + np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+
+
+def lattice(rng: Rng, count: int, dim: int) -> tuple[bytes, bytes]:
+    """The grid and the coded rows of `count` rows of `dim` codes."""
+    scale = float(rng.choice([0, 0.2, 2, 300]))
+    codes = np.clip(np.rint(rng.normal(0, scale, count * dim)), -32767, 32767).astype("<i4")
+    line_rows = int(rng.choice([1, 1, 2, 32]))
+    step = struct.pack("<f", np.ldexp(float(rng.integers(128, 256)), int(rng.integers(-20, 3))))
+    check = google_crc32c.value(codes.tobytes())
+    grid = step + struct.pack("<BBHI", 0, line_rows, 0, check)
+    return grid, bytes(CodedLines.encode(codes.astype(np.int32), line_rows * dim).data) if len(codes) else b""
 
 
 def floats(rng: Rng, count: int, parameter_type: int) -> npt.NDArray[np.floating[Any]]:
@@ -158,6 +181,10 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
             if payload.rows < 1 << 17
             else np.arange(count)
         )
+    if segment.scheme == LATTICE:
+        grid, coded = lattice(rng, count, min(payload.dim, 256))
+        rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
+        return replace(segment, row_set=rows, parameters=grid, codes=coded)
     width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8
     codes = rng.bytes(width * count) if payload.element != 13 else bytes(width * count)
     return replace(
@@ -179,10 +206,19 @@ def sound(rng: Rng) -> Payload:
             continue
         offsets = np.sort(part)
         prefix = offsets[-1] == len(offsets) - 1
-        scheme = int(rng.choice([int(each) for each in Scheme] if element <= 3 else [0, 1]))
-        bits = 0 if scheme == 0 else 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
-        kind = int(rng.integers(0 if prefix else 1, 4))
-        head = Segment(scheme, bits, 0 if scheme < 2 else int(rng.integers(1, 3)), kind, len(part))
+        quantized = [int(each) for each in Scheme if payload.version > 1 or each != LATTICE]
+        quantized += 2 * quantized[6:]  # most spoiled ones are refused: their codes have a checksum
+        scheme = int(rng.choice(quantized if element <= 3 else [0, 1]))
+        bits = (
+            0
+            if scheme in (0, LATTICE)
+            else 8 * ITEM_BYTES[element]
+            if scheme == 1
+            else int(rng.integers(1, 9))
+        )
+        kind = int(rng.integers(0 if prefix else 1, 3 + payload.version))
+        parameter_type = 0 if scheme < 2 else 2 if scheme == LATTICE else int(rng.integers(1, 3))
+        head = Segment(scheme, bits, parameter_type, kind, len(part))
         segments.append(fitted(rng, head, payload, offsets))
     return replace(payload, declared=len(segments), segments=tuple(segments))
 
@@ -316,7 +352,12 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
     out = np.empty((payload.rows, payload.dim), dtype)
     need = np.ones(payload.rows, np.uint8)
     present = cnr_codecs.present_rows(payload)
-    written = cnr_codecs.decode_into(payload, out, need)
+    try:
+        written = cnr_codecs.decode_into(payload, out, need)
+    except CodecError:
+        assert LATTICE in {segment.scheme for segment in payload.segments}
+        assert need.all()
+        return "segments", frozenset()
     assert written == len(present) == payload.rows - np.count_nonzero(need)
     assert not need[present].any()
     assert (told is None) == (data[4] == 1)

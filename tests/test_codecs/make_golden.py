@@ -70,6 +70,14 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
     ),
     "rows-float64": ({"id": "cnr_rows"}, "float64", _rows(12, 3, "float64")),
     "rows-bool": ({"id": "cnr_rows"}, "bool", _rows(12, 3) > 0),
+    "lattice": ({"id": "cnr_lattice", "rms_step": 0.0625}, "float32", _rows(70, 17)),
+    "lattice-column": ({"id": "cnr_lattice", "step": 0.0625}, "float32", _rows(70, 3)[:, :1].copy()),
+    "lattice-bfloat16": (
+        {"id": "cnr_lattice", "rms_step": 0.25, "step": 0.02734375},
+        "bfloat16",
+        _rows(40, 10, "bfloat16"),
+    ),
+    "lattice-gaps": ({"id": "cnr_lattice", "step": 0.5}, "float16", _rows(90, 4, "float16")),
 }
 
 
@@ -89,8 +97,10 @@ def _moved(older: bytes) -> bytes:
 
 def _write_case(name: str) -> bytes:
     config, element, values = CASES[name]
-    rows = 3 * len(values)
+    rows = (300 if name.endswith("gaps") else 3) * len(values)
     offsets = np.arange(len(values)) * 2 + 1
+    if name.endswith("gaps"):
+        offsets = offsets**2 // 2
     payload = cnr_codecs.row_codec(config).encode_rows(values, offsets, rows, element=element, seal=len(name))
     decoded = np.zeros((rows, values.shape[1]), values.dtype)
     cnr_codecs.decode_into(cnr_codecs.parse(payload), decoded, np.ones(rows, np.uint8))

@@ -10,6 +10,7 @@ from cnr_codecs import (
     CodecConfigError,
     CodecError,
     KMeansRows,
+    LatticeRows,
     LosslessRows,
     RowCodec,
     RowsError,
@@ -39,6 +40,10 @@ CODECS = [
         KMeansRows(1, "cluster", clusters=8),
         {"id": "cnr_kmeans", "bits": 1, "group": "cluster", "clusters": 8},
     ),
+    (LatticeRows(), {"id": "cnr_lattice", "rms_step": 0.35}),
+    (LatticeRows(1), {"id": "cnr_lattice", "rms_step": 1.0}),
+    (LatticeRows(step=0.5), {"id": "cnr_lattice", "step": 0.5}),
+    (LatticeRows(0.1).with_step(0.25), {"id": "cnr_lattice", "rms_step": 0.1, "step": 0.25}),
     (LosslessRows(), {"id": "cnr_rows"}),
 ]
 
@@ -92,7 +97,7 @@ def test_codecs_do_not_change() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("cnr_kmean", "cnr_uniform, cnr_kmeans, cnr_rows"),
+        ("cnr_kmean", "cnr_uniform, cnr_kmeans, cnr_lattice, cnr_rows"),
         ({"bits": 4}, "unknown codec None"),
         ({"id": "zstd"}, "'zstd'"),
         ({"id": "cnr_uniform", "bit": 4}, "bit"),
@@ -115,6 +120,16 @@ def test_codecs_do_not_change() -> None:
         ({"id": "cnr_kmeans", "group": "block", "block_rows": 0}, "got 0"),
         ({"id": "cnr_kmeans", "group": "cluster", "clusters": 12}, "power of two"),
         ({"id": "cnr_kmeans", "group": "cluster", "clusters": 512}, "power of two"),
+        ({"id": "cnr_lattice", "rms_step": 0}, "0.001 to 16.0, got 0.0"),
+        ({"id": "cnr_lattice", "rms_step": 17}, "0.001 to 16.0, got 17.0"),
+        ({"id": "cnr_lattice", "rms_step": float("nan")}, "a number, got nan"),
+        ({"id": "cnr_lattice", "rms_step": "0.35"}, "a number, got '0.35'"),
+        ({"id": "cnr_lattice", "step": 0}, "8 significant bits"),
+        ({"id": "cnr_lattice", "step": 0.1}, "lattice_step rounds"),
+        ({"id": "cnr_lattice", "step": -0.5}, "got -0.5"),
+        ({"id": "cnr_lattice", "step": 2.0**101}, "2\\*\\*100"),
+        ({"id": "cnr_lattice", "step": True}, "a number, got True"),
+        ({"id": "cnr_lattice", "bits": 4}, "bits"),
         (7, "int"),
     ],
 )

@@ -14,6 +14,7 @@ from cnr_codecs import (
     CodecConfigError,
     Followed,
     KMeansRows,
+    LatticeRows,
     LosslessRows,
     Packer,
     ParameterType,
@@ -46,6 +47,8 @@ UNIFORM = st.builds(
 )
 KMEANS = st.builds(KMeansRows, st.sampled_from([1, 2, 4]), st.sampled_from(["row", "block", "cluster"]))
 
+LATTICE = st.builds(LatticeRows, st.sampled_from([0.05, 0.5]))
+
 
 def values_of(element: str, rows: int, dim: int, rng: np.random.Generator) -> Rows:
     """Rows (rows, dim) of an element type; floats are of the kinds that break quantizers."""
@@ -73,7 +76,7 @@ def without(payload: Payload, evicted: Rows) -> list[Segment]:
 def payloads(draw: st.DrawFn, element: str, rows: int, dim: int) -> Payload:
     """A payload of `rows` rows, some of which it holds, some of them as absent."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    codec = draw(st.one_of(UNIFORM, KMEANS) if element in FLOATS else st.just(LosslessRows()))
+    codec = draw(st.one_of(UNIFORM, KMEANS, LATTICE) if element in FLOATS else st.just(LosslessRows()))
     share = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
     held = np.flatnonzero(rng.random(rows) < share)
     data = codec.encode_rows(values_of(element, len(held), dim, rng), held, rows, element=element)
@@ -127,7 +130,16 @@ def test_merged_segments_decode_to_the_same_bits(data: st.DataObject, element: s
     moved = rebuilt(merge_segments(segments), rows, dim, element)
     assert decoded(moved, 1 - need)[0] == out.tobytes()
     np.testing.assert_array_equal(left, need)
-    kinds = [(segment.scheme, segment.bits, segment.parameter_type) for segment in moved.segments]
+    # A lattice of another step is another way.
+    kinds = [
+        (
+            each.scheme,
+            each.bits,
+            each.parameter_type,
+            each.scheme == Scheme.LATTICE and each.parameters.item(),
+        )
+        for each in moved.segments
+    ]
     assert len(kinds) == len(set(kinds))
     assert sum(segment.row_set.count for segment in moved.segments) == rows - need.sum()
 
@@ -163,7 +175,9 @@ def test_only_the_codebooks_in_use_are_kept() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("codec", [LosslessRows(), UniformRows("symmetric", 4), KMeansRows(1, "block")])
+@pytest.mark.parametrize(
+    "codec", [LosslessRows(), UniformRows("symmetric", 4), KMeansRows(1, "block"), LatticeRows()]
+)
 def test_rows_of_several_blocks_are_taken(codec: RowCodec, step: int) -> None:
     rows = 3 * BLOCK_ROWS + 5
     values = np.random.default_rng(2).normal(0, 1, (rows, 16)).astype(np.float32)

@@ -36,6 +36,11 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"group": "block"},
         {"group": "cluster", "clusters": 256, "bits": 2},
     ],
+    "cnr_lattice": [
+        {"rms_step": 0.001},
+        {"step": 0.0078125},
+        {"rms_step": 0.01, "step": 0.0078125},
+    ],
 }
 INVALID: dict[str, list[dict[str, Any]]] = {
     "cnr_uniform": [
@@ -65,6 +70,16 @@ INVALID: dict[str, list[dict[str, Any]]] = {
         {"group": "cluster", "clusters": 3},
         {"group": "cluster", "clusters": 512},
         {"width": 4},
+    ],
+    "cnr_lattice": [
+        {"rms_step": 0},
+        {"rms_step": 16.5},
+        {"rms_step": "0.35"},
+        {"step": 0},
+        {"step": -1},
+        {"step": 2.0**101},
+        {"step": 2.0**-101},
+        {"bits": 4},
     ],
 }
 SECTIONS = (

@@ -23,13 +23,14 @@ import cnr_codecs
 from cnr_codecs import (
     CodecConfigError,
     KMeansRows,
+    LatticeRows,
     LosslessRows,
     PayloadError,
     RowCodec,
     RowsError,
     UniformRows,
 )
-from cnr_codecs.plugins.zarr import ZarrKMeans, ZarrRows, ZarrUniform
+from cnr_codecs.plugins.zarr import ZarrKMeans, ZarrLattice, ZarrRows, ZarrUniform
 from cnr_codecs.protocol import Rows
 
 OPTIONS: dict[str, Any] = {"scheme": "adaptive", "bits": 4}
@@ -87,10 +88,13 @@ def decoded(codec: RowCodec, values: Rows) -> Rows:
         ZarrKMeans(2, exact=True),
         ZarrKMeans(4, "block", block_rows=32),
         ZarrKMeans(4, "cluster", clusters=16),
+        ZarrLattice(),
+        ZarrLattice(0.1),
+        ZarrLattice(step=0.25),
         ZarrRows(),
     ],
 )
-def test_metadata_round_trips(codec: ZarrUniform | ZarrKMeans | ZarrRows) -> None:
+def test_metadata_round_trips(codec: ZarrUniform | ZarrKMeans | ZarrLattice | ZarrRows) -> None:
     entry = json.loads(json.dumps(codec.to_dict()))
     assert type(codec).from_dict(entry) == codec
     assert get_codec_class(entry["name"]) is type(codec)
@@ -114,6 +118,8 @@ def test_default_block_rows_are_left_out_of_the_metadata() -> None:
         {"name": "cnr.uniform", "configuration": {"bitz": 4}},
         {"name": "cnr.uniform", "configuration": {"bits": 40}},
         {"name": "cnr.kmeans", "configuration": {"group": "column"}},
+        {"name": "cnr.lattice", "configuration": {"step": 0.1}},
+        {"name": "cnr.lattice", "configuration": {"bits": 4}},
         {"name": "cnr.rows", "configuration": {"bits": 4}},
     ],
 )
@@ -128,6 +134,15 @@ def test_k_means_arrays_read_what_the_codec_decodes(group: str) -> None:
     array = create(serializer, chunks=(250, 16), shards=(500, 16))
     array[:] = VALUES
     codec = KMeansRows(2, group)
+    expected = np.concatenate([decoded(codec, VALUES[row : row + 250]) for row in range(0, 1000, 250)])
+    np.testing.assert_array_equal(array[:], expected)
+    np.testing.assert_array_equal(zarr.open_array(array.store, mode="r")[299:301], expected[299:301])
+
+
+@pytest.mark.parametrize("codec", [LatticeRows(0.2), LatticeRows(step=0.03125)])
+def test_arrays_of_a_lattice_read_what_the_codec_decodes(codec: LatticeRows) -> None:
+    array = create(codec.zarr_codec(), chunks=(250, 16), shards=(500, 16))
+    array[:] = VALUES
     expected = np.concatenate([decoded(codec, VALUES[row : row + 250]) for row in range(0, 1000, 250)])
     np.testing.assert_array_equal(array[:], expected)
     np.testing.assert_array_equal(zarr.open_array(array.store, mode="r")[299:301], expected[299:301])

@@ -95,6 +95,7 @@ class FoldedArray:
             aliases=written.aliases,
             boundaries=written.boundaries,
             stored=written.stored,
+            features=frozenset().union(*(link.entry.payload_features for link in reader.links)),
         )
         try:
             packer = Packer.of(config)

@@ -26,6 +26,7 @@ from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
+from cnr_store.writing.steps import keep_step
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
@@ -283,6 +284,7 @@ class Planner:
                 "stored by rows; split the table's columns"
             )
         written = None if line is None else ids
+        codec = self._codec(array)
         return RowsWrite(
             path=array.path,
             shape=array.shape,
@@ -290,7 +292,7 @@ class Planner:
             base=None if line is None or ids is None else line.base(decision.since),
             ids=None if written is None else written + table.first_row,
             source=self._staging.stage(array, written, pending),
-            codec=self._codec(array),
+            codec=codec if line is None or ids is None else keep_step(codec, line.lattice),
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=self._held(array, None if written is None else counts),

@@ -14,6 +14,8 @@ from cnr_codecs.errors import (
 )
 from cnr_codecs.kernels.compiled import cache_folders
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.lattice import LatticeRows
+from cnr_codecs.lattice.steps import lattice_step
 from cnr_codecs.payload.decode import decode_into, present_rows
 from cnr_codecs.payload.head import reseal, rows_written
 from cnr_codecs.payload.moving import merge_segments, split_segments, take_rows
@@ -34,6 +36,7 @@ __all__ = [
     "RowCodec",
     "UniformRows",
     "KMeansRows",
+    "LatticeRows",
     "LosslessRows",
     "Followed",
     "row_codec",
@@ -42,6 +45,7 @@ __all__ = [
     "Unpacker",
     "most_packed_bytes",
     "choose_search",
+    "lattice_step",
     "error_report",
     "CodecReport",
     "parse",

@@ -48,6 +48,8 @@ CODECS: dict[str, Any] = {
     "k-means of rows": {"id": "cnr_kmeans", "bits": 1},
     "k-means of blocks": {"id": "cnr_kmeans", "bits": 2, "group": "block", "block_rows": 8},
     "k-means of clusters": {"id": "cnr_kmeans", "bits": 2, "group": "cluster"},
+    "lattice": {"id": "cnr_lattice", "rms_step": 0.1},
+    "lattice of a step": {"id": "cnr_lattice", "step": 0.0625, "then": [{"id": "zstd"}]},
     "zstd": {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd"}]},
     "two behind": {
         "id": "cnr_kmeans",

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import element_named, fill_value, round_to_bfloat16
-from cnr_codecs.errors import RowsError
+from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
+from cnr_codecs.payload.lattice import decode_lattice
 from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.rowset import RowSetKind, rows_of
-
-Need = npt.NDArray[np.uint8]
+from cnr_codecs.payload.target import Need, Target
 
 # Stand for parameters that a segment does not have. They are read-only, as parameters are: so one compiled kernel
 # serves both.
@@ -59,25 +58,23 @@ def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: 
     ------
     RowsError
         `out` or `need` is not as above.
+    PayloadError
+        Entropy-coded codes are damaged. `need` is as it was, and `out` is undefined where rows are wanted.
     """
     target = _target(payload, out, need, first_row)
     if first_row >= payload.rows or first_row + len(out) <= 0:
         return 0
-    return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
+    if all(segment.scheme is not Scheme.LATTICE for segment in payload.segments):
+        return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
+    before = need.copy()
+    try:
+        return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
+    except PayloadError as error:
+        need[:] = before
+        raise PayloadError(f"payload: {error}") from error
 
 
-@dataclass(eq=False, slots=True)
-class _Target:
-    """Where rows are written. `flat` spans `out` from its first value to its last; rows are `stride` values apart."""
-
-    out: npt.NDArray[Any]
-    need: Need
-    first_row: int
-    flat: npt.NDArray[Any]
-    stride: int
-
-
-def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int) -> _Target:
+def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int) -> Target:
     dtype = element_named(payload.element).array
     if out.ndim != 2 or out.dtype != dtype or out.shape[1] != payload.dim or not out.flags.writeable:
         raise RowsError(
@@ -88,25 +85,27 @@ def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int)
     if need.dtype != np.uint8 or need.shape != (count,) or not need.flags.carray:
         raise RowsError(f"need must be writable, contiguous uint8 ({count},); got {need.dtype} {need.shape}")
     if out.flags.carray:
-        return _Target(out, need, first_row, out.reshape(-1), dim)
+        return Target(out, need, first_row, out.reshape(-1), dim)
     stride, rest = divmod(out.strides[0], dtype.itemsize) if count > 1 else (dim, 0)
     if rest or stride < dim or (dim > 1 and out.strides[1] != dtype.itemsize) or not out.flags.aligned:
         raise RowsError(f"rows of out must be contiguous and in order; got strides {out.strides}")
     flat = np.lib.stride_tricks.as_strided(out, ((count - 1) * stride + dim,), (dtype.itemsize,))
-    return _Target(out, need, first_row, flat, stride)
+    return Target(out, need, first_row, flat, stride)
 
 
-def _decode_segment(payload: Payload, segment: Segment, target: _Target) -> int:
+def _decode_segment(payload: Payload, segment: Segment, target: Target) -> int:
     if segment.scheme is Scheme.ABSENT:
         return _fill(payload, segment, target)
     if segment.scheme is Scheme.RAW:
         return _copy(payload, segment, target)
     if segment.scheme in (Scheme.CODEBOOK, Scheme.SHARED):
         return _look_up(payload, segment, target)
+    if segment.scheme is Scheme.LATTICE:
+        return decode_lattice(payload, segment, target)
     return _dequantize(payload, segment, target)
 
 
-def _fill(payload: Payload, segment: Segment, target: _Target) -> int:
+def _fill(payload: Payload, segment: Segment, target: Target) -> int:
     written = 0
     for _, rows in segment.row_set.blocks():
         places = rows.astype(np.int64) - target.first_row
@@ -118,7 +117,7 @@ def _fill(payload: Payload, segment: Segment, target: _Target) -> int:
     return written
 
 
-def _copy(payload: Payload, segment: Segment, target: _Target) -> int:
+def _copy(payload: Payload, segment: Segment, target: Target) -> int:
     written = 0
     for start, rows in segment.row_set.blocks():
         codes = segment.codes[start : start + len(rows)]
@@ -138,7 +137,7 @@ def _numbers(rows: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.N
     return chosen, places
 
 
-def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
+def _dequantize(payload: Payload, segment: Segment, target: Target) -> int:
     halves, floats = _NO_HALVES, _NO_FLOATS
     if segment.parameter_type is ParameterType.FLOAT16:
         halves = segment.parameters.view(np.uint16)
@@ -161,7 +160,7 @@ def _dequantize(payload: Payload, segment: Segment, target: _Target) -> int:
     return written
 
 
-def _parts(segment: Segment, target: _Target) -> Iterator[tuple[int, int, npt.NDArray[np.uint32]]]:
+def _parts(segment: Segment, target: Target) -> Iterator[tuple[int, int, npt.NDArray[np.uint32]]]:
     """Yield (start, stop, rows) of parts of the segment: `rows` are the chunk's rows.
 
     For a prefix `rows` is empty, because the segment's row i is the chunk's row i.
@@ -174,7 +173,7 @@ def _parts(segment: Segment, target: _Target) -> Iterator[tuple[int, int, npt.ND
         yield start, start + len(rows), rows
 
 
-def _look_up(payload: Payload, segment: Segment, target: _Target) -> int:
+def _look_up(payload: Payload, segment: Segment, target: Target) -> int:
     flat = target.flat.view(np.uint16) if payload.element == "float16" else target.flat
     shared = _rounded(segment.parameters, payload.element) if segment.books is not None else None
     written = 0

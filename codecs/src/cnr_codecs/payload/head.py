@@ -44,8 +44,7 @@ FIRST_VERSION = 1
 _FIRST_ENTRY = struct.Struct("<BBBBI")
 _ENTRIES = HEADER.size + HEAD_BYTES.size
 # The numbers that are reserved for later releases.
-_RESERVED_SCHEMES = {6: " (lattice)", 7: " (relative)"}
-_RESERVED_ROW_SETS = {4: " (Rice-coded gaps)"}
+_RESERVED_SCHEMES = {7: " (relative)"}
 # A look-up in a dict is cheaper than a call of an enumeration.
 _SCHEMES = {int(each): each for each in Scheme}
 _PARAMETER_TYPES = {int(each): each for each in ParameterType}
@@ -239,7 +238,7 @@ def read_entries(reader: Reader, header: Header) -> list[Entry]:
     for index, (*kinds, nbytes, body_bytes) in enumerate(ENTRY.iter_unpack(head[_ENTRIES:position])):
         where = f"payload: segment {index}"
         scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where)
-        expected = encoded_bytes(kind, count, header.rows)
+        expected = nbytes if kind is RowSetKind.GAPS else encoded_bytes(kind, count, header.rows)
         if nbytes != expected or nbytes > len(head) - position:
             raise PayloadError(
                 f"{where}: its row set has {nbytes} of {len(head) - position} bytes left, it takes {expected}"
@@ -292,10 +291,13 @@ def _validate_entry(
     """Return (scheme, bits, parameter type, row-set kind, count), if they fit together."""
     scheme, bits, parameter, kind, count = kinds
     known, row_set_kind = _SCHEMES.get(scheme), _ROW_SET_KINDS.get(kind)
-    if known is None:
+    older = header.version == FIRST_VERSION
+    if known is None or (older and known is Scheme.LATTICE):
         raise _unknown(header, f"{where}: scheme {scheme}{_RESERVED_SCHEMES.get(scheme, '')}")
-    if row_set_kind is None:
-        raise _unknown(header, f"{where}: row-set kind {kind}{_RESERVED_ROW_SETS.get(kind, '')}")
+    if row_set_kind is None or (older and row_set_kind is RowSetKind.GAPS):
+        raise _unknown(header, f"{where}: row-set kind {kind}")
+    if known is Scheme.LATTICE and 1 <= bits <= 7:
+        raise _unknown(header, f"{where}: a floating grid of {bits} bits")
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
     return known, bits, _parameter_type(known, bits, parameter, header.element, where), row_set_kind, count
@@ -317,8 +319,11 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
     quantized = scheme is not Scheme.ABSENT and scheme is not Scheme.RAW
     if quantized != (kind is not ParameterType.NONE):
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
+    if scheme is Scheme.LATTICE and kind is not ParameterType.FLOAT32:
+        raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
     plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
-    if not (1 <= bits <= 8 if quantized else bits == plain_bits):
+    packed = quantized and scheme is not Scheme.LATTICE
+    if not (1 <= bits <= 8 if packed else bits == plain_bits):
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
     if quantized and not element.quantizable:
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {scheme.name}")

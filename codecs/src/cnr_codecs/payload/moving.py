@@ -1,5 +1,7 @@
 """Moves stored rows between payloads. Codes and parameters are copied, so moved rows decode to the same bits.
 
+Codes of a lattice are decoded and coded anew, but not made anew.
+
 `take_rows` picks rows of a payload, `merge_segments` joins segments, and `split_segments` cuts a chunk's segments into
 those of smaller chunks. `cnr_codecs.build_payload` makes a payload of the result.
 """
@@ -7,13 +9,14 @@ those of smaller chunks. `cnr_codecs.build_payload` makes a payload of the resul
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Segment
+from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Scheme, Segment
 from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
@@ -46,7 +49,7 @@ def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]
 
 
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Return one segment for each scheme, bits and parameter type.
+    """Return one segment for each scheme, bits and parameter type, and of lattices for each step.
 
     Parameters
     ----------
@@ -58,9 +61,11 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     RowsError
         The chunks differ in rows or columns, or two segments of one kind have the same row.
     """
-    kinds: dict[tuple[int, int, int], list[Segment]] = {}
+    kinds: dict[tuple[int, int, int, float], list[Segment]] = {}
     for segment in segments:
-        kinds.setdefault((segment.scheme, segment.bits, segment.parameter_type), []).append(segment)
+        step = float(segment.parameters[0, 0]) if segment.scheme is Scheme.LATTICE else 0.0
+        kind = segment.scheme, segment.bits, segment.parameter_type, step
+        kinds.setdefault(kind, []).append(segment)
     return [alike[0] if len(alike) == 1 else _merge(alike) for _, alike in sorted(kinds.items())]
 
 
@@ -74,6 +79,7 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
     rows
         Rows of a chunk, at least 1.
     """
+    segments = [_decoded(segment) for segment in segments]
     whole = segments[0].row_set.rows
     starts = np.arange(0, whole + rows, rows)
     placed = [(segment, segment.row_set.offsets()) for segment in segments]
@@ -83,12 +89,30 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
         for (segment, places), cut in zip(placed, cuts, strict=True):
             if cut[number] < cut[number + 1]:
                 position = slice(cut[number], cut[number + 1])
-                row_set = RowSet.of(places[position] - start, min(rows, whole - start))
+                row_set = _row_set(segment, places[position] - start, min(rows, whole - start))
                 chunk.append(_joined(segment, [_stored(segment, position)], row_set))
         yield chunk
 
 
+def _decoded(segment: Segment) -> Segment:
+    """Return the segment with its codes as integers, if it is coded."""
+    if segment.coded is None:
+        return segment
+    codes = segment.coded.decode().view(np.uint8).reshape(segment.row_set.count, -1)
+    return replace(segment, codes=codes, coded=None)
+
+
+def _row_set(segment: Segment, places: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
+    return RowSet.of(places, rows, gaps=segment.scheme is Scheme.LATTICE)
+
+
 def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
+    if segment.coded is not None:
+        places = segment.row_set.offsets() - first_row
+        begin, end = np.searchsorted(places, (0, len(need)))
+        if not need[places[begin:end]].any():
+            return None
+        segment = _decoded(segment)
     taken = np.zeros(len(need), np.bool_)
     parts = []
     # One block at a time: all positions together could take many times the memory of the rows.
@@ -103,6 +127,8 @@ def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
     if not parts:
         return None
     need[taken] = 0
+    if segment.scheme is Scheme.LATTICE:
+        return _joined(segment, parts, _row_set(segment, np.flatnonzero(taken), len(taken)))
     return _joined(segment, parts, RowSet.marked(taken))
 
 
@@ -111,6 +137,8 @@ def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:
     codes, parameters = segment.codes[position], segment.parameters
     if segment.books is not None:
         return codes, parameters, segment.books[position]
+    if segment.scheme is Scheme.LATTICE:
+        return codes, parameters, None
     return (
         codes,
         parameters[:, position] if segment.scheme in PARAMETERS_PER_ROW else parameters[position],
@@ -128,13 +156,14 @@ def _joined(segment: Segment, parts: Sequence[_Part], row_set: RowSet) -> Segmen
         held = np.concatenate([part[2] for part in parts if part[2] is not None])
         used, number = np.unique(held, return_inverse=True)
         parameters, books = parameters[used], number.astype(np.uint32)
-    elif len(parts) > 1:
+    elif len(parts) > 1 and segment.scheme is not Scheme.LATTICE:
         parameters = np.concatenate([part[1] for part in parts], axis=axis)
     return Segment(segment.scheme, segment.bits, segment.parameter_type, row_set, parameters, codes, books)
 
 
 def _merge(segments: Sequence[Segment]) -> Segment:
     """Return segments of one kind as one segment, with its rows in increasing order."""
+    segments = [_decoded(segment) for segment in segments]
     first = segments[0]
     if len({(segment.row_set.rows, segment.codes.shape[1]) for segment in segments}) > 1:
         raise RowsError("segments of chunks that differ in rows or columns can't be merged")
@@ -144,7 +173,9 @@ def _merge(segments: Sequence[Segment]) -> Segment:
     if (places[1:] == places[:-1]).any():
         raise RowsError(f"row {int(places[int(np.argmin(np.diff(places)))])} is in two segments")
     books = None
-    if first.scheme in PARAMETERS_PER_ROW:
+    if first.scheme is Scheme.LATTICE:
+        parameters = first.parameters
+    elif first.scheme in PARAMETERS_PER_ROW:
         parameters = np.concatenate([segment.parameters for segment in segments], axis=1)[:, order]
     else:
         parameters = np.concatenate([segment.parameters for segment in segments])
@@ -154,7 +185,7 @@ def _merge(segments: Sequence[Segment]) -> Segment:
         else:
             books = books[order]
     codes = np.concatenate([segment.codes for segment in segments])[order]
-    row_set = RowSet.of(places, first.row_set.rows)
+    row_set = _row_set(first, places, first.row_set.rows)
     return Segment(first.scheme, first.bits, first.parameter_type, row_set, parameters, codes, books)
 
 

@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.rice import pack_gaps, unpack_gaps
 
 # Row numbers are expanded in blocks of this many: a payload of a few bytes may name billions of rows.
 BLOCK_ROWS = 1 << 16
+# The greatest Rice parameter of gaps.
+MAX_SHIFT = 31
 
 
 class RowSetKind(IntEnum):
@@ -23,6 +26,7 @@ class RowSetKind(IntEnum):
     BITMAP = 1
     OFFSETS16 = 2
     OFFSETS32 = 3
+    GAPS = 4
 
 
 _OFFSET_DTYPES: dict[RowSetKind, np.dtype[Any]] = {
@@ -32,7 +36,7 @@ _OFFSET_DTYPES: dict[RowSetKind, np.dtype[Any]] = {
 
 
 def encoded_bytes(kind: RowSetKind, count: int, rows: int) -> int:
-    """Return the bytes that a row set of `count` of `rows` rows takes."""
+    """Return the bytes that a row set of `count` of `rows` rows takes, but of gaps: these take what they take."""
     if kind is RowSetKind.PREFIX:
         return 0
     if kind is RowSetKind.BITMAP:
@@ -53,7 +57,8 @@ class RowSet:
     rows
         The number of rows of the chunk.
     data
-        Nothing (prefix), the bitmap as uint8, or the offsets as uint16 or uint32.
+        Nothing (prefix), the bitmap as uint8, the offsets as uint16 or uint32, or the Rice parameter and the bits of
+        the gaps as uint8.
     """
 
     kind: RowSetKind
@@ -67,7 +72,7 @@ class RowSet:
         return cls(RowSetKind.PREFIX, count, rows, np.empty(0, np.uint8))
 
     @classmethod
-    def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
+    def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int, gaps: bool = False) -> RowSet:
         """Return the smallest row set of the rows `offsets`; among equally small ones, the lowest kind.
 
         Parameters
@@ -76,10 +81,17 @@ class RowSet:
             (n,) integers below `rows`, strictly increasing, at least one.
         rows
             The number of rows of the chunk.
+        gaps
+            Whether the row set may be one of gaps, which older releases can't read.
         """
         count = len(offsets)
         kind = _smallest(count, int(offsets[-1]), rows)
-        return cls(kind, count, rows, _pack(kind, offsets, rows))
+        packed = _pack(kind, offsets, rows)
+        if gaps and packed.nbytes:
+            shorter = _pack_gaps(offsets)
+            if shorter.nbytes < packed.nbytes:
+                return cls(RowSetKind.GAPS, count, rows, shorter)
+        return cls(kind, count, rows, packed)
 
     @classmethod
     def marked(cls, flags: npt.NDArray[np.bool_]) -> RowSet:
@@ -116,6 +128,9 @@ class RowSet:
                 bits = np.unpackbits(self.data[start : start + step], bitorder="little")
                 # flatnonzero is many times faster on bools than on integers.
                 yield (np.flatnonzero(bits.view(np.bool_)) + start * 8).astype(np.uint32)
+            return
+        if self.kind is RowSetKind.GAPS:
+            yield from _unpack_gaps(self.data, self.count, self.rows)
             return
         for start in range(0, self.count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.count)
@@ -154,8 +169,46 @@ def _pack(kind: RowSetKind, offsets: npt.NDArray[np.integer[Any]], rows: int) ->
     return offsets.astype(_OFFSET_DTYPES[kind])
 
 
+def _pack_gaps(offsets: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint8]:
+    """Return the row set of gaps that takes the fewest bits, the lowest parameter among equals.
+
+    A gap is the number of rows left out before a row. With parameter k, a gap g is g >> k ones, a zero, and the k
+    lowest bits of g. The parameter stands before the bits as u8; the lowest bit of a byte is the first.
+    """
+    gaps = np.diff(offsets, prepend=-1).astype(np.int64) - 1
+    near = max(int(gaps.sum()) // len(gaps), 1).bit_length()
+    sizes = {k: int((gaps >> k).sum()) + (1 + k) * len(gaps) for k in range(max(near - 2, 0), near + 2)}
+    shift = min(sizes, key=lambda k: (sizes[k], k))
+    packed = np.zeros(1 + (sizes[shift] + 7) // 8, np.uint8)
+    packed[0] = shift
+    pack_gaps(gaps, shift, packed[1:])
+    packed.flags.writeable = False  # the kernel that unpacks gaps is compiled for stored ones alone
+    return packed
+
+
+def _unpack_gaps(data: npt.NDArray[np.uint8], count: int, rows: int) -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield the rows of gaps in blocks.
+
+    Raises
+    ------
+    PayloadError
+        The bits are not those of `count` rows below `rows`.
+    """
+    shift, bits = int(data[0]) if len(data) else MAX_SHIFT + 1, data[1:]
+    place, row = 0, -1
+    for start in range(0, count, BLOCK_ROWS):
+        found = np.empty(min(BLOCK_ROWS, count - start), np.uint32)
+        place = unpack_gaps(bits, shift, place, row, rows, found) if shift <= MAX_SHIFT else -1
+        if place < 0:
+            raise PayloadError(f"the gaps are not those of {count} rows below {rows}")
+        row = int(found[-1])
+        yield found
+    if len(bits) != (place + 7) // 8 or (place % 8 and bits[-1] >> (place % 8)):
+        raise PayloadError(f"bits follow the gaps of {count} rows")
+
+
 def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where: str) -> RowSet:
-    """Return the row set that `data`, of `encoded_bytes(kind, count, rows)` bytes, stores.
+    """Return the row set that `data` stores: of `encoded_bytes(kind, count, rows)` bytes, or of any number for gaps.
 
     Raises
     ------
@@ -164,6 +217,13 @@ def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where
     """
     offsets = np.frombuffer(data, _OFFSET_DTYPES.get(kind, np.uint8))
     if kind is RowSetKind.PREFIX:
+        return RowSet(kind, count, rows, offsets)
+    if kind is RowSetKind.GAPS:
+        try:
+            for _ in _unpack_gaps(offsets, count, rows):
+                pass
+        except PayloadError as error:
+            raise PayloadError(f"{where}: {error}") from error
         return RowSet(kind, count, rows, offsets)
     if kind is RowSetKind.BITMAP:
         if rows % 8 and data[-1] >> (rows % 8):

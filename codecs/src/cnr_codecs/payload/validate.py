@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.errors import PayloadError
+from cnr_codecs.entropy.lines import CodedLines
+from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
 from cnr_codecs.kernels.validate import valid_floats, valid_halves
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
@@ -22,9 +24,11 @@ from cnr_codecs.payload.head import (
 )
 from cnr_codecs.payload.payload import (
     BOOK_COUNT,
+    GRID,
     HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
+    CodedRows,
     ParameterType,
     Payload,
     Scheme,
@@ -37,6 +41,9 @@ from cnr_codecs.payload.rowset import validate_disjoint
 
 # Scales have at most 16 significant bits, so that scale * code is exact: the lower 8 of a float32's 24 are zero.
 SCALE_SPARE_BITS = np.uint32(0xFF)
+# A code has 16 bits, so that step * code is exact as well.
+STEP_BITS = 8
+MIN_STEP, MAX_STEP = 2.0**-100, 2.0**100
 
 
 def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> Payload:
@@ -75,6 +82,8 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
 
 def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return the segment of an entry, whose body the reader stands at."""
+    if entry.scheme is Scheme.LATTICE:
+        return _read_lattice(reader, entry, header)
     begin, count, where = reader.position, entry.row_set.count, entry.where
     parameters, books = _read_parameters(reader, entry)
     width = row_bytes(entry.scheme, entry.bits, header.dim)
@@ -87,6 +96,39 @@ def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
     segment = Segment(*kinds, entry.row_set, parameters, codes, books)
     _validate_values(segment, header.element, where)
     return segment
+
+
+def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
+    """Return a lattice segment. Its codes are proven when they are decoded."""
+    where, count, dim = entry.where, entry.row_set.count, header.dim
+    stored = reader.read(4 + GRID.size, where, "grid").tobytes()
+    step = np.frombuffer(stored, "<f4", 1).reshape(1, 1)
+    flags, line_rows, reserved, check = GRID.unpack_from(stored, 4)
+    if flags or reserved:
+        what = " (row exponents)" if flags == 1 and not reserved else ""
+        raise UnsupportedPayloadError(
+            f"{where}: flags {flags}, {reserved}{what} of a lattice are unknown: a newer release wrote it; install a "
+            "newer cnr-codecs to read it"
+        )
+    if not valid_step(float(step[0, 0])):
+        raise PayloadError(
+            f"{where}: the step {float(step[0, 0])!r} is not one of 8 significant bits from 2**-100 to 2**100"
+        )
+    if line_rows == 0:
+        raise PayloadError(f"{where}: its lines have no rows")
+    size = (entry.body_bytes or 0) - len(stored)
+    if size < 0:
+        raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
+    words = reader.read(size, where, "coded rows").tobytes()
+    lines = CodedLines.parse(words, count * dim, line_rows * dim, where)
+    coded = CodedRows(lines, line_rows, check)
+    no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, dim)), np.uint8)
+    return Segment(entry.scheme, entry.bits, entry.parameter_type, entry.row_set, step, no_codes, coded=coded)
+
+
+def valid_step(step: float) -> bool:
+    """Whether it is a step of a lattice: of 8 significant bits, from 2**-100 to 2**100."""
+    return MIN_STEP <= step <= MAX_STEP and math.frexp(step)[0] * (1 << STEP_BITS) % 1 == 0
 
 
 def _read_parameters(reader: Reader, entry: Entry) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint32] | None]:

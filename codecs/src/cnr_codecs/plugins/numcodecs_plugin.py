@@ -13,6 +13,7 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.head import DEFAULT_MAX_DECODED_BYTES
 from cnr_codecs.payload.payload import Payload
 from cnr_codecs.payload.plain import decode_plain
@@ -141,6 +142,15 @@ class KMeansCodec(_NumcodecsCodec):
         clusters: int | None = None,
     ) -> None:
         self.rows_codec = KMeansRows(bits, group, exact, block_rows, clusters)
+
+
+class LatticeCodec(_NumcodecsCodec):
+    """Rows as integers on one step. The options are those of `cnr_codecs.LatticeRows`."""
+
+    codec_id: ClassVar[str] = "cnr_lattice"
+
+    def __init__(self, rms_step: float | None = None, step: float | None = None) -> None:
+        self.rows_codec = LatticeRows(rms_step, step)
 
 
 class RowsCodec(_NumcodecsCodec):

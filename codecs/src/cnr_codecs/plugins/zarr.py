@@ -19,6 +19,7 @@ from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
@@ -177,6 +178,26 @@ class ZarrKMeans(_ZarrCodec):
     def rows_codec(self) -> KMeansRows:
         """The row codec that encodes the chunks."""
         return KMeansRows(self.bits, self.group, self.exact, self.block_rows, self.clusters)
+
+
+@dataclass(frozen=True)
+class ZarrLattice(_ZarrCodec):
+    """Rows as integers on one step. The options are those of `cnr_codecs.LatticeRows`."""
+
+    name: ClassVar[str] = "cnr.lattice"
+
+    rms_step: float | None = None
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        codec = LatticeRows(self.rms_step, self.step)
+        object.__setattr__(self, "rms_step", codec.rms_step)
+        object.__setattr__(self, "step", codec.step)
+
+    @property
+    def rows_codec(self) -> LatticeRows:
+        """The row codec that encodes the chunks."""
+        return LatticeRows(self.rms_step, self.step)
 
 
 @dataclass(frozen=True)

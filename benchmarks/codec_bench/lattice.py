@@ -1,0 +1,152 @@
+"""The lattice beside adaptive codes: bytes at equal error, size against entropy, and pace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.codec_bench.machine import describe, pinned
+from benchmarks.codec_bench.rows import Rows, drawn, trained
+from cnr_codecs import LatticeRows, RowCodec, UniformRows, decode_into, lattice_step, parse
+from cnr_codecs.entropy.reference import token_of
+from cnr_codecs.kernels import rans
+from cnr_codecs.lattice.steps import block_sums, root_mean_square
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_WIDTHS = (2, 3, 4, 8)
+_RMS_STEPS = (0.35, 0.2, 0.1, 0.05)
+_ROUNDS = 15
+TARGETS = {"bits_of_4": 4.0, "size": 1.01, "encode": 0.9, "decode": 1.1}
+"""Bits a value at the error of adaptive codes of 4 bits on normal rows; bytes over entropy; GB/s of float32 by one
+thread at `rms_step` 0.35."""
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description="Bytes and pace of the lattice beside adaptive codes.")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of lattice.json")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    values = 1 << 17 if options.quick else 1 << 22
+    tables, missing = trained(1 if options.quick else 3)
+    if missing:
+        print(f"Tables trained on MovieLens are left out: {missing}")
+    tables = {f"normal, dim {dim}": drawn("normal", values // dim, dim) for dim in (32, 64)} | tables
+    sizes = [line for name, rows in tables.items() for line in _sizes(name, rows)]
+    with pinned(1):
+        paces = [line for dim in (32, 64) for line in _paces(dim, values)]
+    document = {**describe(), "left_out": missing, "sizes": sizes, "paces": paces, "targets": TARGETS}
+    (options.out / "lattice.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _sizes(name: str, rows: Rows) -> list[dict[str, Any]]:
+    """Bits a value at the mean l2 error of adaptive codes of each width."""
+    lines = []
+    for width in _WIDTHS:
+        bits, error = _measured(UniformRows("adaptive", width), rows)
+        share = _share_with_error(rows, error)
+        own_bits, own_error = _measured(LatticeRows(share), rows)
+        line = {
+            "rows": name,
+            "values": rows.size,
+            "adaptive": width,
+            "adaptive_bits": bits,
+            "mean_l2_error": error,
+            "rms_step": share,
+            "lattice_bits": own_bits,
+            "lattice_error": own_error,
+            "over_entropy": _over_entropy(LatticeRows(share), rows),
+        }
+        print(
+            f"{name:26} adaptive {width}: {bits:.2f} bits; lattice {share:.4f}: {own_bits:.2f} bits, "
+            f"{line['over_entropy']:.4f} of its entropy",
+            flush=True,
+        )
+        lines.append(line)
+    return lines
+
+
+def _measured(codec: RowCodec, rows: Rows) -> tuple[float, float]:
+    """Bits a value, and the mean of ||x - x'||."""
+    data = codec.encode_rows(rows, None, len(rows), element="float32")
+    decoded = np.empty_like(rows)
+    decode_into(parse(data, max_decoded_bytes=rows.nbytes), decoded, np.ones(len(rows), np.uint8))
+    error = np.linalg.norm(decoded.astype(np.float64) - rows, axis=1).mean()
+    return len(data) * 8 / rows.size, float(error)
+
+
+def _share_with_error(rows: Rows, error: float) -> float:
+    """The greatest `rms_step` whose mean error is no larger, to 8 bits."""
+    low, high = 1e-3, 8.0
+    for _ in range(16):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _measured(LatticeRows(middle), rows)[1] <= error else (low, middle)
+    return low
+
+
+def _over_entropy(codec: LatticeRows, rows: Rows) -> float:
+    """Bytes of all coded lines over the entropy of their classes and tokens, and the bits that tokens leave open."""
+    data = codec.encode_rows(rows, None, len(rows), element="float32")
+    (coded,) = (each.coded for each in parse(data, max_decoded_bytes=rows.nbytes).segments if each.coded)
+    codes = coded.decode()
+    codes.flags.writeable = False
+    classes = np.empty(-(-codes.size // coded.lines.line), np.uint8)
+    counts = np.zeros(rans.LANES * rans.CLASSES * rans.TOKENS, np.int64)
+    rans.classify(codes, coded.lines.line, classes, counts)
+    by_model = counts.reshape(rans.LANES, rans.CLASSES, rans.TOKENS).sum(axis=0)
+    shares = by_model / np.maximum(by_model.sum(axis=1, keepdims=True), 1)
+    bits = float(-(by_model * np.log2(np.where(by_model > 0, shares, 1))).sum())
+    large, occurrences = np.unique(codes[np.abs(codes) >= rans.DIRECT // 2], return_counts=True)
+    bits += sum(token_of(int(code))[2] * int(times) for code, times in zip(large, occurrences, strict=True))
+    return len(coded.lines.data) * 8 / bits
+
+
+def _paces(dim: int, values: int) -> list[dict[str, Any]]:
+    """GB/s of float32 by one thread, into memory that is there already."""
+    rows = drawn("normal", values // dim, dim)
+    rms = root_mean_square(block_sums(rows))
+    codecs: dict[str, RowCodec] = {f"adaptive {width}": UniformRows("adaptive", width) for width in _WIDTHS}
+    codecs |= {f"lattice {share}": LatticeRows(share, lattice_step(share * rms)) for share in _RMS_STEPS}
+    out, need = np.empty_like(rows), np.ones(len(rows), np.uint8)
+    runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    for name, codec in codecs.items():
+        data = codec.encode_rows(rows, None, len(rows), element="float32")
+
+        def encode(codec: RowCodec = codec) -> None:
+            codec.encode_rows(rows, None, len(rows), element="float32")
+
+        def decode(data: bytes = data) -> None:
+            need[:] = 1
+            decode_into(parse(data, max_decoded_bytes=rows.nbytes), out, need)
+
+        runs |= {(name, "encode"): encode, (name, "decode"): decode}
+    seconds = _race(runs)
+    lines = []
+    for name in codecs:
+        paces = {way: rows.nbytes / seconds[name, way] / 1e9 for way in ("encode", "decode")}
+        print(
+            f"dim {dim} {name:14} encode {paces['encode']:.2f} GB/s, decode {paces['decode']:.2f} GB/s",
+            flush=True,
+        )
+        lines.append({"codec": name, "dim": dim, **paces})
+    return lines
+
+
+def _race(runs: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
+    """The least time of the processor that a call of each took, which took turns. Other processes' time is left out,
+    but not what they leave of the caches and of the core that two hyperthreads share.
+    """
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            began = time.thread_time()
+            run()
+            best[name] = min(best[name], time.thread_time() - began)
+    return best

@@ -1,0 +1,116 @@
+"""Steps of lattices: found where a table is written whole, and kept by its deltas.
+
+The squares of a table's values are added up by each rank for the rows that it has. So with other ranks the sum may
+differ in its last bits, which a step of 8 bits nearly never shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from cnr_backends import Transfer
+from cnr_codecs import CodecError, Followed, LatticeRows, RowCodec, row_codec
+from cnr_codecs.lattice.steps import SUM_ROWS, Sum, add_sums, block_sums, root_mean_square
+from cnr_store.errors import SaveError
+from cnr_store.writing.exchange import Peers
+from cnr_store.writing.plan import RowsWrite
+
+
+def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:
+    """The same writes; those that are whole and go by the root mean square of their rows with the step of these.
+
+    Ranks that share arrays must call it together. The first of them adds up the sums of all, in the order of ranks.
+
+    Parameters
+    ----------
+    transfer
+        Its threads read the rows.
+    peers
+        The ranks that share arrays; None where this process has them all.
+    """
+    found = {rows.path: (rows, lattice) for rows in writes if (lattice := _wants_step(rows)) is not None}
+    if not found:
+        return list(writes)
+    sums = {path: _sum(rows, transfer) for path, (rows, _) in found.items()}
+    if peers is not None and peers.world > 1:
+        shared = sorted(path for path, (rows, _) in found.items() if rows.held is not None)
+        if shared:
+            sums |= _added([sums[path] for path in shared], shared, peers)
+    steps = {path: lattice.step_of(root_mean_square([sums[path]])) for path, (_, lattice) in found.items()}
+    return [
+        replace(rows, codec=_with_step(rows.codec, steps[rows.path])) if rows.path in steps else rows
+        for rows in writes
+    ]
+
+
+def _wants_step(rows: RowsWrite) -> LatticeRows | None:
+    lattice = _lattice(rows.codec)
+    is_whole = rows.base is None and rows.ids is None
+    return lattice if lattice is not None and lattice.step is None and is_whole else None
+
+
+def _sum(rows: RowsWrite, transfer: Transfer) -> Sum:
+    """The sum of the squares of the rows that this rank has, and how many values there are."""
+    count, source = rows.shape[0] if rows.held is None else rows.held.rows, rows.source
+    blocks = ((first, min(first + SUM_ROWS, count)) for first in range(0, count, SUM_ROWS))
+    with closing(transfer.map(lambda block: block_sums(source.values(*block)), blocks)) as sums:
+        return add_sums(each for block in sums for each in block)
+
+
+def _added(own: Sequence[Sum], paths: Sequence[str], peers: Peers) -> dict[str, Sum]:
+    """The sums of all ranks, by path; `own` are this one's."""
+    others = range(1, peers.world)
+    if peers.rank:
+        peers.exchange({0: [json.dumps(own).encode()]}, [])
+        total = _sums(peers.exchange({}, [0])[0], 0, paths)
+    else:
+        received = peers.exchange({}, list(others))
+        by_rank = [own, *(_sums(received[rank], rank, paths) for rank in others)]
+        total = [add_sums(of_path) for of_path in zip(*by_rank, strict=True)]
+        data = json.dumps(total).encode()
+        peers.exchange({rank: [data] for rank in others}, [])
+    return dict(zip(paths, total, strict=True))
+
+
+def _sums(data: Any, rank: int, paths: Sequence[str]) -> list[Sum]:
+    try:
+        found = [(float(total), int(count)) for total, count in json.loads(bytes(data))]
+    except (ValueError, TypeError) as error:
+        raise SaveError(f"what rank {rank} sent is no list of sums: {error}") from error
+    if len(found) != len(paths):
+        raise SaveError(f"rank {rank} sent sums of {len(found)} arrays, expected those of {len(paths)}")
+    return found
+
+
+def keep_step(codec: RowCodec, stored: LatticeRows | None) -> RowCodec:
+    """The codec of a delta, with the step of the rows that are `stored`, if theirs is the same share of a table."""
+    lattice = _lattice(codec)
+    if lattice is None or lattice.step is not None or stored is None or stored.step is None:
+        return codec
+    return _with_step(codec, stored.step) if stored.rms_step == lattice.rms_step else codec
+
+
+def lattice_of(config: Mapping[str, Any] | None) -> LatticeRows | None:
+    """The lattice that rows were stored on, by the codec's configuration in a record; None if it is another codec."""
+    if config is None or config.get("id") != "cnr_lattice":
+        return None
+    try:
+        return _lattice(row_codec(config))
+    except CodecError:  # a newer release's
+        return None
+
+
+def _lattice(codec: RowCodec) -> LatticeRows | None:
+    own = codec.codec if isinstance(codec, Followed) else codec
+    return own if isinstance(own, LatticeRows) else None
+
+
+def _with_step(codec: RowCodec, step: float) -> RowCodec:
+    if isinstance(codec, Followed):
+        return Followed(_with_step(codec.codec, step), codec.then)
+    assert isinstance(codec, LatticeRows)
+    return codec.with_step(step)

@@ -1,0 +1,78 @@
+"""Rows as integers on one step: finds the integers of rows, and writes rows from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+# Beyond every limit, and within an int32.
+_BEYOND = np.float64(1 << 16)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw: Any) -> Any:
+    """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
+
+    `values` is flat float32. A code is the value times `inverse`, as float64, rounded half even. A row that is not
+    finite, or has a code beyond `limit`, is marked in `raw` (uint8), and its codes are overwritten.
+    """
+    width, held = np.uintp(dim), np.int64(0)
+    for i in range(raw.size):
+        start, place = np.uintp(i * dim), np.uintp(held * dim)
+        most = np.int32(0)
+        for j in range(width):
+            exact = np.float64(values[start + j]) * inverse
+            # NaN fails each comparison, and ends beyond every limit.
+            exact = exact if exact > -_BEYOND else -_BEYOND
+            exact = exact if exact < _BEYOND else _BEYOND
+            code = np.int32(np.rint(exact))
+            codes[place + j] = np.int16(code)
+            most = max(most, abs(code))
+        raw[i] = most > limit
+        held += most <= limit
+    return held
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sum_squares(values: Any) -> float:
+    """Return the sum of the squares of `values`, flat float32, as float64. It is not finite if a value is not.
+
+    Value j belongs to sum j mod 64, and these sums are added in order: so the compiler can make vectors of them.
+    """
+    sums, lanes = np.zeros(64), np.uintp(64)
+    whole = np.uintp(values.size // 64)
+    for i in range(whole):
+        for k in range(lanes):
+            value = np.float64(values[i * lanes + k])
+            sums[k] += value * value
+    for k in range(np.uintp(values.size) - whole * lanes):
+        value = np.float64(values[whole * lanes + k])
+        sums[k] += value * value
+    total = 0.0
+    for k in range(lanes):
+        total += sums[k]
+    return total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def place_rows(
+    codes: Any, first: int, dim: int, step: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+) -> int:
+    """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
+
+    Row i of `rows` has the codes (int32) from `first` + i * `dim` on, and is row `rows[i] - first_row` of the output,
+    which `need` (uint8) marks if it is wanted, and which begins at that many times `stride`.
+    """
+    written, width = 0, np.uintp(dim)
+    for i in range(rows.size):
+        place = np.int64(rows[i]) - first_row
+        if need[place] == 0:
+            continue
+        need[place] = 0
+        written += 1
+        source, to = np.uintp(first + i * dim), np.uintp(place * stride)
+        for j in range(width):
+            flat[to + j] = step * np.float32(codes[source + j])
+    return written

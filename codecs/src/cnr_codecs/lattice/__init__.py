@@ -1,0 +1,1 @@
+"""The lattice: rows as integers on one step, entropy-coded."""

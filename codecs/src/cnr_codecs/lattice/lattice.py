@@ -1,0 +1,155 @@
+"""The codec of the lattice: a row as integers on one step, which all rows of a table share.
+
+A row's codes depend on that row and the step alone. Its bytes depend on the rows that it is encoded with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cnr_codecs.elements import Element, quantizable_element
+from cnr_codecs.errors import CodecConfigError
+from cnr_codecs.kernels.lattice import quantize
+from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
+from cnr_codecs.payload.payload import MAX_CODE, ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.payload.validate import valid_step
+from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.rows import check_rows, raw_segment
+
+DEFAULT_RMS_STEP = 0.35
+MIN_RMS_STEP, MAX_RMS_STEP = 1e-3, 16.0
+# With codes up to this, a value that is rounded to a type of 16 bits still has its code.
+_MAX_CODE_OF_16_BITS = 127
+# A normal variable has the entropy of a uniform one of so many standard deviations.
+_NORMAL_WIDTH = math.sqrt(2 * math.pi * math.e)
+# What rows that differ in size add to that.
+_CLASSES_BITS = 0.4
+
+
+@dataclass(frozen=True)
+class LatticeRows:
+    """Stores each value as the nearest multiple of one step, and the multiples entropy-coded.
+
+    Parameters
+    ----------
+    rms_step
+        The step as a share of the root mean square of the rows that are encoded together, 0.001 to 16; 0.35 if neither
+        this nor `step` is given. The smaller, the smaller the errors and the more bytes.
+    step
+        The step itself, which must have 8 significant bits and be from 2**-100 to 2**100; `lattice_step` rounds others.
+        With both, `rms_step` only says where the step is from.
+
+    Raises
+    ------
+    CodecConfigError
+        An option is out of range.
+    """
+
+    rms_step: float | None = None
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rms_step is None and self.step is None:
+            object.__setattr__(self, "rms_step", DEFAULT_RMS_STEP)
+        if self.rms_step is not None:
+            object.__setattr__(self, "rms_step", _number("rms_step", self.rms_step))
+            if not MIN_RMS_STEP <= self.rms_step <= MAX_RMS_STEP:
+                raise CodecConfigError(
+                    f"rms_step must be a number from {MIN_RMS_STEP} to {MAX_RMS_STEP}, got {self.rms_step!r}"
+                )
+        if self.step is not None:
+            object.__setattr__(self, "step", _number("step", self.step))
+            if not valid_step(self.step):
+                raise CodecConfigError(
+                    f"step must have 8 significant bits and be from 2**-100 to 2**100, got {self.step!r}; "
+                    "lattice_step rounds a number to one"
+                )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration that `row_codec` takes."""
+        return {"id": "cnr_lattice", **self._options()}
+
+    def zarr_codec(self) -> dict[str, Any]:
+        """Return the entry of a Zarr v3 array's `codecs`."""
+        return {"name": "cnr.lattice", "configuration": self._options()}
+
+    def bytes_per_row(self, dim: int, element: str) -> float:
+        """Return the encoded bytes of a row of `dim` values that are distributed normally, as an estimate.
+
+        The row's share of the row set is left out. Where only `step` is known, a value counts as a byte.
+        """
+        kind = quantizable_element(element)
+        entropy = math.log2(_NORMAL_WIDTH / self.rms_step) if self.rms_step else 8.0
+        bits = max(entropy, 0.0) + _CLASSES_BITS
+        return min(dim * bits / 8, float(dim * kind.stored.itemsize))
+
+    def encode_rows(
+        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
+    ) -> bytes:
+        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
+        kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
+        segments = self._segments(values, offsets, rows, kind) if len(values) else []
+        return build(rows, values.shape[1], kind, segments, seal)
+
+    def with_step(self, step: float) -> LatticeRows:
+        """Return the same codec with the step of a table.
+
+        Parameters
+        ----------
+        step
+            As the option of that name.
+        """
+        return LatticeRows(self.rms_step, step)
+
+    def step_of(self, rms: float) -> float:
+        """Return the step of rows.
+
+        Parameters
+        ----------
+        rms
+            The root mean square of their finite values.
+        """
+        if self.step is not None:
+            return self.step
+        assert self.rms_step is not None
+        return lattice_step(self.rms_step * rms)
+
+    def _options(self) -> dict[str, Any]:
+        values = {"rms_step": self.rms_step, "step": self.step}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
+        wide = np.ascontiguousarray(values, np.float32).view()
+        wide.flags.writeable = False
+        step = self.step if self.step is not None else self.step_of(root_mean_square(block_sums(wide)))
+        count, dim = wide.shape
+        codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
+        held = quantize(wide.reshape(-1), dim, 1 / step, most_code(step, element), codes.reshape(-1), raw)
+        segments = []
+        if held:
+            chosen = offsets if held == count else offsets[raw == 0]
+            row_set = RowSet.of(chosen, rows, gaps=True)
+            grid = np.full((1, 1), step, np.float32)
+            stored = codes[:held].view(np.uint8)
+            segments.append(Segment(Scheme.LATTICE, 0, ParameterType.FLOAT32, row_set, grid, stored))
+        if held < count:
+            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
+        return segments
+
+
+def most_code(step: float, element: Element) -> int:
+    """Return the greatest magnitude of a code: such that a code is found again in the value that it decodes to."""
+    if element.name == "float32":
+        return MAX_CODE
+    return min(_MAX_CODE_OF_16_BITS, math.ceil(element.overflow / step) - 1)
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise CodecConfigError(f"{name} must be a number, got {value!r}")
+    return float(value)
