@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cnr_codecs.kernels.compiled import cache_folders
-from cnr_codecs.kernels.merging import merged
+from cnr_codecs.kernels.building.compiled import cache_folders
+from cnr_codecs.kernels.building.merging import merged
 
 SCALE = 3
 

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.building.compiled import helper, kernel
 
 Bitmap = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from cnr_codecs.errors import (
     RowsError,
     UnsupportedPayloadError,
 )
-from cnr_codecs.kernels.compiled import cache_folders
+from cnr_codecs.kernels.building.compiled import cache_folders
 from cnr_codecs.kmeans.kmeans import KMeansRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.lattice.steps import lattice_step

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.pack import unpack_block
 
 

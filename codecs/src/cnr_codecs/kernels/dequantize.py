@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel
-from cnr_codecs.kernels.instructions import bits_of, float_of
+from cnr_codecs.kernels.building.compiled import helper, kernel
+from cnr_codecs.kernels.building.instructions import bits_of, float_of
 from cnr_codecs.kernels.pack import codes_apart, unpack_block
 from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
 from cnr_codecs.kernels.validate import valid_halves

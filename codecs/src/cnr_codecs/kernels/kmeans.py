@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel, merged
+from cnr_codecs.kernels.building.compiled import helper, kernel, merged
 from cnr_codecs.kernels.pack import pack_block
 
 # Functions that a loop calls for every value are always inlined: a call would count references to its arrays.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, routine
+from cnr_codecs.kernels.building.compiled import helper, routine
 
 _ZERO, _ONE, _TWO, _THREE, _SEVEN, _EIGHT, _BYTE = (np.uintp(n) for n in (0, 1, 2, 3, 7, 8, 0xFF))
 

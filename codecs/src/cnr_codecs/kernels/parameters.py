@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, routine
-from cnr_codecs.kernels.instructions import bits_of, float_of
+from cnr_codecs.kernels.building.compiled import helper, routine
+from cnr_codecs.kernels.building.instructions import bits_of, float_of
 
 LANES = 64
 # The rows' ranges. Then the lines fitted to the rows: FITTED is more than 0 where there is a line, and later the line's

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.kernels.compiled import helper, kernel, routine
+from cnr_codecs.kernels.building.compiled import helper, kernel, routine
 from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64

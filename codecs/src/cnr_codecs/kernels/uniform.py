@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel, routine
-from cnr_codecs.kernels.instructions import bits_of, float_of, prefetch
+from cnr_codecs.kernels.building.compiled import helper, kernel, routine
+from cnr_codecs.kernels.building.instructions import bits_of, float_of, prefetch
 from cnr_codecs.kernels.pack import codes_apart, pack_block
 from cnr_codecs.kernels.parameters import (
     ERROR,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import kernel
-from cnr_codecs.kernels.instructions import float_of
+from cnr_codecs.kernels.building.compiled import kernel
+from cnr_codecs.kernels.building.instructions import float_of
 
 
 @kernel

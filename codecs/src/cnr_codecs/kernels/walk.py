@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.compiled import helper, kernel
+from cnr_codecs.kernels.building.compiled import helper, kernel
 
 # Rows that walk side by side, one in each vector lane. Each lane sums its error in the order of the columns.
 LANES = 64

@@ -17,7 +17,7 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
-from cnr_codecs.kernels.merging import merged as merged_helpers
+from cnr_codecs.kernels.building.merging import merged as merged_helpers
 
 log = logging.getLogger("cnr_codecs")
 _folders: set[Path] = set()
