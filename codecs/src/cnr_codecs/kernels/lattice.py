@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.building.compiled import kernel
 
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw: Any) -> Any:
     """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
 
@@ -35,7 +36,7 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
     return held
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def sum_squares(values: Any) -> float:
     """Return the sum of the squares of `values`, flat float32, as float64. It is not finite if a value is not.
 
@@ -56,7 +57,7 @@ def sum_squares(values: Any) -> float:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def place_rows(
     codes: Any, first: int, dim: int, step: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
 ) -> int:

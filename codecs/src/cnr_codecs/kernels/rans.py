@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.building.compiled import kernel
 
 CLASSES, TOKENS, LANES = 8, 64, 4
 # The frequencies of a model sum to 2**PRECISION.
@@ -32,7 +33,7 @@ _DIRECT, _START = np.uint64(DIRECT), np.uint64(START)
 _BYTE, _SLOT, _WORD = np.uint64(0xFF), np.uint64(0xFFF), np.uint64(0xFFFF)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def classify(codes: Any, line: int, classes: Any, counts: Any) -> None:
     """Find the class of each line, uint8 (lines,), and count classes and tokens.
 
@@ -67,7 +68,7 @@ def classify(codes: Any, line: int, classes: Any, counts: Any) -> None:
             counts[(j & _3) * _MODELS + row + z] += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def encoder_table(frequencies: Any, table: Any) -> None:
     """Fill `table`, uint64 (CLASSES * TOKENS * 4,), from frequencies, uint16 (CLASSES, TOKENS).
 
@@ -87,7 +88,7 @@ def encoder_table(frequencies: Any, table: Any) -> None:
                 slot += held
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def encode_block(codes: Any, line: int, classes: Any, table: Any, words: Any) -> Any:
     """Write a block's states and words to the end of `words` (uint16), and return where they begin.
 
@@ -140,7 +141,7 @@ def encode_block(codes: Any, line: int, classes: Any, table: Any, words: Any) ->
     return np.int64(place)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def decoder_table(frequencies: Any, table: Any) -> None:
     """Fill `table`, uint32 (CLASSES << PRECISION,), from frequencies, uint16 (CLASSES, TOKENS).
 
@@ -155,7 +156,7 @@ def decoder_table(frequencies: Any, table: Any) -> None:
             slot += held
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def decode_block(words: Any, begin: int, end: int, table: Any, known: Any, line: int, codes: Any) -> Any:
     """Decode a block to `codes` (int32), which it fills. Return the greatest zigzag code from `DIRECT` on, or 0.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from cnr_codecs.kernels.building.compiled import kernel
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def pack_gaps(gaps: Any, shift: int, out: Any) -> None:
     """Set the bits of gaps (int64) in `out` (uint8, all 0), which has room for them, the lowest bit first."""
     place = 0
@@ -23,7 +24,7 @@ def pack_gaps(gaps: Any, shift: int, out: Any) -> None:
             place += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def unpack_gaps(data: Any, shift: int, place: int, row: Any, limit: int, rows: Any) -> int:
     """Write the next `rows.size` row numbers to `rows` (uint32), from bit `place` of `data` (uint8) on.
 
