@@ -102,6 +102,54 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
 
 
 @njit(nogil=True, cache=True)
+def mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> int:
+    """`mark_at` for many tables, each with an address of its bitmap and one of its ids.
+
+    Returns
+    -------
+    How many tables have an id outside their rows. Their counts are -1 afterwards.
+    """
+    outside = 0
+    for table in range(bitmaps.size):
+        if mark_at(bitmaps[table], rows[table], ids[table], counts[table]) >= 0:
+            counts[table] = -1
+            outside += 1
+    return outside
+
+
+@njit(nogil=True, cache=True)
+def _combined(words: AnyArray) -> Any:
+    seen = np.uint64(0)
+    # An OR without an early exit, so that the compiler can use vectors.
+    for word in words:
+        seen |= word
+    return seen
+
+
+@njit(nogil=True, cache=True)
+def mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
+    """`mark_nonzero` for many tables: `gradients` are the addresses of contiguous rows of 32-bit words.
+
+    The memory of eight rows that are all set is not read.
+    """
+    for table in range(bitmaps.size):
+        bitmap = carray(_pointer(bitmaps[table]), (rows[table] + 7) >> 3, np.uint8)
+        size = row_words[table]
+        words = carray(_pointer(gradients[table]), rows[table] * size, np.uint32)
+        pairs = carray(_pointer(gradients[table]), rows[table] * size // 2, np.uint64)
+        for index in range(bitmap.size):
+            if bitmap[index] == 0xFF:
+                continue
+            block = pairs[index * 4 * size : (index + 1) * 4 * size]
+            # Most blocks of eight rows are zero.
+            if block.size == 4 * size and _combined(block) == 0:
+                continue
+            for row in range(8 * index, min(8 * index + 8, rows[table])):
+                if _combined(words[row * size : (row + 1) * size]) != 0:
+                    bitmap[index] |= np.uint8(1 << (row & 7))
+
+
+@njit(nogil=True, cache=True)
 def _popcount(word: Any) -> Any:
     # Sums of bits side by side, in fields of 2, 4 and 8 bits; the product adds up the eight bytes.
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
