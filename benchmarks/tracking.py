@@ -218,13 +218,16 @@ def of_bags(sparse: bool, tables: int) -> Training:
 def measure_many(sparse: bool, tables: int, rounds: int) -> Many:
     """Two models alike, of which one is tracked, in turns."""
     plain, tracked = of_bags(sparse, tables), of_bags(sparse, tables)
-    times: dict[str, list[float]] = {"plain": [], "tracked": [], "fresh": [], "read": []}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("plain", "tracked", "plain after a save", "after a save", "read")
+    }
     with _tracker(tracked.model, tracked.optimizer) as tracker:
         for turn in range(2 * rounds):
             is_fresh = turn >= rounds
             if is_fresh:
                 tracker.swap()
-            pair = [(plain, "plain"), (tracked, "fresh" if is_fresh else "tracked")]
+            names = ("plain after a save", "after a save") if is_fresh else ("plain", "tracked")
+            pair = list(zip((plain, tracked), names, strict=True))
             for training, name in pair if turn % 2 else pair[::-1]:
                 if training is plain:
                     remove_step_listener(tracker)  # or it looks for its tables among those of the other model
@@ -232,8 +235,8 @@ def measure_many(sparse: bool, tables: int, rounds: int) -> Many:
                 add_step_listener(tracker)
             if not sparse:
                 times["read"].append(_once(lambda: _read_gradients(tracked.model)))
-    step, beside, fresh, read = (min(each[2:], default=0.0) for each in times.values())
-    adds, fresh_adds, read = ((each / tables * 1e6) for each in (beside - step, fresh - step, read))
+    step, beside, other_step, fresh, read = (min(each[2:], default=0.0) for each in times.values())
+    adds, fresh_adds, read = ((each / tables * 1e6) for each in (beside - step, fresh - other_step, read))
     return Many(plain.name, tables, step, beside, adds, fresh_adds, read)
 
 

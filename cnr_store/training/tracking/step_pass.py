@@ -181,8 +181,9 @@ class StepPass:
 
     def _flag(self, optimizer: Optimizer, changed: npt.NDArray[np.bool_], left: set[int]) -> None:
         """Flag the rows of each table with a gradient but those in `left`, which gets those that need a closer look."""
-        dense: list[tuple[int, int]] = []
-        sparse: list[tuple[int, int, int]] = []
+        # Flat, because thousands of tuples would wake the garbage collector at each step.
+        dense: list[int] = []
+        sparse: list[int] = []
         kept = []  # while its address is in use
         for table, gradient in enumerate(map(_gradient_of, self._parameters)):
             if gradient is None:
@@ -198,14 +199,14 @@ class StepPass:
                     and not address % _WORD_BYTES
                     and gradient.is_contiguous()
                 ):
-                    dense.append((table, address))
+                    dense += table, address
                 else:
                     left.add(table)
             elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
                 ids = gradient._indices()
                 if ids.is_contiguous():
                     kept.append(ids)
-                    sparse.append((table, ids.data_ptr(), ids.numel()))
+                    sparse += table, ids.data_ptr(), ids.numel()
                 else:
                     left.add(table)
             else:
@@ -214,12 +215,12 @@ class StepPass:
                 self._trackers[table].note_step(optimizer)
                 self._noted[table] = True
         if dense:
-            tables, addresses = np.array(dense, np.int64).T.copy()
+            tables, addresses = np.array(dense, np.int64).reshape(-1, 2).T.copy()
             bitmap.mark_nonzero_of_tables(
                 self._bitmaps[tables], self._rows[tables], addresses, self._row_words[tables]
             )
         if sparse:
-            tables, addresses, counts = np.array(sparse, np.int64).T.copy()
+            tables, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
             if bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts):
                 left.update(tables[counts < 0].tolist())
 
