@@ -137,13 +137,9 @@ class StepPass:
         changed[self._of_tensors[changes != 0]] = True
         self._flag(optimizer, changed, left)
         # Last: were this interrupted, the changes would still need an explanation.
-        if left:
-            known = zip(self._counters, versions, self._of_tensors.tolist(), strict=True)
-            pairs = ((counter, version) for counter, version, table in known if table not in left)
-        else:
-            pairs = zip(self._counters, versions, strict=True)
-        for counter, version in pairs:
-            counter.version = version
+        for counter, version, table in zip(self._counters, versions, self._of_tensors.tolist(), strict=True):
+            if table not in left:
+                counter.version = version
         return self._with_others(left)
 
     def _look(self, optimizer: Optimizer) -> tuple[list[Any] | None, list[int]]:

@@ -43,7 +43,7 @@ class Many:
         self.model["still"] = nn.Embedding(20, 2, sparse=sparse).requires_grad_(False)
         if not sparse:
             self.model["net"] = nn.Linear(2, 2)
-        self.tables = [table for name, table in self.model.items() if name != "net"]
+        self.tables: list[Any] = [table for name, table in self.model.items() if name != "net"]
         self.optimizer = make(list(self.model.parameters()))
         self.tracker = Tracker(find_tables(self.model), [self.optimizer] if given else [])
         self.random = torch.Generator().manual_seed(1)
@@ -57,7 +57,7 @@ class Many:
 
     def disturb(self, what: int) -> None:
         """Do something that no pass expects."""
-        table: Any = self.tables[self.draw(len(self.tables)).item()]
+        table: Any = self.tables[int(self.draw(len(self.tables)).item())]
         kept: Any = self.optimizer.state.get(table.weight, {})
         slot = next((key for key, value in kept.items() if getattr(value, "ndim", 0) == 2), None)
         with torch.no_grad():
@@ -99,7 +99,7 @@ def history(kind: str, given: bool, seed: int) -> Seen:
     for _ in range(12):
         loss = many.forward()
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.backward()
+            torch.autograd.backward(loss)
         if many.draw(3).item() == 0:
             many.disturb(int(many.draw(11).item()))
         if many.draw(4).item() == 0:
