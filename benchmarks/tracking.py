@@ -7,6 +7,10 @@ machine counts little; `adds` compares their medians.
 A step varies by more than tracking adds to it, so its parts are timed alone, too: `lookup` is what a call of
 a table takes longer with hooks than without, `step` what the hooks around an optimizer's step take, in microseconds a
 table. `share` is both, of a step without tracking.
+
+A thousand tables with Adagrad, of dense gradients and of sparse ones, are measured by minimums: of a step with and
+without tracking, and of the first step after a save. After a step its dense gradients are read, but for rows that are
+flagged already. `read` is what reading all of them takes, by the kernel that flags rows.
 """
 
 import sys
@@ -23,14 +27,20 @@ from contextlib import contextmanager  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 from statistics import median  # noqa: E402
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.optim import SGD, Optimizer  # noqa: E402
+from torch.optim import SGD, Adagrad, Optimizer  # noqa: E402
 
 from benchmarks.codec_bench.machine import describe  # noqa: E402
 from cnr_store.demo.data import CROSS_ROWS  # noqa: E402
 from cnr_store.demo.model import BAGS, new_training  # noqa: E402
 from cnr_store.training.model.tables import find_tables  # noqa: E402
+from cnr_store.training.tracking.bitmap import bitmap_bytes, mark_nonzero_of_tables  # noqa: E402
+from cnr_store.training.tracking.step_hooks import (  # noqa: E402
+    add_step_listener,
+    remove_step_listener,
+)
 from cnr_store.training.tracking.tracker import Tracker  # noqa: E402
 
 _RESULTS = Path(__file__).parent / "results"
@@ -169,6 +179,82 @@ def of_small_tables(tables: int = 1000) -> Training:
     return Training("small tables", model, optimizer, step, [(table, ids) for table in model])
 
 
+@dataclass(frozen=True)
+class Many:
+    """A thousand tables: minimums, in microseconds a table and step where a name says so."""
+
+    gradients: str
+    tables: int
+    step_seconds: float
+    tracked_seconds: float
+    adds_us: float
+    adds_after_save_us: float
+    read_us: float
+
+    HEAD = "gradients  tables   step ms  tracked ms  adds us a table and step  after a save  read us"
+
+    def show(self) -> str:
+        return (
+            f"{self.gradients:10} {self.tables:6d} {self.step_seconds * 1e3:9.2f} "
+            f"{self.tracked_seconds * 1e3:11.2f} {self.adds_us:25.2f} "
+            f"{self.adds_after_save_us:13.2f} {self.read_us:8.2f}"
+        )
+
+
+def of_bags(sparse: bool, tables: int) -> Training:
+    model = nn.ModuleList(nn.EmbeddingBag(1000, 16, sparse=sparse) for _ in range(tables))
+    optimizer = Adagrad(model.parameters(), lr=0.01)
+    random = torch.Generator().manual_seed(1)
+
+    def step() -> None:
+        ids = torch.randint(1000, (64, 1), generator=random)
+        optimizer.zero_grad()
+        torch.autograd.backward(torch.stack([table(ids) for table in model]).square().sum())
+        optimizer.step()
+
+    return Training("sparse" if sparse else "dense", model, optimizer, step, [])
+
+
+def measure_many(sparse: bool, tables: int, rounds: int) -> Many:
+    """Two models alike, of which one is tracked, in turns."""
+    plain, tracked = of_bags(sparse, tables), of_bags(sparse, tables)
+    times: dict[str, list[float]] = {
+        name: [] for name in ("plain", "tracked", "plain after a save", "after a save", "read")
+    }
+    with _tracker(tracked.model, tracked.optimizer) as tracker:
+        for turn in range(2 * rounds):
+            is_fresh = turn >= rounds
+            if is_fresh:
+                tracker.swap()
+            names = ("plain after a save", "after a save") if is_fresh else ("plain", "tracked")
+            pair = list(zip((plain, tracked), names, strict=True))
+            for training, name in pair if turn % 2 else pair[::-1]:
+                if training is plain:
+                    remove_step_listener(tracker)  # or it looks for its tables among those of the other model
+                times[name].append(_once(training.step))
+                add_step_listener(tracker)
+            if not sparse:
+                times["read"].append(_once(lambda: _read_gradients(tracked.model)))
+    step, beside, other_step, fresh, read = (min(each[2:], default=0.0) for each in times.values())
+    adds, fresh_adds, read = ((each / tables * 1e6) for each in (beside - step, fresh - other_step, read))
+    return Many(plain.name, tables, step, beside, adds, fresh_adds, read)
+
+
+def _read_gradients(model: nn.Module) -> None:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    rows, words = (np.full(len(gradients), size, np.int64) for size in gradients[0].shape)
+    bitmaps = np.zeros((len(gradients), bitmap_bytes(int(rows[0]))), np.uint8)
+    first, size = bitmaps.ctypes.data, bitmaps.shape[1]
+    places = np.arange(first, first + bitmaps.nbytes, size)
+    mark_nonzero_of_tables(places, rows, np.array([each.data_ptr() for each in gradients]), words)
+
+
+def _once(step: Callable[[], object]) -> float:
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What tracking adds to a training step.")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs")
@@ -181,8 +267,17 @@ def main() -> None:
     for make in (of_the_demo, of_small_tables):
         lines.append(measure(make(), rounds))
         print(lines[-1].show(), flush=True)
+    print(Many.HEAD)
+    many = []
+    for sparse in (False, True):
+        many.append(measure_many(sparse, 50 if options.quick else 1000, 2 * rounds))
+        print(many[-1].show(), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    document = {**describe(), "lines": [asdict(line) for line in lines]}
+    document = {
+        **describe(),
+        "lines": [asdict(line) for line in lines],
+        "thousand": {"machine": describe()["machine"], "lines": [asdict(line) for line in many]},
+    }
     (options.out / "tracking.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"Results are in {options.out}")
 

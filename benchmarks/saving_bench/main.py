@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.codec_bench.machine import describe
-from benchmarks.saving_bench import pace, stall
+from benchmarks.saving_bench import pace, stall, thousand
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
+_TABLES, _QUICK_TABLES = 1000, 20
 
 
 def main() -> None:
@@ -34,13 +35,19 @@ def main() -> None:
     print(pace.Line.HEAD)
     with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
         paces = pace.measure(4, rows, seconds, Path(folder))
-    targets = [*stall.targets(stalls), *pace.targets(paces)]
+    print(thousand.Line.HEAD)
+    many = thousand.measure(_QUICK_TABLES if options.quick else _TABLES, rounds)
+    targets = [*stall.targets(stalls), *pace.targets(paces), *thousand.targets(many)]
     print(*targets, sep="\n")
     options.out.mkdir(parents=True, exist_ok=True)
     document = {
         **describe(),
         "stall": [asdict(line) for line in stalls],
         "pace": [asdict(line) for line in paces],
+        "thousand": {
+            "machine": describe()["machine"],
+            "lines": [{**asdict(line), "commit_over_puts": line.ratio} for line in many],
+        },
         "targets": [target.to_json() for target in targets],
     }
     (options.out / "saving.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

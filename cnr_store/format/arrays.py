@@ -95,12 +95,14 @@ def rows_document(
         The grid is one that readers refuse.
     """
     _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
+    fill = fill_value(element)
     doc = _create(
         shape=shape,
         chunks=(grid.chunk_rows, grid.chunk_columns)[: len(shape)],
         shards=(grid.shard_rows, grid.shard_columns)[: len(shape)],
         dtype=array_dtype(element).str,
-        fill_value=fill_value(element),
+        # Always the same object: no cache finds an argument that does not equal itself.
+        fill_value=math.nan if np.isnan(fill) else fill,
         serializer=json.dumps({"name": _ROW_CODEC}),
         compressors=json.dumps([*followers, _CHECKSUM]),
         dimension_names=("row", "dim")[: len(shape)],

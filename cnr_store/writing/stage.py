@@ -38,6 +38,8 @@ from cnr_store.writing.staged import Staged
 from cnr_store.writing.steps import find_steps
 
 PUTS_IN_FLIGHT = 16
+_PUTS_WAITING = 4 * PUTS_IN_FLIGHT
+"""Puts that have begun and wait for one before them, or for a thread: else one slow put would leave threads idle."""
 PUT_BYTES_IN_FLIGHT = 128 << 20
 _ENCODED_TOGETHER_BYTES = 4 << 20
 """Of the rows that one task encodes: enough to make the task worth its thread, little enough to share a shard out."""
@@ -84,7 +86,7 @@ def stage(
         return made, made.put(backend)
 
     with (
-        Transfer(PUTS_IN_FLIGHT, PUTS_IN_FLIGHT, PUT_BYTES_IN_FLIGHT) as putting,
+        Transfer(PUTS_IN_FLIGHT, _PUTS_WAITING, PUT_BYTES_IN_FLIGHT) as putting,
         closing(_objects(home, plan, transfer, staged, shared)) as objects,
         closing(putting.map(put, _telling(objects, peers), _Object.nbytes)) as done,
     ):

@@ -28,6 +28,7 @@ class LackingFilesystemError(OSError):
 
 def write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
     temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
+    is_there = True
     try:
         with os.fdopen(os.open(temporary, _TEMPORARY_FLAGS, 0o666), "wb", buffering=0) as file:
             for piece in pieces:
@@ -35,14 +36,16 @@ def write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
             sync(file.fileno(), "files")
         if replace:
             temporary.replace(path)
+            is_there = False
         elif not _link(temporary, path):
             return False
         with contextlib.suppress(FileNotFoundError):  # the file and its folder were deleted at once
             sync_folder(path.parent)
         return True
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        if is_there:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
 
 
 def _write_all(file: int, piece: memoryview) -> None:

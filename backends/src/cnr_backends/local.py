@@ -227,19 +227,22 @@ class LocalBackend(Backend):
 
     def _make_folder(self, folder: Path) -> None:
         """Make `folder` and its parents, and make them durable."""
-        if folder in self._synced:
-            return
-        made = False
-        if not folder.is_dir():
-            self._make_folder(folder.parent)
+        root = Path(os.path.realpath(self.root))
+        unsynced: list[Path] = []
+        while folder not in self._synced:
+            # Another process may have made a folder a moment ago, and not have synced it yet; not those above the root.
+            if not folder.is_relative_to(root) and folder.is_dir():
+                break
+            unsynced.append(folder)
+            folder = folder.parent
+        for each in reversed(unsynced):
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-            made = True
-        # Another process may have made the folder a moment ago, and not have synced it yet.
-        if made or folder.is_relative_to(os.path.realpath(self.root)):
-            sync_folder(folder.parent)
+                each.mkdir()
+        # Once all are made: where a filesystem has a journal, the first sync writes them down together.
+        for each in unsynced:
+            sync_folder(each.parent)
             with self._lock:
-                self._synced.add(folder)
+                self._synced.add(each)
 
     def _remove_empty(self, folder: Path) -> None:
         """Remove `folder` and its parents below the root as far as they are empty."""

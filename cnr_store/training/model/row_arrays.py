@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.optim import Optimizer
@@ -53,12 +54,12 @@ class RowArray:
         """The array's name in the table's group: ``weight``, or the optimizer's key."""
         return decode_name(self.path.rsplit("/", 1)[1])
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Its element type."""
         return dtype_named(self.element)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """The size of a row in the array type."""
         return math.prod(self.shape[1:]) * array_dtype(self.dtype).itemsize
@@ -68,7 +69,7 @@ class RowArray:
         """The size of the array as it is in memory, on all ranks."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def local_columns(self) -> int:
         """Columns that this process holds of its rows."""
         return sum(part.columns for part in self.parts)

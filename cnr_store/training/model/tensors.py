@@ -6,6 +6,7 @@ Tensors made here are on the CPU, whatever torch's default device is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,7 @@ def has_numpy_type(dtype: torch.dtype) -> bool:
     return True
 
 
+@functools.cache
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The array type for rows of a tensor of `dtype`."""
     if dtype is torch.bfloat16:

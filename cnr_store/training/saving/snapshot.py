@@ -93,18 +93,26 @@ class Staging:
         self._limit_bytes = limit_bytes
         self._buffers: dict[str, AnyArray] = {}
         self._used: deque[dict[str, int]] = deque([{}], maxlen=_SAVES_BEFORE_SHRINKING)
+        self._used_bytes = self._held_bytes = (
+            0  # the sums of both: adding up thousands for each array takes long
+        )
 
     def reset(self) -> None:
         """Start a snapshot, which may overwrite the rows of the last one."""
         if len(self._used) == self._used.maxlen:
             for path, buffer in list(self._buffers.items()):
                 if 2 * max(used.get(path, 0) for used in self._used) < len(buffer):
-                    del self._buffers[path]  # the next use makes it as large as it has to be
+                    self._drop(path)  # the next use makes it as large as it has to be
         self._used.append({})
+        self._used_bytes = 0
 
     def clear(self) -> None:
         """Give all memory back."""
         self._buffers.clear()
+        self._held_bytes = 0
+
+    def _drop(self, path: str) -> None:
+        self._held_bytes -= len(self._buffers.pop(path, ()))
 
     def stage(self, array: RowArray, ids: AnyArray | None, pending: PendingSave) -> StagedRows | LiveRows:
         """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
@@ -113,10 +121,10 @@ class Staging:
         """
         rows, dtype = array.table.local_rows if ids is None else len(ids), array_dtype(array.dtype)
         nbytes = rows * array.local_columns * dtype.itemsize
-        used = self._used[-1]
-        if sum(used.values()) + nbytes > self._limit_bytes:
+        if self._used_bytes + nbytes > self._limit_bytes:
             return LiveRows(array, ids, pending)
-        used[array.path] = nbytes
+        self._used[-1][array.path] = nbytes
+        self._used_bytes += nbytes
         out = self._buffer(array.path, nbytes).view(dtype).reshape(rows, array.local_columns)
         _copy_rows(array, ids, out)
         return StagedRows(out)
@@ -124,11 +132,11 @@ class Staging:
     def _buffer(self, path: str, nbytes: int) -> AnyArray:
         buffer = self._buffers.get(path)
         if buffer is None or len(buffer) < nbytes:
-            self._buffers.pop(path, None)
-            held_bytes = sum(map(len, self._buffers.values()))
-            if held_bytes + nbytes > self._limit_bytes:
-                self._buffers.clear()  # rows staged for this snapshot keep their own buffers alive
+            self._drop(path)
+            if self._held_bytes + nbytes > self._limit_bytes:
+                self.clear()  # rows staged for this snapshot keep their own buffers alive
             buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
+            self._held_bytes += nbytes
         return buffer[:nbytes]
 
 

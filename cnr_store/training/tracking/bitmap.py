@@ -128,6 +128,71 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
     bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
 
 
+def mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> int:
+    """`mark_at` for many tables, each with an address of its bitmap and one of its ids.
+
+    Returns
+    -------
+    How many tables have an id outside their rows. Their counts are -1 afterwards.
+    """
+    if _State.is_compiled:
+        return int(_mark_ids_of_tables(bitmaps, rows, ids, counts))
+    each = zip(bitmaps.tolist(), rows.tolist(), ids.tolist(), counts.tolist(), strict=True)
+    outside = [mark_at(*table) >= 0 for table in each]
+    counts[outside] = -1
+    return sum(outside)
+
+
+@kernel
+def _mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> int:
+    outside = 0
+    for table in range(bitmaps.size):
+        if _mark_at(bitmaps[table], rows[table], ids[table], counts[table]) >= 0:
+            counts[table] = -1
+            outside += 1
+    return outside
+
+
+def mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
+    """`mark_nonzero` for many tables: `gradients` are the addresses of contiguous rows of 32-bit words."""
+    if _State.is_compiled:
+        _mark_nonzero_of_tables(bitmaps, rows, gradients, row_words)
+        return
+    each = zip(bitmaps.tolist(), rows.tolist(), gradients.tolist(), row_words.tolist(), strict=True)
+    for at, count, gradient, size in each:
+        bitmap = np.ctypeslib.as_array((ctypes.c_uint8 * bitmap_bytes(count)).from_address(at))
+        words = np.ctypeslib.as_array((ctypes.c_uint32 * (count * size)).from_address(gradient))
+        mark_nonzero_reference(bitmap, words.reshape(count, size))
+
+
+@helper
+def _combined(words: AnyArray, first: int, last: int) -> Any:
+    seen = np.uint64(0)
+    # An OR without an early exit, so that the compiler can use vectors.
+    for place in range(first, last):
+        seen |= words[place]
+    return seen
+
+
+@kernel
+def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
+    # The memory of eight rows that are all set is not read.
+    for table in range(bitmaps.size):
+        count, size = rows[table], row_words[table]
+        bitmap = carray(_pointer(bitmaps[table]), (count + 7) >> 3, np.uint8)
+        words = carray(_pointer(gradients[table]), count * size, np.uint32)
+        pairs = carray(_pointer(gradients[table]), count * size // 2, np.uint64)
+        for index in range(bitmap.size):
+            if bitmap[index] == 0xFF:
+                continue
+            # Most blocks of eight rows are zero.
+            if 8 * index + 8 <= count and _combined(pairs, index * 4 * size, (index + 1) * 4 * size) == 0:
+                continue
+            for row in range(8 * index, min(8 * index + 8, count)):
+                if _combined(words, row * size, (row + 1) * size) != 0:
+                    bitmap[index] |= np.uint8(1 << (row & 7))
+
+
 @helper
 def _popcount(word: Any) -> Any:
     # Sums of bits side by side, in fields of 2, 4 and 8 bits; the product adds up the eight bytes.
@@ -229,6 +294,10 @@ def compile_kernels() -> Iterator[None]:
     # A bit is set, so that each kernel gets to its end.
     yield _mark_at(bitmap.ctypes.data, 8, ids.ctypes.data, 1)
     yield _mark_nonzero(bitmap, np.ones((1, 4), np.uint8))
+    bitmaps, rows = np.array([bitmap.ctypes.data]), np.array([8])
+    yield _mark_ids_of_tables(bitmaps, rows, np.array([ids.ctypes.data]), np.ones(1, np.int64))
+    gradients = np.zeros(8, np.uint32)
+    yield _mark_nonzero_of_tables(bitmaps, rows, np.array([gradients.ctypes.data]), np.ones(1, np.int64))
     yield _count(*_words(bitmap))
     yield _rows_of(*_words(bitmap), counts)
     yield _count_blocks(bitmap, 0, 8, counts)

@@ -45,14 +45,20 @@ def _host_memory(rows: int) -> tuple[Bitmap, int]:
 
 
 class RowBits:
-    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; in tensors elsewhere."""
+    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; in tensors elsewhere.
 
-    __slots__ = ("_bits", "_host", "device", "rows")
+    Attributes
+    ----------
+    host
+        The bitmap and its address; None for tables elsewhere.
+    """
+
+    __slots__ = ("_bits", "device", "host", "rows")
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
-        self._host = _host_memory(rows) if device.type == "cpu" else None
-        size = 0 if self._host is not None else bitmap.bitmap_bytes(rows) + 1
+        self.host = _host_memory(rows) if device.type == "cpu" else None
+        size = 0 if self.host is not None else bitmap.bitmap_bytes(rows) + 1
         with torch.inference_mode(False):  # a tensor made in inference mode could not be marked outside of it
             self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -69,7 +75,7 @@ class RowBits:
             torch's own, or its like, for tensors without values, such as those of a function being transformed.
         """
         # Nearly all ids are such. Only a plain tensor is sure to have its values at its address.
-        host, plain = self._host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
+        host, plain = self.host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
         if plain and host is not None and ids.is_contiguous():
             address, count = ids.data_ptr(), ids.numel()
             if count and not address:
@@ -88,20 +94,20 @@ class RowBits:
         if gradient.is_sparse:
             indices = gradient._indices()
             self.mark(indices if indices.shape[0] == 1 else indices[0])
-        elif self._host is None:
+        elif self.host is None:
             mark_nonzero_on_device(self._bits, gradient.to(self.device))
         else:
-            bitmap.mark_nonzero(self._host[0], as_integers(gradient).cpu().numpy())
+            bitmap.mark_nonzero(self.host[0], as_integers(gradient).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
-        return self._bits[:-1].cpu().numpy() if self._host is None else self._host[0]
+        return self._bits[:-1].cpu().numpy() if self.host is None else self.host[0]
 
     def take(self) -> Bitmap:
         """The bits in host memory of their own; none is set here afterwards."""
         taken = self.read()
-        if self._host is None:
+        if self.host is None:
             self._bits.zero_()
         else:
-            self._host = _host_memory(self.rows)
+            self.host = _host_memory(self.rows)
         return taken

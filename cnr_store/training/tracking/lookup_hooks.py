@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cnr_store.training.model.tables import DTensorTable, Lookup
+from cnr_store.training.tracking.bitmap import mark_at
 from cnr_store.training.tracking.step_hooks import outside_graphs
 from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
@@ -84,12 +85,13 @@ class _BeforeLookup(_TableHook):
 
 
 class _AfterLookup(_TableHook):
-    __slots__ = ("_checks_before", "_hooks", "_module", "_order")
+    __slots__ = ("_checks_before", "_has_own_rows", "_hooks", "_module", "_order")
 
     def __init__(self, module: Lookup, tracker: TableTracker, hooks: ExitStack) -> None:
         super().__init__(tracker)
         self._module, self._hooks = module, hooks
         self._checks_before = False
+        self._has_own_rows = not isinstance(tracker.table, DTensorTable)
         # The operator in compiled code claims to change this tensor, so that it is kept, and in its place.
         self._order = torch.zeros(1, dtype=torch.uint8, device="cpu")
         _modules[id(module)] = module
@@ -102,6 +104,8 @@ class _AfterLookup(_TableHook):
     def __call__(
         self, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _output: object
     ) -> None:
+        if not torch.compiler.is_compiling() and args and self._mark_plain(module, args[0]):
+            return
         renorms = module.max_norm is not None
         if not (renorms or torch.is_grad_enabled()):
             return
@@ -118,6 +122,34 @@ class _AfterLookup(_TableHook):
             _flag_after_max_norm(self, module, ids, renorms)
         else:
             torch.ops.cnr_store.looked_up(self._order, ids, id(module))
+
+    def _mark_plain(self, module: Lookup, ids: object) -> bool:
+        """Flag rows in the way that nearly all lookups go; False, and not all may be flagged, if this is another one.
+
+        A model has many tables and each step looks up rows of all, so nothing is called that need not be.
+        """
+        tracker = self._tracker
+        bits = tracker.bits
+        if (
+            type(ids) is torch.Tensor
+            and bits.host is not None
+            and ids.dtype is torch.int64
+            and module.max_norm is None
+            and self._has_own_rows
+            and type(module).forward in _FORWARDS
+            and "forward" not in module.__dict__
+            and module._parameters.get("weight") is tracker.table.parameter
+            and torch.is_grad_enabled()
+            and not _is_tracing()
+            and ids.is_cpu
+            and ids.is_contiguous()
+        ):
+            try:
+                address, count = ids.data_ptr(), ids.numel()
+            except RuntimeError:  # torch's, for a tensor without values
+                return False
+            return address != 0 and mark_at(bits.host[1], bits.rows, address, count) < 0
+        return False
 
     def flag(self, module: Lookup, ids: torch.Tensor | None, renorms: bool = False) -> None:
         """Flag the rows `ids` that `module` looked up.

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.optimizer_state import follows_rows, row_slots
-from cnr_store.training.tracking.version_counter import counter_of
+from cnr_store.training.tracking.version_counter import VersionCounter, counter_of
 
 
 class SlotCounters:
@@ -42,3 +42,12 @@ class SlotCounters:
             if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):
                 return False
         return True
+
+    def plain(self, state: Mapping[str, object]) -> dict[str, VersionCounter] | None:
+        """Each slot's counter; None if one is of no single memory, or no longer in `state`."""
+        counters = {
+            slot: counter
+            for slot, counter in self._counters.items()
+            if isinstance(counter, VersionCounter) and counter.storage is not None and slot in state
+        }
+        return counters if len(counters) == len(self._counters) else None

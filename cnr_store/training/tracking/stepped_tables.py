@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.memory import overlapping
+from cnr_store.training.tracking.step_pass import StepPass, Stepped
 from cnr_store.training.tracking.table_tracker import TableTracker
 
-Stepped = list[tuple[int, TableTracker]]
 _Address = tuple[int, tuple[int, ...], tuple[int, ...]] | None
 """Where a tensor's memory begins, its shape and its strides; None for one without a single memory."""
 
@@ -43,6 +43,7 @@ class SteppedTables:
     def __init__(self, trackers: Iterable[TableTracker]) -> None:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Optimizer) -> Stepped:
         """The tables that an optimizer steps, each with the position of its parameter group."""
@@ -52,9 +53,22 @@ class SteppedTables:
         """The tables over whose memory an optimizer steps other parameters."""
         return self._find(optimizer).sharing
 
+    def pass_over(self, optimizer: Optimizer) -> StepPass:
+        """What goes through the tables that an optimizer steps."""
+        stepped = self._find(optimizer).stepped
+        found = self._passes.get(optimizer)
+        if found is None or found.stepped is not stepped:
+            found = self._passes[optimizer] = StepPass(optimizer, stepped)
+        return found
+
+    def renew_pass(self, optimizer: Optimizer) -> None:
+        """Make another pass at the next step: counters may have been replaced."""
+        self._passes.pop(optimizer, None)
+
     def forget(self) -> None:
-        """Search anew: parameters may have got other memory."""
+        """Search anew: parameters may have got other memory, and trackers other bitmaps and counters."""
         self._found.clear()
+        self._passes.clear()
 
     def _find(self, optimizer: Optimizer) -> _Found:
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]

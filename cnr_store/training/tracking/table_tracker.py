@@ -14,7 +14,7 @@ from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.slot_counters import SlotCounters
-from cnr_store.training.tracking.version_counter import counter_of
+from cnr_store.training.tracking.version_counter import Counters, VersionCounter, counter_of
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -174,6 +174,15 @@ class TableTracker:
         return (
             0 if counters is None else counters.count_changes(optimizer.state.get(self.table.parameter, {}))
         )
+
+    def plain_counters(self, optimizer: Optimizer) -> Counters | None:
+        """The counters of the parameter and of the slots of `optimizer`; None if one is not a `VersionCounter`."""
+        slots = self._slot_counters.get(id(optimizer))
+        counters = {} if slots is None else slots.plain(optimizer.state.get(self.table.parameter, {}))
+        of_parameter = self._counter
+        if counters is None or not isinstance(of_parameter, VersionCounter) or of_parameter.storage is None:
+            return None
+        return of_parameter, counters
 
     @property
     def _most_slot_changes(self) -> float:

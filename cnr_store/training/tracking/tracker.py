@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
-import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
@@ -30,14 +29,13 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.lookup_hooks import hook_lookups
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
-    is_noop_step,
     max_version_bumps,
-    may_miss_its_rows,
     may_move_untouched_rows,
     unclear_state,
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
+from cnr_store.training.tracking.step_pass import settle_step
 from cnr_store.training.tracking.stepped_tables import SteppedTables
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
@@ -110,7 +108,11 @@ class Tracker:
         # Such a step may set its gradient to zero, or raise after its update. A fused kernel that unscales a gradient
         # rounds what it writes back, perhaps to zero.
         marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
-        for _position, tracker in self._stepped.by(optimizer):
+        every = self._stepped.pass_over(optimizer)
+        left = every.before(optimizer)
+        if left is not every.others:
+            self._stepped.renew_pass(optimizer)
+        for _position, tracker in every.stepped if marks else left:
             tracker.had_gradient = tracker.table.parameter.grad is not None
             if tracker.changes:
                 tracker.make_whole(OUTSIDE)
@@ -123,38 +125,11 @@ class Tracker:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Flag the rows that the step had gradients for."""
-        judged: tuple[int, torch.dtype] | None = None
-        reason, max_changes = None, 0.0
-        for position, tracker in self._stepped.by(optimizer):
-            parameter = tracker.table.parameter
-            gradient = parameter.grad
-            changes = max(tracker.changes, tracker.slot_changes(optimizer))
-            if gradient is None and not changes and not tracker.had_gradient:
-                continue
-            if judged != (position, parameter.dtype):  # tables of a group share its settings
-                judged = position, parameter.dtype
-                reason = may_move_untouched_rows(optimizer, *judged, self._trusted)
-                max_changes = max_version_bumps(optimizer, position, self._trusted)
-            if gradient is None and not changes and reason is None:
-                continue  # a hook removed the gradient before the update
-            tracker.note_step(optimizer)
-            if reason is not None:
-                tracker.make_whole(reason)
-            elif (
-                tracker.resized
-                or gradient is None
-                or changes > max_changes
-                or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
-                or may_miss_its_rows(optimizer, position, parameter, gradient)
-            ):
-                tracker.make_whole(
-                    f"a step of {type(optimizer).__name__} changed it by more than its gradient"
-                )
-            else:
-                tracker.mark_gradient(gradient)
-            # Last: were this interrupted, the changes would still need an explanation.
-            tracker.acknowledge()
-            tracker.acknowledge_slots(optimizer)
+        every = self._stepped.pass_over(optimizer)
+        left = every.after(optimizer, self._trusted)
+        if left is not every.others:
+            self._stepped.renew_pass(optimizer)
+        settle_step(optimizer, left, self._trusted)
         self._begun.discard(optimizer)
 
     def _unfinished(self, begun: Iterable[Optimizer]) -> dict[str, str]:
@@ -290,9 +265,9 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
+            self._stepped.forget()  # first: it knows the bitmaps that are taken
             for tracker in self._trackers.values():
                 tracker.begin_interval(carry_over=tracker.updates_unseen)
-            self._stepped.forget()
             return flagged
         except BaseException:
             # An interrupt between two tables, say: those that have begun would forget their rows.
@@ -313,9 +288,9 @@ class Tracker:
     def clear(self) -> None:
         """Begin a new interval in which nothing has changed yet: the tables were just loaded."""
         self.adopt_replaced()
+        self._stepped.forget()
         for tracker in self._trackers.values():
             tracker.begin_interval()
-        self._stepped.forget()
 
     def _named(self, name: str) -> TableTracker:
         if name not in self._trackers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,18 +17,27 @@ class VersionCounter:
     torch raises a tensor's version counter at every change in place, but not when the tensor is given other memory
     (``tensor.data = other``). Freed memory soon comes back at the same address, so the storage itself is compared: a
     weak reference keeps its identity from being used again.
+
+    Attributes
+    ----------
+    pointer, strides
+        Of the memory.
+    storage
+        Its identity; None if torch counts no changes of the tensor.
+    version
+        How often the tensor had been changed.
     """
 
-    __slots__ = ("_pointer", "_reference", "_storage", "_strides", "_version")
+    __slots__ = ("_reference", "pointer", "storage", "strides", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         # torch counts no changes of a tensor that was made in inference mode: it never has this storage.
-        self._storage = None if tensor.is_inference() else storage._cdata
-        self._pointer = tensor.data_ptr()
-        self._strides = tensor.stride()
-        self._version: float = 0 if tensor.is_inference() else tensor._version
+        self.storage = None if tensor.is_inference() else storage._cdata
+        self.pointer = tensor.data_ptr()
+        self.strides = tensor.stride()
+        self.version = 0 if tensor.is_inference() else tensor._version
 
     def count_changes(self, tensor: torch.Tensor) -> float:
         """How often `tensor` was changed in place since.
@@ -36,19 +46,18 @@ class VersionCounter:
         """
         # Called at each step for each table, so it makes as few calls as it can.
         if (
-            tensor.untyped_storage()._cdata != self._storage
-            or tensor.data_ptr() != self._pointer
-            or tensor.stride() != self._strides
+            tensor.untyped_storage()._cdata != self.storage
+            or tensor.data_ptr() != self.pointer
+            or tensor.stride() != self.strides
         ):
             return math.inf
-        return tensor._version - self._version
+        return tensor._version - self.version
 
     def catch_up(self, tensor: torch.Tensor) -> bool:
         """Count from now on. False, and nothing is done, if the changes of `tensor` can't be counted."""
-        changes = self.count_changes(tensor)
-        if changes == math.inf:
+        if self.count_changes(tensor) == math.inf:
             return False
-        self._version += changes
+        self.version = tensor._version
         return True
 
 
@@ -72,3 +81,7 @@ class SpreadCounter:
 def counter_of(tensor: torch.Tensor) -> VersionCounter | SpreadCounter:
     """What counts the changes of a tensor from now on."""
     return SpreadCounter(tensor) if is_dtensor(tensor) else VersionCounter(tensor)
+
+
+Counters = tuple[VersionCounter, Mapping[str, VersionCounter]]
+"""Of a parameter, and by key of what an optimizer keeps for its rows."""

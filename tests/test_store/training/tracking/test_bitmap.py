@@ -162,3 +162,35 @@ def test_bits_on_a_gpu_equal_bits_on_the_host() -> None:
         found.append(bits.take())
         assert not bits.take().any()
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@compiles
+@given(st.lists(st.tuples(ROWS, st.integers(1, 9), st.integers(0, 2**32 - 1)), min_size=1, max_size=4))
+def test_marking_rows_of_many_tables_equals_marking_those_of_each(
+    tables: list[tuple[int, int, int]],
+) -> None:
+    words = [np.zeros((rows, dim), np.uint32) for rows, dim, _ in tables]
+    ours, reference = ([bitmap.empty_bitmap(rows) for rows, _, _ in tables] for _ in range(2))
+    for each, one, other, (rows, _, seed) in zip(words, ours, reference, tables, strict=True):
+        random = np.random.default_rng(seed)
+        each[random.random(rows) < random.choice([0.02, 0.5]), -1] = 1
+        one |= bitmap.full_bitmap(rows) & np.uint8(random.integers(256))
+        other |= one
+        bitmap.mark_nonzero(other, each)
+    sizes = np.array([each.shape for each in words], np.int64).T.copy()
+    addresses = np.array([[one.ctypes.data, each.ctypes.data] for one, each in zip(ours, words, strict=True)])
+    bitmaps, gradients = addresses.astype(np.int64).T.copy()
+    bitmap.mark_nonzero_of_tables(bitmaps, sizes[0], gradients, sizes[1])
+    for one, other in zip(ours, reference, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_marking_ids_of_many_tables_tells_which_have_an_id_out_of_range() -> None:
+    rows, ids = np.array([9, 20, 300]), [np.array(each) for each in ([0, 8], [19, 20, 1], [299])]
+    ours = [bitmap.empty_bitmap(int(each)) for each in rows]
+    counts = np.array([each.size for each in ids])
+    addresses = np.array([[one.ctypes.data, each.ctypes.data] for one, each in zip(ours, ids, strict=True)])
+    bitmaps, places = addresses.astype(np.int64).T.copy()
+    assert bitmap.mark_ids_of_tables(bitmaps, rows, places, counts) == 1
+    assert counts.tolist() == [2, -1, 1]
+    assert [bitmap.rows_of(one, 300).tolist() for one in ours] == [[0, 8], [19], [299]]

@@ -1,0 +1,284 @@
+"""Looks at all tables of a step in one pass, and finds those that need a closer look.
+
+Nearly all tables are plain: in host memory, contiguous, and changed since the last step by this step alone. Python code
+for each of them would take longer than their lookups, so that loops over all of them run in C, as far as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import Optimizer
+
+from cnr_store.training.model.tables import Table
+from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking.optimizer_rules import (
+    Classes,
+    is_noop_step,
+    max_version_bumps,
+    may_miss_its_rows,
+    may_move_untouched_rows,
+)
+from cnr_store.training.tracking.table_tracker import TableTracker
+from cnr_store.training.tracking.version_counter import Counters
+
+Stepped = list[tuple[int, TableTracker]]
+"""Tables that an optimizer steps, each with the position of its parameter group."""
+
+_TensorBase: Any = torch._C.TensorBase
+_gradient_of, _version_of = _TensorBase.grad.__get__, _TensorBase._version.__get__
+_pointer_of, _strides_of, _storage_of = _TensorBase.data_ptr, _TensorBase.stride, _TensorBase.untyped_storage
+_shape_of, _known_version, _cdata = attrgetter("shape"), attrgetter("version"), attrgetter("_cdata")
+_WORD_BYTES = 4  # of the kernel for dense gradients
+
+
+class StepPass:
+    """The tables that one optimizer steps, as lists that the hooks around each of its steps go through.
+
+    It takes the bitmaps and counters that the trackers have when it is made. Make a new one when they get others: what
+    is acknowledged to a counter that nobody asks any more makes its table whole.
+
+    Parameters
+    ----------
+    stepped
+        The tables.
+
+    Attributes
+    ----------
+    stepped
+        The same.
+    others
+        Those of them that are not plain, and always need a closer look.
+    """
+
+    def __init__(self, optimizer: Optimizer, stepped: Stepped) -> None:
+        self.stepped = stepped
+        self._tables: Stepped = []
+        self.others: Stepped = []
+        counters: list[Counters] = []
+        is_known = all(type(kept) is dict for kept in optimizer.state.values())
+        for position, tracker in stepped:
+            found = tracker.plain_counters(optimizer) if is_known and _is_plain(tracker) else None
+            (self.others if found is None else self._tables).append((position, tracker))
+            if found is not None:
+                counters.append(found)
+        self._trackers = [tracker for _, tracker in self._tables]
+        self._parameters: list[Any] = [tracker.table.parameter for tracker in self._trackers]
+        self._settings = {(position, tracker.table.parameter.dtype) for position, tracker in self._tables}
+        self._noted = [False] * len(self._tables)
+        self._note_bits()
+        self._note_counters(optimizer, counters)
+
+    def _note_bits(self) -> None:
+        # With the memory itself, so that no address is that of freed memory.
+        self._hosts = [tracker.bits.host for tracker in self._trackers]
+        self._bitmaps = np.array([host[1] for host in self._hosts if host is not None], np.int64)
+        self._rows = np.array([tracker.bits.rows for tracker in self._trackers], np.int64)
+        self._shapes = list(map(_shape_of, self._parameters))
+        self._nbytes = [parameter.nbytes for parameter in self._parameters]
+        self._row_words = np.array(self._nbytes, np.int64) // (_WORD_BYTES * np.maximum(self._rows, 1))
+
+    def _note_counters(self, optimizer: Optimizer, counters: Sequence[Counters]) -> None:
+        """Note what is known of the parameters, then of the slots in the order of the optimizer's state."""
+        tables = {id(parameter): table for table, parameter in enumerate(self._parameters)}
+        self._counters = [of_parameter for of_parameter, _ in counters]
+        of_tensors = list(tables.values())
+        self._keys, self._types, self._ids = [], [], []
+        self._are_tensors, self._are_slots = [], []
+        for parameter, kept in optimizer.state.items() if self._tables else ():
+            table = tables.get(id(parameter))
+            slots = {} if table is None else counters[table][1]
+            self._keys.append(id(parameter))
+            for key, value in kept.items():
+                self._types.append(type(value))
+                self._are_tensors.append(isinstance(value, torch.Tensor))
+                self._ids += [id(value)] * self._are_tensors[-1]
+                self._are_slots.append(key in slots)
+                if table is not None and key in slots:
+                    self._counters.append(slots[key])
+                    of_tensors.append(table)
+        self._of_tensors = np.array(of_tensors, np.int64)
+        self._pointers = [counter.pointer for counter in self._counters]
+        self._storages = [counter.storage for counter in self._counters]
+        self._strides = [counter.strides for counter in self._counters]
+
+    def before(self, optimizer: Optimizer) -> Stepped:
+        """Note which tables have a gradient, and return those that may have changed since the last step."""
+        for tracker, gradient in zip(self._trackers, map(_gradient_of, self._parameters), strict=True):
+            tracker.had_gradient = gradient is not None
+        tensors, versions = self._look(optimizer)
+        if tensors is None:
+            return self._all
+        return self._with_others(self._differing(versions, list(map(_known_version, self._counters))))
+
+    def after(self, optimizer: Optimizer, trusted: Classes) -> Stepped:
+        """Flag the rows that the step had gradients for, and acknowledge what it changed.
+
+        The memory of tensors is compared here only: other memory is found after the step as well as before it.
+
+        Returns
+        -------
+        The tables with which neither was done.
+        """
+        tensors, versions = self._look(optimizer)
+        if tensors is None or any(_is_special(optimizer, *setting, trusted) for setting in self._settings):
+            return self._all
+        changes = np.array(versions, np.int64)
+        changes -= np.fromiter(map(_known_version, self._counters), np.int64, len(versions))
+        left = self._elsewhere(tensors)
+        left.update(self._of_tensors[(changes < 0) | (changes > 1)].tolist())
+        changed = np.zeros(len(self._tables), np.bool_)
+        changed[self._of_tensors[changes != 0]] = True
+        self._flag(optimizer, changed, left)
+        # Last: were this interrupted, the changes would still need an explanation.
+        for counter, version, table in zip(self._counters, versions, self._of_tensors.tolist(), strict=True):
+            if table not in left:
+                counter.version = version
+        return self._with_others(left)
+
+    def _look(self, optimizer: Optimizer) -> tuple[list[Any] | None, list[int]]:
+        """The tensors whose changes are counted, and their versions; None where the state is not what it was."""
+        state: Any = optimizer.state
+        try:
+            values = list(chain.from_iterable(map(dict.values, state.values())))
+            if (
+                list(map(id, state)) != self._keys
+                or list(map(type, values)) != self._types
+                or list(map(id, compress(values, self._are_tensors))) != self._ids
+            ):
+                return None, []
+            tensors = [*self._parameters, *compress(values, self._are_slots)]
+            return tensors, list(map(_version_of, tensors))
+        except (TypeError, RuntimeError):  # no dictionaries; tensors of inference mode have no versions
+            return None, []
+
+    def _elsewhere(self, tensors: Sequence[Any]) -> set[int]:
+        """The tables that have other memory than was known, or another shape."""
+        left = self._differing(list(map(_shape_of, self._parameters)), self._shapes)
+        left |= self._differing(list(map(_pointer_of, tensors)), self._pointers)
+        left |= self._differing(list(map(_cdata, map(_storage_of, tensors))), self._storages)
+        return left | self._differing(list(map(_strides_of, tensors)), self._strides)
+
+    def _differing(self, now: Sequence[object], known: Sequence[object]) -> set[int]:
+        """The tables of those tensors that differ."""
+        if now == known:
+            return set()
+        return {
+            table
+            for one, other, table in zip(now, known, self._of_tensors.tolist(), strict=False)
+            if one != other
+        }
+
+    def _flag(self, optimizer: Optimizer, changed: npt.NDArray[np.bool_], left: set[int]) -> None:
+        """Flag the rows of each table with a gradient but those in `left`, which gets those that need a closer look."""
+        # Flat, because thousands of tuples would wake the garbage collector at each step.
+        dense: list[int] = []
+        sparse: list[int] = []
+        kept = []  # while its address is in use
+        for table, gradient in enumerate(map(_gradient_of, self._parameters)):
+            if gradient is None:
+                if changed[table]:
+                    left.add(table)
+                continue
+            if table in left or type(gradient) is not torch.Tensor or not gradient.is_cpu:
+                left.add(table)
+            elif gradient.layout is torch.strided:
+                address = gradient.data_ptr()
+                if (
+                    gradient.nbytes == self._nbytes[table]
+                    and not address % _WORD_BYTES
+                    and gradient.is_contiguous()
+                ):
+                    dense += table, address
+                else:
+                    left.add(table)
+            elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
+                ids = gradient._indices()
+                if ids.is_contiguous():
+                    kept.append(ids)
+                    sparse += table, ids.data_ptr(), ids.numel()
+                else:
+                    left.add(table)
+            else:
+                left.add(table)
+            if not self._noted[table]:
+                self._trackers[table].note_step(optimizer)
+                self._noted[table] = True
+        if dense:
+            tables, addresses = np.array(dense, np.int64).reshape(-1, 2).T.copy()
+            bitmap.mark_nonzero_of_tables(
+                self._bitmaps[tables], self._rows[tables], addresses, self._row_words[tables]
+            )
+        if sparse:
+            tables, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
+            if bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts):
+                left.update(tables[counts < 0].tolist())
+
+    @property
+    def _all(self) -> Stepped:
+        return self.stepped if self._tables else self.others
+
+    def _with_others(self, tables: Collection[int]) -> Stepped:
+        return [*self.others, *(self._tables[table] for table in tables)] if tables else self.others
+
+
+def _is_plain(tracker: TableTracker) -> bool:
+    """Whether a table is one whose gradients the kernels can take, and whose changes torch counts."""
+    parameter = tracker.table.parameter
+    return (
+        type(tracker.table) is Table
+        and tracker.bits.host is not None
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.numel() > 0
+        and not tracker.resized
+        and parameter.stride(0) * parameter.element_size() % _WORD_BYTES == 0
+    )
+
+
+def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes) -> bool:
+    """Whether a step may move rows without a gradient, or changes tables otherwise than once, counted."""
+    return (
+        max_version_bumps(optimizer, position, trusted) != 1
+        or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
+    )
+
+
+def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes) -> None:
+    """Flag the rows that a step had gradients for, table by table."""
+    judged: tuple[int, torch.dtype] | None = None
+    reason, max_changes = None, 0.0
+    for position, tracker in stepped:
+        parameter = tracker.table.parameter
+        gradient = parameter.grad
+        changes = max(tracker.changes, tracker.slot_changes(optimizer))
+        if gradient is None and not changes and not tracker.had_gradient:
+            continue
+        if judged != (position, parameter.dtype):  # tables of a group share its settings
+            judged = position, parameter.dtype
+            reason = may_move_untouched_rows(optimizer, *judged, trusted)
+            max_changes = max_version_bumps(optimizer, position, trusted)
+        if gradient is None and not changes and reason is None:
+            continue  # a hook removed the gradient before the update
+        tracker.note_step(optimizer)
+        if reason is not None:
+            tracker.make_whole(reason)
+        elif (
+            tracker.resized
+            or gradient is None
+            or changes > max_changes
+            or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
+            or may_miss_its_rows(optimizer, position, parameter, gradient)
+        ):
+            tracker.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
+        else:
+            tracker.mark_gradient(gradient)
+        # Last: were this interrupted, the changes would still need an explanation.
+        tracker.acknowledge()
+        tracker.acknowledge_slots(optimizer)
