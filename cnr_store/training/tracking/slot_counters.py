@@ -6,19 +6,17 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch.optim import Optimizer
 
-from cnr_store.training.model.optimizer_state import follows_rows, row_slots
+from cnr_store.training.model.optimizer_state import follows_rows
 from cnr_store.training.tracking.version_counter import counter_of
 
 
 class SlotCounters:
-    """The version counters of what one optimizer keeps for the rows of a table."""
+    """The version counters of what one optimizer keeps for the rows of a table: of `slots`, by key."""
 
     __slots__ = ("_counters",)
 
-    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        slots = row_slots(optimizer, parameter)
+    def __init__(self, slots: Mapping[str, torch.Tensor]) -> None:
         self._counters = {slot: counter_of(tensor) for slot, tensor in slots.items()}
 
     def count_changes(self, state: Mapping[str, object]) -> float:
