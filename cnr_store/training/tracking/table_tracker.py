@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -166,15 +166,17 @@ class TableTracker:
         if not self._counter.catch_up(self.table.parameter):
             self._counter = counter_of(self.table.parameter)
 
-    def slot_changes(self, optimizer: Optimizer) -> float:
+    def slot_changes(self, optimizer: Optimizer, written: Collection[str] | None = None) -> float:
         """The most changes of one slot of `optimizer` that are not acknowledged.
 
-        Infinity if a slot was replaced or is gone. New slots don't count: what was never saved is saved whole. 0 if
-        the state of `optimizer` is not saved.
+        Infinity if a slot was replaced or is gone, or one not among `written` was changed, if these are given. New
+        slots don't count: what was never saved is saved whole. 0 if the state of `optimizer` is not saved.
         """
         counters = self._slot_counters.get(id(optimizer))
         return (
-            0 if counters is None else counters.count_changes(optimizer.state.get(self.table.parameter, {}))
+            0
+            if counters is None
+            else counters.count_changes(optimizer.state.get(self.table.parameter, {}), written)
         )
 
     @property

@@ -35,6 +35,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     may_miss_its_rows,
     may_move_untouched_rows,
     unclear_state,
+    written_slots,
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
@@ -124,11 +125,11 @@ class Tracker:
     def after_step(self, optimizer: Optimizer) -> None:
         """Flag the rows that the step had gradients for."""
         judged: tuple[int, torch.dtype] | None = None
-        reason, max_changes = None, 0.0
+        reason, max_changes, written = None, 0.0, written_slots(optimizer, self._trusted)
         for position, tracker in self._stepped.by(optimizer):
             parameter = tracker.table.parameter
             gradient = parameter.grad
-            changes = max(tracker.changes, tracker.slot_changes(optimizer))
+            changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
             if gradient is None and not changes and not tracker.had_gradient:
                 continue
             if judged != (position, parameter.dtype):  # tables of a group share its settings
@@ -227,8 +228,7 @@ class Tracker:
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
-            reason = tracker.whole_reason or by_optimizers.get(name)
-            if reason is not None:
+            if (reason := tracker.whole_reason or by_optimizers.get(name)) is not None:
                 reasons[name] = reason
         if self.logs:
             self.warn(reasons)
