@@ -138,11 +138,11 @@ class Loader:
 
         def read() -> tuple[Restored, dict[str, Bitmap]]:
             with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                return restore.run(self.options.rng, transfer)
+                return restore.run(self.options.rng, transfer, saves.tracker.clear)
 
         restored, since_whole = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)
-        saves.tracker.clear()
+        saves.tracker.adopt_replaced()  # by code of the caller that the load ran
         saves.audit.renew(trained.row_arrays())
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.

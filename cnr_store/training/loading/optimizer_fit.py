@@ -76,6 +76,13 @@ class OptimizerFit:
                 stored = FUSED_SLOT if name in self.moved else slot
                 yield slot_path(name, stored), self.fits[name], tensor
 
+    def expected_slots(self) -> Slots:
+        """By table, the state to which the next save compares the optimizer's.
+
+        None of tables that do not become what the version holds: they are saved whole, and torch may cast their state.
+        """
+        return {name: self.slots.get(name, {}) if fit.exact else {} for name, fit in self.fits.items()}
+
     def merged(self, names: Mapping[int, str], tables: Sequence[Table]) -> tuple[Tree, Slots]:
         """The optimizer's present state with what is stored of the parameters loaded, as `load_optimizer` takes it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.moved_tables import MovedTables, move_tables
-from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
+from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
 from cnr_store.training.loading.row_fill import AllRows, Blended, ChosenRows, Fill, Reader, Target, fill_all
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
@@ -49,6 +49,7 @@ from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
 
+ExpectedSlots = tuple[Optimizer, Slots]
 log = logging.getLogger("cnr_store")
 
 
@@ -188,8 +189,12 @@ class Restore:
             self._has_extra = False
 
     @torch.inference_mode(False)
-    def run(self, rng: bool, transfer: Transfer) -> tuple[Restored, dict[str, Bitmap]]:
+    def run(
+        self, rng: bool, transfer: Transfer, on_rows: Callable[[list[ExpectedSlots]], object] = list
+    ) -> tuple[Restored, dict[str, Bitmap]]:
         """Read everything into place.
+
+        `on_rows` is called once all rows are read, before code of the caller that may change them.
 
         Returns
         -------
@@ -202,6 +207,7 @@ class Restore:
             The version is damaged; the model is then partly overwritten and must be loaded again.
         """
         changed, salvaged = self._read_rows(transfer)
+        on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
         self._read_dense(transfer)
         if self._has_extra:
             with accepted(self._match.where, "a module's set_extra_state"):

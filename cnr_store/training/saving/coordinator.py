@@ -12,6 +12,7 @@ from cnr_store.errors import CheckpointError
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model import arguments
+from cnr_store.training.model.object_state import state_of
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import (
     Layout,
@@ -124,12 +125,16 @@ class Coordinator:
             return _Ready(step, overlap, request.full, None, latest.step)
         self._saves.finish_latest(next_step=step)
         self._folded = self._upkeep.pop_folded() or self._folded
+        self._trained.reshard()
+        # Code of the caller, which may change the model.
+        reader = state_of(request.reader)
+        objects = {name: state_of(value) for name, value in self._options.objects.items()}
         self._follow_model()  # or the snapshot would take a tensor that replaced a table for a dense one
         self._trained.flush_caches()
         snapshot = take_snapshot(
             self._trained,
-            self._options.objects,
-            request.reader,
+            objects,
+            reader,
             request.metadata,
             self._options.rng,
             self._group.rank if self._group.world > 1 else None,

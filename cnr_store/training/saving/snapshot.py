@@ -19,7 +19,7 @@ from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.distributed.dtensors import check_follows, is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
-from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, state_of, tensor_leaf
+from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, tensor_leaf
 from cnr_store.training.model.optimizer_state import FUSED, Tree, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
@@ -194,6 +194,8 @@ def take_snapshot(
 
     Parameters
     ----------
+    objects, reader
+        Their states, from `state_of`.
     rank
         This process's number, of many: each has a reader and generators of its own.
 
@@ -204,17 +206,19 @@ def take_snapshot(
     UnsupportedModelError
         The model, or state that optimizers keep for its tables, can't be stored as it is now.
     """
-    doc, dense = encode_metadata(metadata), _copy_dense(trained)
-    names = parameter_names(trained.model)
-    own = {"reader": state_of(reader), "rng": rng_state() if rng else None}
+    doc, names = encode_metadata(metadata), parameter_names(trained.model)
+    # Hooks of state dicts, which may change the model, run before anything is copied.
+    trees = [optimizer_tree(each, names, trained.tables) for each in trained.optimizers]
+    extra, entries = extra_state(trained.model), list(dense_items(trained.model, trained.tables))
+    dense = _copy_dense(entries)
+    own = {"reader": reader, "rng": rng_state() if rng else None}
     shared = {
         "reader": None,
-        "objects": {name: state_of(value) for name, value in objects.items()},
+        "objects": objects,
         "optimizers": [
-            _with_leaves(optimizer_tree(each, names, trained.tables), each, names)
-            for each in trained.optimizers
+            _with_leaves(tree, each, names) for tree, each in zip(trees, trained.optimizers, strict=True)
         ],
-        "extra_state": extra_state(trained.model),
+        "extra_state": extra,
         "rng": None,
     }
     if rank is None:
@@ -265,9 +269,8 @@ def _encode(tree: Mapping[str, Any], dense: list[DenseWrite], prefix: str = "") 
     return encode_state(dict(tree), beside=beside, as_leaf=tensor_leaf)
 
 
-def _copy_dense(trained: TrainedModel) -> list[DenseWrite]:
-    """Copies of the model's own dense tensors; tied ones once, with their other names."""
-    entries = list(dense_items(trained.model, trained.tables))
+def _copy_dense(entries: Sequence[tuple[str, str, torch.Tensor]]) -> list[DenseWrite]:
+    """Copies of the model's own dense tensors, from `dense_items`; tied ones once, with their other names."""
     tied = [(name, owner) for name, owner, _ in entries if name != owner]
     written = []
     for name, owner, tensor in entries:

@@ -169,6 +169,8 @@ class _AfterLookup(_TableHook):
             # Where a given optimizer owns the table, its steps flag what they change.
             tracker.make_whole(reason)
         if renorms:
+            if tracker.changes > 1:  # torch counts one for the lookup; hooks of others may have made the rest
+                tracker.make_whole(OUTSIDE)
             tracker.acknowledge()
 
 

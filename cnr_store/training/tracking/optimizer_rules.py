@@ -116,13 +116,26 @@ def _vanishes(eps: float, dtype: torch.dtype) -> bool:
 def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()) -> float:
     """How often, at most, a step of a believed optimizer raises the version counter of a parameter in this group.
 
-    The same holds for each slot that was there before the step. It is once, and never with fused kernels, which change
-    tensors without counting. More is someone else's change, such as a step hook's. The caller's `trusted` classes have
-    no limit.
+    The same holds for each of its `written_slots` that was there before the step. It is once, and never with fused
+    kernels, which change tensors without counting. More is someone else's change, such as a step hook's. The caller's
+    `trusted` classes have no limit.
     """
     if type(optimizer) in trusted:
         return math.inf
     return 0 if optimizer.param_groups[position].get("fused") else 1
+
+
+def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str] | None:
+    """The slots that steps of a believed optimizer change: another one was changed by someone else.
+
+    None for the caller's `trusted` classes, which may change all.
+    """
+    kind = type(optimizer)
+    if kind in trusted:
+        return None
+    if kind is SparseAdam:
+        return ("exp_avg", "exp_avg_sq")
+    return ("sum",) if kind is Adagrad or _is_rowwise_adagrad(kind) else ()  # SGD without momentum
 
 
 def may_miss_its_rows(

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
-from torch.optim import Optimizer
 
-from cnr_store.training.model.optimizer_state import follows_rows, row_slots
+from cnr_store.training.model.optimizer_state import follows_rows
 from cnr_store.training.tracking.version_counter import VersionCounter, counter_of
 
 
 class SlotCounters:
-    """The version counters of what one optimizer keeps for the rows of a table."""
+    """The version counters of what one optimizer keeps for the rows of a table: of `slots`, by key."""
 
     __slots__ = ("_counters",)
 
-    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        slots = row_slots(optimizer, parameter)
+    def __init__(self, slots: Mapping[str, torch.Tensor]) -> None:
         self._counters = {slot: counter_of(tensor) for slot, tensor in slots.items()}
 
-    def count_changes(self, state: Mapping[str, object]) -> float:
-        """The most changes of one slot in `state`, the optimizer's for this parameter."""
+    def count_changes(self, state: Mapping[str, object], written: Collection[str] | None = None) -> float:
+        """The most changes of one slot in `state`, the optimizer's for this parameter.
+
+        Infinity for a change of a slot that is not among `written`, if these are given.
+        """
         most: float = 0
         for slot, counter in self._counters.items():
             tensor = state.get(slot)
             changes = counter.count_changes(tensor) if isinstance(tensor, torch.Tensor) else math.inf
+            if changes and written is not None and slot not in written:
+                return math.inf
             if changes > most:  # `max` takes longer, and every step asks
                 most = changes
         return most

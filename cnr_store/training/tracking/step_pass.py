@@ -24,6 +24,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     max_version_bumps,
     may_miss_its_rows,
     may_move_untouched_rows,
+    written_slots,
 )
 from cnr_store.training.tracking.table_tracker import TableTracker
 from cnr_store.training.tracking.version_counter import Counters
@@ -89,6 +90,8 @@ class StepPass:
         tables = {id(parameter): table for table, parameter in enumerate(self._parameters)}
         self._counters = [of_parameter for of_parameter, _ in counters]
         of_tensors = list(tables.values())
+        # How often one step may change each. Trusted classes have no limit, and their tables get a closer look.
+        limits, written = [1] * len(of_tensors), written_slots(optimizer) or ()
         self._keys, self._types, self._ids = [], [], []
         self._are_tensors, self._are_slots = [], []
         for parameter, kept in optimizer.state.items() if self._tables else ():
@@ -103,7 +106,8 @@ class StepPass:
                 if table is not None and key in slots:
                     self._counters.append(slots[key])
                     of_tensors.append(table)
-        self._of_tensors = np.array(of_tensors, np.int64)
+                    limits.append(key in written)
+        self._of_tensors, self._limits = np.array(of_tensors, np.int64), np.array(limits, np.int64)
         self._pointers = [counter.pointer for counter in self._counters]
         self._storages = [counter.storage for counter in self._counters]
         self._strides = [counter.strides for counter in self._counters]
@@ -132,7 +136,7 @@ class StepPass:
         changes = np.array(versions, np.int64)
         changes -= np.fromiter(map(_known_version, self._counters), np.int64, len(versions))
         left = self._elsewhere(tensors)
-        left.update(self._of_tensors[(changes < 0) | (changes > 1)].tolist())
+        left.update(self._of_tensors[(changes < 0) | (changes > self._limits)].tolist())
         changed = np.zeros(len(self._tables), np.bool_)
         changed[self._of_tensors[changes != 0]] = True
         self._flag(optimizer, changed, left)
@@ -253,11 +257,11 @@ def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted
 def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes) -> None:
     """Flag the rows that a step had gradients for, table by table."""
     judged: tuple[int, torch.dtype] | None = None
-    reason, max_changes = None, 0.0
+    reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
     for position, tracker in stepped:
         parameter = tracker.table.parameter
         gradient = parameter.grad
-        changes = max(tracker.changes, tracker.slot_changes(optimizer))
+        changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
         if gradient is None and not changes and not tracker.had_gradient:
             continue
         if judged != (position, parameter.dtype):  # tables of a group share its settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -75,7 +75,9 @@ class TableTracker:
         self.has_optimizer = self.had_gradient = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
         self._counter = counter_of(table.parameter)
-        self._slot_counters = {id(each): SlotCounters(each, table.parameter) for each in optimizers}
+        self._slot_counters = {
+            id(each): SlotCounters(row_slots(each, table.parameter)) for each in optimizers
+        }
         self.begin_interval()
 
     def flagged(self, whole: bool) -> Bitmap:
@@ -164,15 +166,17 @@ class TableTracker:
         if not self._counter.catch_up(self.table.parameter):
             self._counter = counter_of(self.table.parameter)
 
-    def slot_changes(self, optimizer: Optimizer) -> float:
+    def slot_changes(self, optimizer: Optimizer, written: Collection[str] | None = None) -> float:
         """The most changes of one slot of `optimizer` that are not acknowledged.
 
-        Infinity if a slot was replaced or is gone. New slots don't count: what was never saved is saved whole. 0 if
-        the state of `optimizer` is not saved.
+        Infinity if a slot was replaced or is gone, or one not among `written` was changed, if these are given. New
+        slots don't count: what was never saved is saved whole. 0 if the state of `optimizer` is not saved.
         """
         counters = self._slot_counters.get(id(optimizer))
         return (
-            0 if counters is None else counters.count_changes(optimizer.state.get(self.table.parameter, {}))
+            0
+            if counters is None
+            else counters.count_changes(optimizer.state.get(self.table.parameter, {}), written)
         )
 
     def plain_counters(self, optimizer: Optimizer) -> Counters | None:
@@ -192,7 +196,7 @@ class TableTracker:
         """Take every change of the slots of `optimizer` so far as flagged."""
         counters, parameter = self._slot_counters.get(id(optimizer)), self.table.parameter
         if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {}), parameter):
-            self._slot_counters[id(optimizer)] = SlotCounters(optimizer, parameter)
+            self._slot_counters[id(optimizer)] = SlotCounters(row_slots(optimizer, parameter))
 
     @property
     def replaced(self) -> bool:
@@ -204,6 +208,10 @@ class TableTracker:
         self.acknowledge()
         for optimizer in self._optimizers:
             self.acknowledge_slots(optimizer)
+
+    def expect_slots(self, optimizer: Optimizer, slots: Mapping[str, torch.Tensor]) -> None:
+        """Count changes from `slots` on, by key, which `optimizer` is about to get in place of its own."""
+        self._slot_counters[id(optimizer)] = SlotCounters(slots)
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now.

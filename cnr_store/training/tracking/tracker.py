@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
@@ -173,11 +174,10 @@ class Tracker:
         self.adopt_replaced()
         tracker = self._named(name)
         rows = check_row_ids(name, ids, tracker.table.rows)
-        held = rows[
-            (rows >= tracker.table.first_row) & (rows < tracker.table.first_row + tracker.table.local_rows)
-        ]
+        first = tracker.table.first_row
+        held = rows[(rows >= first) & (rows < first + tracker.table.local_rows)]
         if held.numel():
-            tracker.mark(held - tracker.table.first_row)
+            tracker.mark(held - first)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
@@ -203,8 +203,7 @@ class Tracker:
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
-            reason = tracker.whole_reason or by_optimizers.get(name)
-            if reason is not None:
+            if (reason := tracker.whole_reason or by_optimizers.get(name)) is not None:
                 reasons[name] = reason
         if self.logs:
             self.warn(reasons)
@@ -285,12 +284,19 @@ class Tracker:
         for tracker, flagged in [(self._named(name), flagged) for name, flagged in bitmaps.items()]:
             tracker.give_back(flagged)
 
-    def clear(self) -> None:
-        """Begin a new interval in which nothing has changed yet: the tables were just loaded."""
+    def clear(self, slots: Iterable[tuple[Optimizer, Mapping[str, Mapping[str, torch.Tensor]]]] = ()) -> None:
+        """Begin a new interval in which nothing has changed yet: the rows of the tables were just loaded.
+
+        `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
+        """
         self.adopt_replaced()
         self._stepped.forget()
         for tracker in self._trackers.values():
             tracker.begin_interval()
+        for optimizer, by_table in slots:
+            for name, given in by_table.items():
+                self._trackers[name].expect_slots(optimizer, given)
+        self._stepped.forget()
 
     def _named(self, name: str) -> TableTracker:
         if name not in self._trackers:
