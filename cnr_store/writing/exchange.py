@@ -250,9 +250,8 @@ class Exchange:
 
 def _encodes_row_by_row(codec: RowCodec) -> bool:
     """Whether rows that were encoded apart can be put together: the codes of each depend on no other."""
-    if isinstance(codec, LatticeRows):
-        return codec.step is not None
-    return isinstance(codec, UniformRows | LosslessRows)
+    on_known_step = isinstance(codec, LatticeRows) and codec.step is not None
+    return on_known_step or isinstance(codec, UniformRows | LosslessRows)
 
 
 def positions_of(rows: RowsWrite, first_rows: Array) -> Array:

@@ -75,9 +75,8 @@ class Planner:
 
     def compile_steps(self) -> Iterator[None]:
         """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
-        return self._codecs.compile_steps(
-            {table.name: (table.nbytes, table.dim, table.element) for table in self._tables}
-        )
+        each = {table.name: (table.nbytes, table.dim, table.element) for table in self._tables}
+        return self._codecs.compile_steps(each)
 
     def drop_bases(self) -> None:
         """Make the next version whole. It still continues the last version, with its count of restores."""
@@ -149,8 +148,8 @@ class Planner:
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
-        shared = sum(write.values.nbytes for write in snapshot.dense if is_shared(write.path))
-        since_baseline = since_previous = float(shared)
+        dense = [write.values.nbytes for write in snapshot.dense if is_shared(write.path)]
+        since_baseline = since_previous = float(sum(dense))
         for array in snapshot.arrays:
             table = array.table
             rows = (table.rows, table.rows)
@@ -283,8 +282,7 @@ class Planner:
                 f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
                 "stored by rows; split the table's columns"
             )
-        written = None if line is None else ids
-        codec = self._codec(array)
+        written, codec = None if line is None else ids, self._codec(array)
         return RowsWrite(
             path=array.path,
             shape=array.shape,

@@ -181,7 +181,7 @@ class SaveQueue:
         team
             From `new_team`.
         """
-        self._tally.placements = placements
+        self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
         try:
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
             self._pending = (pending, snapshot.dirty)
@@ -209,11 +209,9 @@ class SaveQueue:
                 pending.interrupted.set()
                 pending.rows_taken.wait()
             if isinstance(error, RanksError):  # the connection broke because another rank failed
-                raise team.failure(
-                    error, lambda cause: f"the save of step {pending.step} can't begin: {cause}"
-                ) from error
+                raise team.failure(error, lambda cause: f"{fails}: {cause}") from error
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
-                raise ClosedError(f"the save of step {pending.step} can't begin: {error}") from error
+                raise ClosedError(f"{fails}: {error}") from error
             raise
 
     def explain(self, arrays: Sequence[RowArray]) -> Explanation:
@@ -240,9 +238,7 @@ class SaveQueue:
         return self.planner.plan(decision, snapshot, changed, pending)
 
     def _compile(self) -> None:
-        for _ in self.planner.compile_steps():
-            if self._closing or is_exiting():
-                return
+        any(self._closing or is_exiting() for _ in self.planner.compile_steps())
 
     def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:

@@ -6,6 +6,7 @@ for each of them would take longer than their lookups, so that loops over all of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import chain, compress
 from operator import attrgetter
@@ -26,7 +27,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     may_move_untouched_rows,
     written_slots,
 )
-from cnr_store.training.tracking.table_tracker import TableTracker
+from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 from cnr_store.training.tracking.version_counter import Counters
 
 Stepped = list[tuple[int, TableTracker]]
@@ -280,7 +281,8 @@ def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes) -> Non
             or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
             or may_miss_its_rows(optimizer, position, parameter, gradient)
         ):
-            tracker.make_whole(f"a step of {type(optimizer).__name__} changed it by more than its gradient")
+            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
+            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
         else:
             tracker.mark_gradient(gradient)
         # Last: were this interrupted, the changes would still need an explanation.

@@ -153,11 +153,15 @@ class Job:
         finally:
             self.weather.change(None)
         assert spoil is None or not spoil.fatal
-        self.expected.committed(info.id, self._made(attempt, info.id), info.bytes)
+        self.expected.committed(info.id, self._made(attempt, info.id), self._weight(info.id))
         assert cnr_store.versions(self.backend)[-1] == info
         assert (info.step, info.metadata) == (self.step, {"step": self.step})
         self.check(info.id)
         return info
+
+    def _weight(self, version: str) -> int:
+        """What policies weigh of a version, in bytes."""
+        return Catalog(self.backend).record(version).shared_bytes
 
     def _made(self, attempt: Attempt, version: str) -> Content:
         return attempt.made(Catalog(self.backend).record(version).policy)
@@ -170,7 +174,7 @@ class Job:
             # The commit landed, but neither its answer nor any later one came: no writer could know.
             newest = cnr_store.versions(self.backend)[-1]
             assert record_key(newest.id) == spoil.key
-            self.expected.appeared(newest.id, self._made(attempt, newest.id), newest.bytes)
+            self.expected.appeared(newest.id, self._made(attempt, newest.id), self._weight(newest.id))
         self.check_listed()
         if self.expected.newest is not None:
             self.check(self.expected.newest)
