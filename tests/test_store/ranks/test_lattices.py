@@ -37,7 +37,7 @@ def quick() -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(2))
 def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, policy: str) -> None:
     random = np.random.default_rng(seed)
-    options = {"codec": {"id": "cnr_lattice", **codec}, "policy": policy}
+    options: dict[str, Any] = {"codec": {"id": "cnr_lattice", **codec}, "policy": policy}
     found = {}
     for world in (1, 4):
         random = np.random.default_rng(seed)
