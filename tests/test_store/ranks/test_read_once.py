@@ -1,0 +1,121 @@
+"""What all ranks of a job need of a store's metadata is read once, whatever their number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import cnr_store
+from cnr_store import RanksError
+from cnr_store.training.loading import joint_load
+from tests.test_store.ranks.support.small_job import (
+    SmallJob,
+    Watched,
+    assert_same,
+    find_small_models,
+    load_alone,
+)
+from tests.test_store.support.places import quick_folder
+
+METADATA = ("zarr.json", "manifest", ".json")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_small_models(monkeypatch)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with quick_folder() as folder:
+        yield folder
+
+
+def save_three(url: str, world: int, **options: Any) -> None:
+    with SmallJob(url, world, **options) as job:
+        for step in (1, 2, 3):
+            job.train(step)
+            job.save(step)
+
+
+def watch_metadata(job: SmallJob) -> list[Counter[str]]:
+    """By rank, how often each object but pieces of arrays is read from here on by loads."""
+    found = [Counter[str]() for _ in range(job.world)]
+
+    def watch(rank: int) -> None:
+        def count(operation: str, key: str) -> None:
+            if operation == "get" and key.startswith(("versions/", "folds/")) and key.endswith(METADATA):
+                found[rank][key] += 1
+
+        backend = job.checkpointers[rank]._loader.backend
+        backend.inner = Watched(backend.inner, count)  # type: ignore[assignment]
+
+    for rank in range(job.world):
+        watch(rank)
+    return found
+
+
+@pytest.mark.parametrize("version", ["latest", 3, 2])
+def test_only_the_first_rank_reads_what_all_need(url: str, version: str | int) -> None:
+    save_three(url, 3)
+    with SmallJob(url, 3) as job:
+        found = watch_metadata(job)
+        job.load(version)
+        assert_same(job.found(), load_alone(url, version))
+    chain = [each.id for each in cnr_store.versions(url) if version == "latest" or each.step <= int(version)]
+    newest = chain[-1]
+    for rank in (1, 2):
+        assert found[rank] == {f"versions/{newest}/state/ranks/{rank:06d}.json": 1}
+    for each in chain:
+        for name in ("zarr.json", "manifest"):
+            assert found[0][f"versions/{each}/{name}"] == 1
+    assert found[0][f"versions/{newest}/state/main.json"] == 1
+
+
+def test_a_part_of_another_number_of_ranks_is_read_once(url: str) -> None:
+    save_three(url, 2)
+    with SmallJob(url, 3) as job:
+        found = watch_metadata(job)
+        restored = job.load()
+        assert_same(job.found(), load_alone(url))
+    assert [len(each.readers) for each in restored] == [2, 2, 2]
+    assert not found[1] + found[2]
+    assert set(found[0].values()) == {1}
+    assert sum("/state/ranks/" in key for key in found[0]) == 2
+
+
+def test_a_fold_is_read_once(url: str) -> None:
+    save_three(url, 2)
+    cnr_store.compact(url)
+    with SmallJob(url, 2) as job:
+        found = watch_metadata(job)
+        job.load()
+        assert_same(job.found(), load_alone(url))
+        assert [*found[1]] == [f"versions/{cnr_store.versions(url)[-1].id}/state/ranks/000001.json"]
+        assert any(key.startswith("folds/") for key in found[0])
+        job.train(4)
+        job.save(4)
+        assert_same(load_alone(url), job.found())
+
+
+def test_bytes_that_change_on_the_way_fail_the_load_on_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_three(url, 2)
+    monkeypatch.setattr(joint_load, "PIECE_BYTES", 100)
+    with SmallJob(url, 2) as job:
+        group: Any = job.groups[1]
+        broadcast = group.broadcast
+
+        def spoil(data: bytes | None) -> bytes:
+            arrived: bytes = broadcast(data)
+            return arrived if len(arrived) != 100 else bytes(100)
+
+        group.broadcast = spoil
+        errors = job.attempt(lambda rank: job.checkpointers[rank].load())
+        assert all(isinstance(each, RanksError) for each in errors)
+        assert all("rank 1 got other bytes than rank 0 sent" in str(each) for each in errors)
+        group.broadcast = broadcast
+        job.load()
+        assert_same(job.found(), load_alone(url))
