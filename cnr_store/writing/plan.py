@@ -102,6 +102,15 @@ class RowsWrite:
         return self.shape[0] if self.ids is None else len(self.ids)
 
     @property
+    def entry(self) -> ArrayEntry:
+        """Its entry in the record, without the number of bytes and where it lies."""
+        kind = "whole" if self.base is None else "delta"
+        return ArrayEntry(
+            *(kind, self.shape, self.element, self.base, self.rows_written, 0),
+            *(self.codec.get_config(), self.aliases, self.boundaries),
+        )
+
+    @property
     def bytes_per_row(self) -> float:
         """The bytes that a row is expected to take."""
         return self.codec.bytes_per_row(self.columns, self.element)

@@ -17,6 +17,7 @@ from tests.test_store.ranks.support.small_job import (
     assert_same,
     find_small_models,
     load_alone,
+    watch_writes,
 )
 from tests.test_store.support.places import quick_folder
 
@@ -56,6 +57,32 @@ def watch_metadata(job: SmallJob) -> list[Counter[str]]:
     for rank in range(job.world):
         watch(rank)
     return found
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_no_rank_reads_the_record_that_the_first_one_has_made(url: str, bits: int) -> None:
+    read: list[tuple[str, str]] = []
+    with SmallJob(url, 3, bits=bits, policy="auto") as job:
+        for rank in (1, 2):
+            watch_writes(job, rank, lambda operation, key: read.append((operation, key)))
+        for step in range(1, 6):
+            job.train(step)
+            metadata = {"loss": 0.1, "bound": float("inf"), "step": step}
+            infos = job.each(
+                lambda rank, step=step, metadata=metadata: (  # type: ignore[misc]
+                    job.checkpointers[rank].save(step, metadata={**metadata, "rank": rank}).result()
+                )
+            )
+            stored = cnr_store.versions(url)[-1]
+            assert infos == [stored] * 3
+            assert stored.metadata == {**metadata, "rank": 0}
+        planners = [each._saves.planner for each in job.checkpointers]
+        job.each(lambda rank: job.checkpointers[rank]._saves.finish_latest())
+        assert len({planner.lineage.digest() for planner in planners}) == 1
+        past = planners[0].lineage
+        assert all(planner.lineage.past == past.past for planner in planners)
+        assert past.past is not None
+    assert {operation for operation, _ in read} <= {"put", "size"}
 
 
 @pytest.mark.parametrize("version", ["latest", 3, 2])
