@@ -170,7 +170,6 @@ def limits(runs: Sequence[Mapping[str, Any]]) -> Iterator[Limit]:
     """The limits that the counts keep, or not."""
     for name, found in exponents(runs).items():
         yield Limit(f"exponent of {name}", MAX_EXPONENT, found)
-    # Manifest and state are put before: they are no part of the commit.
-    commit = max(run["first_rank"]["commit_requests"] for run in runs) - 2
+    commit = max(run["first_rank"]["commit_requests"] for run in runs)
     yield Limit("requests of rank 0 for a commit", MAX_COMMIT_REQUESTS, commit)
     yield Limit("bytes of a record", MAX_RECORD_BYTES, max(run["record_bytes"] for run in runs))

@@ -15,6 +15,7 @@ from zarr.abc.store import Store
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
 from cnr_store.catalog.shared_objects import SharedObjects
+from cnr_store.catalog.store_format import check_format
 from cnr_store.catalog.tags import read_tag
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
@@ -22,7 +23,6 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ Url = str | os.PathLike[str] | Store | Backend
 
 Version = str | int | VersionInfo
 _READ_WORKERS = 8
-_ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
 
 
 def _no_array(path: str) -> np.ndarray[Any, Any]:
@@ -119,39 +118,7 @@ class Catalog:
         FormatError
             It holds something else, or a newer format.
         """
-        try:
-            doc = loads(self.backend.get(layout.ROOT_KEY), f"{self.backend.url}/{layout.ROOT_KEY}")
-        except ObjectNotFoundError:
-            self._refuse_older_zarr()
-            return False
-        except FormatError as error:
-            raise FormatError(f"{error}; restore that object, or choose another URL") from error
-        cnr = member(member(doc, "attributes"), "cnr")
-        number = member(cnr, "format")
-        if number is None:
-            raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
-                "no attributes.cnr); choose another URL"
-            )
-        if "id" in cnr:
-            raise FormatError(
-                f"{self.backend.url} is one version of a store; give the URL of the store above it"
-            )
-        if number != layout.FORMAT:
-            raise FormatError(
-                f"{self.backend.url} holds format {shown(number)}; this release reads format {layout.FORMAT}: "
-                "install a newer cnr-store"
-            )
-        return True
-
-    def _refuse_older_zarr(self) -> None:
-        # A hierarchy of Zarr version 2 has no object that version 3 looks for, so it would seem empty.
-        nodes = sorted(_ZARR_2_NODES.intersection(self.backend.list_names("")))
-        if nodes:
-            raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy of version 2 ({', '.join(nodes)}), not a checkpoint "
-                "store; choose another URL"
-            )
+        return check_format(self.backend)
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first. Not all of them were committed."""

@@ -203,6 +203,8 @@ class Plan:
         As tagged JSON.
     state_parts
         By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's.
+    state_sha256
+        Where many ranks save, for the first one: in rank order, the digests of what each of them alone has.
     policy
         The fields of the `Decision` that led to it, for the commit record.
     needs
@@ -225,6 +227,7 @@ class Plan:
     moved: Sequence[MovedRows] = ()
     parent_paths: Mapping[str, str] = field(default_factory=dict)
     state_parts: Mapping[int, Any] = field(default_factory=dict)
+    state_sha256: Sequence[str] = ()
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

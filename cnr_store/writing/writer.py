@@ -23,7 +23,7 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
-from cnr_store.writing.commit import commit, finish_record, put_state_parts
+from cnr_store.writing.commit import commit, finish_record, put_state, put_state_parts
 from cnr_store.writing.outcome import commit_document, read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
@@ -183,10 +183,11 @@ class Writer:
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
+            state = put_state(self._backend, version, plan, staged)
             for vote in team.votes():
                 staged.add(vote)
             team.round.beat("record")
-            record = finish_record(self._backend, version, plan, staged, nonce)
+            record = finish_record(self._backend, version, plan, staged, state, nonce)
 
             def attempt() -> Record:
                 nonlocal sent

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import cnr_store
-from cnr_store import RanksError
+from cnr_store import RanksError, SaveError
 from cnr_store.training.loading import joint_load
+from cnr_store.writing import commit, writer
+from cnr_store.writing.plan import Plan
+from cnr_store.writing.staged import Staged
 from tests.test_store.ranks.support.small_job import (
     SmallJob,
     Watched,
@@ -83,6 +87,44 @@ def test_no_rank_reads_the_record_that_the_first_one_has_made(url: str, bits: in
         assert all(planner.lineage.past == past.past for planner in planners)
         assert past.past is not None
     assert {operation for operation, _ in read} <= {"put", "size"}
+
+
+def test_the_first_rank_commits_in_six_requests(url: str) -> None:
+    done: list[tuple[str, str]] = []
+    with SmallJob(url, 3) as job:
+        for step in (1, 2):
+            job.train(step)
+            if step == 2:
+                watch_writes(job, 0, lambda operation, key: done.append((operation, key)))
+            job.save(step)
+        job.each(lambda rank: job.checkpointers[rank]._saves.finish_latest())
+    keys = [key.split("/", 2)[-1] for _, key in done]
+    first = keys.index("manifest")
+    created = next(at for at, (operation, _) in enumerate(done) if operation == "create")
+    assert first < created < first + 6
+    assert keys.index("state/main.json") < first
+
+
+def test_a_rank_that_puts_another_state_than_it_said_fails_the_save(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = commit.put_state_parts
+    with SmallJob(url, 2) as job:
+        job.save(1)
+
+        def put_another(backend: Any, version: str, plan: Plan, staged: Staged) -> None:
+            changes = 1 in plan.state_parts
+            put(backend, version, replace(plan, state_parts={1: {"reader": 7}}) if changes else plan, staged)
+
+        monkeypatch.setattr(writer, "put_state_parts", put_another)
+        found = job.attempt(lambda rank: job.checkpointers[rank].save(2).result())
+        assert all(isinstance(each, SaveError) for each in found), found
+        assert all("rank 1 put another part of the state than it had" in str(each) for each in found)
+        monkeypatch.undo()
+        find_small_models(monkeypatch)
+        job.save(3)
+    assert [each.step for each in cnr_store.versions(url)] == [1, 3]
+    assert cnr_store.verify(url, deep=True).problems == ()
 
 
 @pytest.mark.parametrize("version", ["latest", 3, 2])

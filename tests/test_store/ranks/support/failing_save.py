@@ -88,7 +88,7 @@ class Trouble:
             found = original(save)
             return None if self.armed and not self.struck else found
 
-        SaveRound.outcome = outcome  # type: ignore[method-assign]
+        SaveRound.outcome = outcome  # type: ignore[assignment, method-assign]
 
     def in_storage(self, operation: str, part: str, kind: Fault) -> Callable[[str, str, int], Fault]:
         """Have the fault come with an operation of a key."""
