@@ -14,6 +14,7 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
+from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import agreement
@@ -61,7 +62,7 @@ def _computed_once() -> Iterator[None]:
             outcome, "told_record", once("record", outcome.told_record, lambda version, *_: version)
         ),
         patch.object(Plan, "place", once("place", Plan.place, lambda plan: len(plan.rows))),
-        patch.object(stage, "moved_nodes", once("moved", stage.moved_nodes, id)),
+        patch.object(stage, "moved_nodes", once("moved", moved_nodes, id)),
         patch.object(Placement, "from_json", once("placement", Placement.from_json, id)),
         patch.object(
             exchange,
