@@ -126,7 +126,8 @@ def main() -> int:
         print(f"{verdict:6}{name:76} {ratio:8.2f}  on record {record.get(name, float('nan')):8.2f}")
     missing = sorted(set(record) - set(found))
     document = json.dumps({**describe(), "ratios": found}, indent=1) + "\n"
-    for path in [_RECORD] * options.record + [options.out / _RECORD.name] * (options.out is not None):
+    paths = [_RECORD] if options.record else []
+    for path in [*paths, *([] if options.out is None else [options.out / _RECORD.name])]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document, encoding="utf-8")
     if missing and not options.record:

@@ -76,6 +76,7 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: Rows) -> dic
             "overlap": "wait",
             "skips": None,
             "dense": {},
+            "state": ["0" * 64],
             "number": 0,
             "folded": None,
             "moved": layout.say(_arrays(model, group)),
@@ -113,8 +114,8 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: Rows) -> dic
     found = of_rank(counted, backend)
     if group.rank == 0:
         found["record_bytes"] = record.record_bytes
-        last = max(at for at, (_, key) in enumerate(backend.log) if "/c/" in key or at == 0)
-        found["commit_requests"] = [list(each) for each in backend.log[last + 1 :]]
+        voted = next(at for at, (_, key) in enumerate(backend.log) if key.endswith("/manifest"))
+        found["commit_requests"] = [list(each) for each in backend.log[voted:]]
     return found
 
 

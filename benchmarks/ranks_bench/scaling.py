@@ -14,7 +14,6 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
-from cnr_store.format.record_document import decode_record
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
@@ -59,7 +58,9 @@ def _computed_once() -> Iterator[None]:
 
     with (
         patch.object(agreement, "decode", once("decode", decode, lambda data: data)),
-        patch.object(outcome, "decode_record", once("record", decode_record, lambda data, version: version)),
+        patch.object(
+            outcome, "told_record", once("record", outcome.told_record, lambda version, *_: version)
+        ),
         patch.object(Plan, "place", once("place", Plan.place, lambda plan: len(plan.rows))),
         patch.object(stage, "moved_nodes", once("moved", moved_nodes, id)),
         patch.object(Placement, "from_json", once("placement", Placement.from_json, id)),
@@ -170,7 +171,6 @@ def limits(runs: Sequence[Mapping[str, Any]]) -> Iterator[Limit]:
     """The limits that the counts keep, or not."""
     for name, found in exponents(runs).items():
         yield Limit(f"exponent of {name}", MAX_EXPONENT, found)
-    # Manifest and state are put before: they are no part of the commit.
-    commit = max(run["first_rank"]["commit_requests"] for run in runs) - 2
+    commit = max(run["first_rank"]["commit_requests"] for run in runs)
     yield Limit("requests of rank 0 for a commit", MAX_COMMIT_REQUESTS, commit)
     yield Limit("bytes of a record", MAX_RECORD_BYTES, max(run["record_bytes"] for run in runs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
+from cnr_store.catalog.shared_objects import SharedObjects
+from cnr_store.catalog.store_format import check_format
 from cnr_store.catalog.tags import read_tag
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
@@ -21,7 +23,6 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import decode_state, loads
-from cnr_store.format.validate import member, shown
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ Url = str | os.PathLike[str] | Store | Backend
 
 Version = str | int | VersionInfo
 _READ_WORKERS = 8
-_ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
 
 
 def _no_array(path: str) -> np.ndarray[Any, Any]:
@@ -95,10 +95,16 @@ class Catalog:
     ----------
     backend
         Where the store is.
+
+    Attributes
+    ----------
+    shared
+        Where several ranks read together, what they share of the store's metadata; else None.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.shared: SharedObjects | None = None
         # By prefix and version. One operation on a dict is atomic, so these need no lock.
         self._records: dict[tuple[str, str], Record | None] = {}
         self._manifests: dict[tuple[str, str], Manifest] = {}
@@ -112,39 +118,7 @@ class Catalog:
         FormatError
             It holds something else, or a newer format.
         """
-        try:
-            doc = loads(self.backend.get(layout.ROOT_KEY), f"{self.backend.url}/{layout.ROOT_KEY}")
-        except ObjectNotFoundError:
-            self._refuse_older_zarr()
-            return False
-        except FormatError as error:
-            raise FormatError(f"{error}; restore that object, or choose another URL") from error
-        cnr = member(member(doc, "attributes"), "cnr")
-        number = member(cnr, "format")
-        if number is None:
-            raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
-                "no attributes.cnr); choose another URL"
-            )
-        if "id" in cnr:
-            raise FormatError(
-                f"{self.backend.url} is one version of a store; give the URL of the store above it"
-            )
-        if number != layout.FORMAT:
-            raise FormatError(
-                f"{self.backend.url} holds format {shown(number)}; this release reads format {layout.FORMAT}: "
-                "install a newer cnr-store"
-            )
-        return True
-
-    def _refuse_older_zarr(self) -> None:
-        # A hierarchy of Zarr version 2 has no object that version 3 looks for, so it would seem empty.
-        nodes = sorted(_ZARR_2_NODES.intersection(self.backend.list_names("")))
-        if nodes:
-            raise FormatError(
-                f"{self.backend.url} holds a Zarr hierarchy of version 2 ({', '.join(nodes)}), not a checkpoint "
-                "store; choose another URL"
-            )
+        return check_format(self.backend)
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first. Not all of them were committed."""
@@ -168,12 +142,24 @@ class Catalog:
     def _find(self, version: str, prefix: str) -> Record | None:
         with suppress(KeyError):
             return self._records[prefix, version]
+        key = layout.record_key(version, prefix)
         try:
-            record = decode_record(self.backend.get(layout.record_key(version, prefix)), version, prefix)
+            data = self._read(key, self.backend.get)
         except ObjectNotFoundError:
             return None  # not remembered: it may still be committed
+        record = decode_record(data, version, prefix)
+        self._note(key, data)
         self._records[prefix, version] = record
         return record
+
+    def _read(self, key: str, read: Callable[[str], bytes]) -> bytes:
+        found = None if self.shared is None else self.shared.objects.get(key)
+        return read(key) if found is None else found
+
+    def _note(self, key: str, data: bytes) -> None:
+        """Share an object, once it is proven: what is not may be read again."""
+        if self.shared is not None:
+            self.shared.objects[key] = data
 
     def find_fold(self, version: str) -> Record | None:
         """The record of a version's fold, or None if it has none. Folds are listed once: see `look_for_folds`."""
@@ -190,6 +176,18 @@ class Catalog:
         self._records.clear()
         self._manifests.clear()
         self._folded = None
+        if self.shared is not None:
+            self.shared = SharedObjects()
+
+    def pack(self, record: Record) -> bytes:
+        """What was read here that the other ranks, too, need of a version."""
+        assert self.shared is not None
+        return self.shared.pack(record, self._folded)
+
+    def unpack(self, data: bytes) -> None:
+        """Go by what another rank has packed; what it lacks is read."""
+        self.refresh()
+        self.shared, self._folded = SharedObjects.unpack(data)
 
     def record(self, version: str) -> Record:
         """The record of a version that must exist.
@@ -333,9 +331,10 @@ class Catalog:
             It is lost, or has another.
         """
         key = record.key(name)
-        data = read_object(self.backend, key, record.home)
+        data = self._read(key, lambda key: read_object(self.backend, key, record.home))
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptionError(f"{record.home}: {key} is not what was committed (its digest differs)")
+        self._note(key, data)
         return data
 
 

@@ -11,13 +11,14 @@ from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
 from cnr_store.catalog.fencing import Seen
+from cnr_store.catalog.shared_objects import SharedObjects
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
-from cnr_store.training.loading.joint_load import load_jointly, on_all
+from cnr_store.training.loading.joint_load import load_jointly, on_all, on_first_then_all
 from cnr_store.training.loading.load_result import Restored, warn_resharded, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
@@ -65,6 +66,7 @@ class Loader:
 
     def load(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> Restored:
         """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
+        self.catalog.shared = SharedObjects() if self.group.world > 1 else None
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
         seen = Seen()
@@ -95,6 +97,8 @@ class Loader:
                     "resume(salvage=True), or load(salvage=True), gives damaged rows their newest older values."
                 )
             raise
+        finally:
+            self.catalog.shared = None
 
     def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:
         """Check that all ranks load the same: the next save goes by what each of them has loaded.
@@ -132,7 +136,14 @@ class Loader:
         def progress() -> int:
             return self.backend.operations
 
-        record, restore, before = on_all(self.group, "load: the version and the model", prove, progress)
+        record, restore, before = on_first_then_all(
+            self.group,
+            "load: the version and the model",
+            prove,
+            progress,
+            lambda proven: self.catalog.pack(proven[0]),
+            self.catalog.unpack,
+        )
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()
 

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnr_backends import Backend
 from cnr_store.errors import CheckpointError, SaveError
@@ -21,6 +21,14 @@ from cnr_store.writing.plan import Plan
 from cnr_store.writing.staged import Staged
 
 
+class State(NamedTuple):
+    """The state that was put, and the digests of the ranks' parts that it names, in rank order."""
+
+    nbytes: int
+    sha256: str
+    parts: Sequence[str]
+
+
 def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) -> None:
     """Put what single ranks have of the state, as far as it is here."""
     for rank, part in plan.state_parts.items():
@@ -30,25 +38,41 @@ def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) 
         staged.state_sha256[rank] = hashlib.sha256(data).hexdigest()
 
 
-def finish_record(backend: Backend, version: str, plan: Plan, staged: Staged, nonce: str) -> Record:
-    """Put manifest and state, and make the record that names them.
+def put_state(backend: Backend, version: str, plan: Plan, staged: Staged) -> State:
+    """Put the state that all ranks share, which names the parts of each. Needs no vote, so it is not waited for.
 
     Raises
     ------
     SaveError
-        More ranks have saved than readers accept.
+        More ranks save than readers accept.
     """
-    parts = [staged.state_sha256[rank] for rank in range(len(staged.state_sha256))]
+    here = staged.state_sha256
+    parts = plan.state_sha256 or [here[rank] for rank in range(len(here))]
     if len(parts) > MAX_RANKS:
         raise SaveError(f"{len(parts)} ranks save one version, and at most {MAX_RANKS} can")
+    state = dumps(plan.state | {"ranks": [*parts]} if parts else plan.state)
+    backend.put(layout.version_key(version, "state/main.json"), state)
+    return State(len(state), hashlib.sha256(state).hexdigest(), parts)
+
+
+def finish_record(
+    backend: Backend, version: str, plan: Plan, staged: Staged, state: State, nonce: str
+) -> Record:
+    """Put the manifest, and make the record that names it and the state.
+
+    Raises
+    ------
+    SaveError
+        A rank has put another part of the state than it said it would.
+    """
+    changed = [rank for rank, sha256 in enumerate(state.parts) if staged.state_sha256.get(rank) != sha256]
+    if changed:
+        raise SaveError(f"rank {changed[0]} put another part of the state than it had as the save began")
     moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
     manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
     sizes = {path: sum(part.nbytes for part in parts.values()) for path, parts in staged.parts.items()}
     arrays = {path: replace(entry, nbytes=sizes.get(path, 0)) for path, entry in staged.arrays.items()}
-    state = dumps(plan.state | {"ranks": parts} if parts else plan.state)
-    for name, data in (("manifest", manifest), ("state/main.json", state)):
-        backend.put(layout.version_key(version, name), data)
-        staged.nbytes += len(data)
+    backend.put(layout.version_key(version, "manifest"), manifest)
     return Record(
         id=version,
         nonce=nonce,
@@ -60,11 +84,11 @@ def finish_record(backend: Backend, version: str, plan: Plan, staged: Staged, no
         nodes=staged.nodes,
         policy={**plan.policy, "ranks": _shares(staged.ranks)} if len(staged.ranks) > 1 else plan.policy,
         restores=plan.restores,
-        objects_bytes=staged.nbytes,
+        objects_bytes=staged.nbytes + state.nbytes + len(manifest),
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
-        state_sha256=hashlib.sha256(state).hexdigest(),
+        state_sha256=state.sha256,
         metadata=plan.metadata,
-        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if parts else ())),
+        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if state.parts else ())),
     )
 
 

@@ -102,6 +102,15 @@ class RowsWrite:
         return self.shape[0] if self.ids is None else len(self.ids)
 
     @property
+    def entry(self) -> ArrayEntry:
+        """Its entry in the record, without the number of bytes and where it lies."""
+        kind = "whole" if self.base is None else "delta"
+        return ArrayEntry(
+            *(kind, self.shape, self.element, self.base, self.rows_written, 0),
+            *(self.codec.get_config(), self.aliases, self.boundaries),
+        )
+
+    @property
     def bytes_per_row(self) -> float:
         """The bytes that a row is expected to take."""
         return self.codec.bytes_per_row(self.columns, self.element)
@@ -194,6 +203,8 @@ class Plan:
         As tagged JSON.
     state_parts
         By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's.
+    state_sha256
+        Where many ranks save, for the first one: in rank order, the digests of what each of them alone has.
     policy
         The fields of the `Decision` that led to it, for the commit record.
     needs
@@ -216,6 +227,7 @@ class Plan:
     moved: Sequence[MovedRows] = ()
     parent_paths: Mapping[str, str] = field(default_factory=dict)
     state_parts: Mapping[int, Any] = field(default_factory=dict)
+    state_sha256: Sequence[str] = ()
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

@@ -28,7 +28,6 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.grid import Grid
 from cnr_store.format.manifest import Part
-from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.dense_pieces import joined
@@ -281,17 +280,7 @@ def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Tas
 
 def _note(rows: RowsWrite, staged: Staged) -> None:
     """Note an array for the record. Only the rank that commits does: there may be thousands."""
-    staged.arrays[rows.path] = ArrayEntry(
-        "whole" if rows.base is None else "delta",
-        rows.shape,
-        rows.element,
-        rows.base,
-        rows.rows_written,
-        0,
-        rows.codec.get_config(),
-        rows.aliases,
-        rows.boundaries,
-    )
+    staged.arrays[rows.path] = rows.entry
     if rows.rows_written:
         doc = rows_document(rows.shape, rows.element, rows.grid, zarr_codecs(rows.codec)[1:])
         add_node(staged.nodes, rows.path, doc)

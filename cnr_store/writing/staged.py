@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Staged:
         return {
             "parts": parts,
             "nbytes": self.nbytes,
-            "own": self.own,
+            "own": [[*own, self.arrays[own[0]].stored] for own in self.own],
             "state": [*self.state_sha256.items()],
             "ranks": [[rank, *wrote] for rank, wrote in self.ranks.items()],
         }
@@ -73,8 +73,9 @@ class Staged:
         self.nbytes += vote["nbytes"]
         self.state_sha256.update(vote["state"])
         self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
-        for path, shape, dtype, torch_dtype in vote["own"]:
+        for path, shape, dtype, torch_dtype, stored in vote["own"]:
             self.note_dense(DenseWrite(path, _shaped(shape, dtype), torch_dtype))
+            self.arrays[path] = replace(self.arrays[path], stored=stored)
 
     def note_dense(self, dense: DenseWrite) -> Doc:
         """Note a dense array; its document."""

@@ -23,8 +23,8 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
-from cnr_store.writing.commit import commit, finish_record, put_state_parts
-from cnr_store.writing.outcome import read_outcome
+from cnr_store.writing.commit import commit, finish_record, put_state, put_state_parts
+from cnr_store.writing.outcome import commit_document, read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
@@ -183,10 +183,11 @@ class Writer:
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
+            state = put_state(self._backend, version, plan, staged)
             for vote in team.votes():
                 staged.add(vote)
             team.round.beat("record")
-            record = finish_record(self._backend, version, plan, staged, nonce)
+            record = finish_record(self._backend, version, plan, staged, state, nonce)
 
             def attempt() -> Record:
                 nonlocal sent
@@ -235,7 +236,7 @@ class Writer:
             if failure is error:
                 raise
             raise failure from error
-        return read_outcome(self._backend, self._direct, version, announced["nonce"], plan.step, team)
+        return read_outcome(self._backend, self._direct, version, announced["nonce"], plan, staged, team)
 
     def _stage(self, version: str, plan: Plan, team: Team) -> Staged:
         team.round.beat("encode")
@@ -274,7 +275,7 @@ class Writer:
         self._shared = attempt.claim
 
     def _committed(self, record: Record, team: Team) -> Record:
-        team.round.conclude({"committed": record.id})
+        team.round.conclude(commit_document(record))
         self._backend.hold_reserve()  # a failed save may have used it up
         self._seen = self._seen.including(record.id)
         self.remember()

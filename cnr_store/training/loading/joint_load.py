@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +15,8 @@ from cnr_store.training.loading.load_result import Restored
 from cnr_store.writing.team import error_document, error_from
 
 T = TypeVar("T")
+PIECE_BYTES = 8 << 20
+"""Sent at once: a large store's metadata takes long, and a rank is waited for as long as it makes progress."""
 Attempt = Callable[[Record], Restored]
 JointAttempt = Callable[[Callable[[], Record]], Restored]
 
@@ -48,6 +52,55 @@ def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[
     if found:
         raise error_from({**found, "text": f"{phase}: {found['text']}"}, RanksError)
     return result  # type: ignore[return-value]  # there was no failure
+
+
+def on_first_then_all(
+    group: Group,
+    phase: str,
+    work: Callable[[], T],
+    progress: Callable[[], int],
+    pack: Callable[[T], bytes],
+    unpack: Callable[[bytes], None],
+) -> T:
+    """Do something on the first rank, then on the others with what that one has read, as `on_all` does.
+
+    Parameters
+    ----------
+    pack
+        What the first rank has read, for `unpack` of the others.
+    """
+    if group.world == 1:
+        return work()
+    first = on_all(group, phase, lambda: [work()] if group.rank == 0 else [], progress)
+
+    def follow() -> T:
+        data = _broadcast(group, lambda: pack(first[0]))
+        if group.rank == 0:
+            return first[0]
+        unpack(data)
+        return work()
+
+    return on_all(group, phase, follow, progress)
+
+
+def _broadcast(group: Group, pack: Callable[[], bytes]) -> bytes:
+    """What rank 0 packs, on all ranks, right after a decision."""
+    try:
+        data = pack() if group.rank == 0 else b""
+        head = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        told = json.loads(group.broadcast(json.dumps(head).encode() if group.rank == 0 else None))
+        pieces = [
+            group.broadcast(data[begin : begin + PIECE_BYTES] if group.rank == 0 else None)
+            for begin in range(0, told["bytes"], PIECE_BYTES)
+        ]
+    except BaseException as error:
+        if not isinstance(error, RanksError):  # the others may wait for this rank
+            group.break_off()
+        raise
+    data = data or b"".join(pieces)
+    if hashlib.sha256(data).hexdigest() != told["sha256"]:
+        raise RanksError(f"rank {group.rank} got other bytes than rank 0 sent: load again")
+    return data
 
 
 def _first_error(documents: list[Document]) -> Document:

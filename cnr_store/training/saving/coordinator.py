@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from cnr_store.errors import CheckpointError
+from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model import arguments
@@ -84,6 +85,12 @@ class Coordinator:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
         began = time.perf_counter()
         phase = f"save of step {request.step!r}"
+        digests: list[str] = []  # which the first rank alone needs
+
+        def merge(said: list[Document]) -> Document:
+            digests.extend(digest for doc in said for digest in doc.get("state", ()))
+            return merge_said(phase, said)
+
         try:
             ready, agreed = together(
                 self._group,
@@ -91,7 +98,7 @@ class Coordinator:
                 lambda: self._prepare(request),
                 self._say,
                 self._saves.progress,
-                partial(merge_said, phase),
+                merge,
             )
         except Exception:
             raise
@@ -101,6 +108,7 @@ class Coordinator:
         if agreed["skips"] is not None:
             return PendingSave.skip(ready.step, agreed["skips"])
         assert ready.snapshot is not None  # or this rank skips, and so all do
+        ready.snapshot.part_digests = digests
         pending = PendingSave(ready.step)
         pending.began = began
         team = self._saves.new_team(1 + agreed["number"])
@@ -157,6 +165,7 @@ class Coordinator:
             said["dense"] = dense_digests(ready.snapshot.dense)
         return {
             **said,
+            "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
             "folded": None if folded is None else [folded.version, folded.bytes],

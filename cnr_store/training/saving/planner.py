@@ -222,6 +222,7 @@ class Planner:
             dense=[*snapshot.dense, *snapshot.own_dense],
             state=snapshot.state,
             state_parts=snapshot.parts,
+            state_sha256=snapshot.part_digests,
             policy=policy,
             needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
             restores=lineage.restores,

@@ -155,6 +155,8 @@ class Snapshot:
     parts
         Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
         arrays are `own_dense`.
+    part_digests
+        On the first rank, the digests of the `parts` of all ranks, in rank order.
     dirty
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
@@ -170,6 +172,7 @@ class Snapshot:
     parameters: frozenset[str] = frozenset()
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
+    part_digests: Sequence[str] = ()
 
     @property
     def table_rows(self) -> int:

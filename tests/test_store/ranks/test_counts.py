@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ranks_bench.rows import Model, TableShape
-from benchmarks.ranks_bench.scaling import MAX_EXPONENT, exponents, record, summary
+from benchmarks.ranks_bench.scaling import MAX_COMMIT_REQUESTS, MAX_EXPONENT, exponents, record, summary
 from cnr_store.format import grid
 from cnr_store.writing import exchange
 from tests.nightly import at_night
@@ -30,6 +30,7 @@ def test_recorded_ranks_count_what_real_ones_do(tmp_path: Path, world: int, ever
     real = [outcome.value for outcome in outcomes]
     recorded = record(world, small_model(every))
     assert json.dumps(recorded, indent=1) == json.dumps(real, indent=1)
+    assert len(real[0]["commit_requests"]) <= MAX_COMMIT_REQUESTS
     if world > 1:
         assert sum(rank["messages"] for rank in real) > 0
 

@@ -225,3 +225,20 @@ def test_every_rank_is_told_of_all_rows_that_were_salvaged(url: str) -> None:
                 for one, ids in rows.by_version.items():
                     np.testing.assert_array_equal(restored.salvaged[name].by_version[one], ids)
         assert_same(job.found(), alone.found())
+
+
+def test_each_rank_gets_what_it_saved_under_names_that_meet(url: str) -> None:
+    def reader_of(rank: int) -> dict[str, Any]:
+        return {name: np.arange(3000) * factor + rank for name, factor in (("A", 1), ("a", 2), ("nul", 3))}
+
+    with SmallJob(url) as job:
+        for step in (1, 2):
+            job.each(
+                lambda rank, step=step: (  # type: ignore[misc]
+                    job.checkpointers[rank].save(step, reader_of(rank)).result()
+                )
+            )
+        for rank, restored in enumerate(job.load()):
+            for name, values in reader_of(rank).items():
+                np.testing.assert_array_equal(restored.reader[name], values)
+    assert cnr_store.verify(url, deep=True).problems == ()

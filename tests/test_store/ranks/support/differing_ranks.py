@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from cnr_store import Checkpointer
+from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.saving import coordinator
 from cnr_store.training.saving.save_queue import SaveQueue
 from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of, cut_small
@@ -112,7 +114,15 @@ def lose_outcome(url: str) -> tuple[Told, str, Values]:
                 raise OSError("injected")
 
         backend.inner = Deaf()  # type: ignore[assignment]
-    first = told(lambda: checkpointer.save(2).result())
+        hear = SaveRound.outcome
+
+        def hear_nothing(save: SaveRound) -> None:
+            hear(save)  # by then it is committed
+
+        with patch.object(SaveRound, "outcome", hear_nothing):
+            first = told(lambda: checkpointer.save(2).result())
+    else:
+        first = told(lambda: checkpointer.save(2).result())
     model.train(3, checkpointer)
     version = checkpointer.save(3).result().id
     checkpointer.close()

@@ -13,6 +13,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.catalog.catalog import VersionInfo
 from cnr_store.errors import RanksError
+from cnr_store.ranks.group import Document
 from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.distributed.shared_keys import TorchKeyValue
 from cnr_store.training.distributed.torch_group import TorchGroup
@@ -79,6 +80,16 @@ class Trouble:
 
         setattr(owner, name, call)
 
+    def deafen(self) -> None:
+        """Have this rank hear no outcome, once it is armed."""
+        original = SaveRound.outcome
+
+        def outcome(save: SaveRound) -> Document | None:
+            found = original(save)
+            return None if self.armed and not self.struck else found
+
+        SaveRound.outcome = outcome  # type: ignore[assignment, method-assign]
+
     def in_storage(self, operation: str, part: str, kind: Fault) -> Callable[[str, str, int], Fault]:
         """Have the fault come with an operation of a key."""
 
@@ -126,7 +137,8 @@ def prepare(url: str, phase: str, how: str, rank: int) -> tuple[Trouble, FaultyB
             storage = trouble.in_storage(*place[phase], "before")
     elif phase == "record":
         trouble.before(TorchKeyValue, "get", lambda _, key: key.endswith("/outcome"))
-    else:
+    else:  # a rank that hears nothing of rank 0 asks the storage
+        trouble.deafen()
         kind: Fault = "unreachable" if phase == "commit" else "unanswered"
         storage = trouble.in_storage("get", "zarr.json", kind)
     return trouble, FaultyBackend(open_backend(url), storage, reads=True)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cnr_store
+from cnr_store.ranks import owners
 
 PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "cnr_store", __name__)
 """What takes long to import: torch imports its compiler for each of these."""
@@ -178,6 +179,12 @@ def train(url: Path, how: str, kind: str, sparse: bool, steps: int) -> dict[str,
         "next": torch.rand(2).tolist(),
         "lines": lines.lines,
     }
+
+
+def train_with_few_owners(owners_of_dense: int, *arguments: Any) -> dict[str, Any]:
+    """The same, where so many ranks own the dense tensors that come together from pieces of all."""
+    owners.FEW_OWNERS = owners_of_dense
+    return train(*arguments)
 
 
 def load_once(url: Path, how: str, kind: str, sparse: bool) -> dict[str, str]:

@@ -37,6 +37,16 @@ def test_every_number_of_ranks_loads_what_some_saved(
         assert loaded == [saved[0]["trained"]] * number
 
 
+@pytest.mark.parametrize(("world", "how", "owners"), [(4, "fsdp", 2), (4, "hsdp", 2), (3, "fsdp", 1)])
+def test_few_ranks_own_what_all_have_pieces_of(tmp_path: Path, world: int, how: str, owners: int) -> None:
+    arguments = (tmp_path / "few", how, "adam", False, 2)
+    saved = values(run_ranks(world, rank_training.train_with_few_owners, owners, *arguments))
+    assert [each["trained"] for each in saved] == [saved[0]["trained"]] * world
+    for number, other in ((2, "fsdp"), (1, "bare")):
+        loaded = values(run_ranks(number, rank_training.load_once, tmp_path / "few", other, "adam", False))
+        assert loaded == [saved[0]["trained"]] * number
+
+
 def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path) -> None:
     whole = values(run_ranks(2, rank_training.train, tmp_path / "whole", "fsdp", "adagrad", False, 4))
     before = values(run_ranks(2, rank_training.train, tmp_path / "parts", "fsdp", "adagrad", False, 2))
