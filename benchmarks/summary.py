@@ -52,7 +52,8 @@ def entries(results: Path = RESULTS) -> Iterator[Entry]:
     """Of every benchmark that has targets, in the order of the names of their files."""
     for path in sorted(set(results.glob("*.json")) - {results / SUMMARY}):
         document = json.loads(path.read_text(encoding="utf-8"))
-        for target in document.get("targets", ()):
+        parts = [document, *(part for part in document.values() if isinstance(part, dict))]
+        for target in [target for part in parts for target in part.get("targets", ())]:
             yield Entry(
                 path.stem,
                 target["name"],

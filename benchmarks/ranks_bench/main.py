@@ -43,10 +43,10 @@ def _count(quick: bool) -> dict[str, Any]:
     for world in scaling.WORLDS[:3] if quick else scaling.WORLDS:
         runs.append(scaling.summary(world, model, scaling.record(world, model)))
         print(json.dumps(runs[-1]), flush=True)
-    limits = list(scaling.limits(runs))
-    print(*limits, sep="\n")
+    targets = list(scaling.targets(runs))
+    print(*targets, sep="\n")
     return {
         "runs": runs,
         "exponents": scaling.exponents(runs),
-        "targets": [limit.to_json() for limit in limits],
+        "targets": [target.to_json() for target in targets],
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.codec_bench.targets import Target
 from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
@@ -148,29 +148,13 @@ def exponents(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit, and what was measured."""
-
-    name: str
-    limit: float
-    measured: float
-
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
-
-    def __str__(self) -> str:
-        return f"{'met' if self.met else 'NOT MET':8} {self.name}: {self.measured:g}, at most {self.limit:g}"
-
-
-def limits(runs: Sequence[Mapping[str, Any]]) -> Iterator[Limit]:
-    """The limits that the counts keep, or not."""
+def targets(runs: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
+    """What the counts may be at most."""
+    where = f"{runs[0]['ranks']} to {runs[-1]['ranks']} ranks, {runs[0]['model_bytes'] / 1e12:.3g} TB"
     for name, found in exponents(runs).items():
-        yield Limit(f"exponent of {name}", MAX_EXPONENT, found)
+        yield Target(f"ranks: exponent of {name}", MAX_EXPONENT, found, where, at_most=True)
     commit = max(run["first_rank"]["commit_requests"] for run in runs)
-    yield Limit("requests of rank 0 for a commit", MAX_COMMIT_REQUESTS, commit)
-    yield Limit("bytes of a record", MAX_RECORD_BYTES, max(run["record_bytes"] for run in runs))
+    name = "ranks: requests of rank 0 after the votes"
+    yield Target(name, MAX_COMMIT_REQUESTS, commit, where, at_most=True)
+    record = max(run["record_bytes"] for run in runs)
+    yield Target("ranks: bytes of a record", MAX_RECORD_BYTES, record, where, at_most=True)
