@@ -179,7 +179,8 @@ class Writer:
                 team.round.beat("claim")
                 claim = self._claimed()
                 version = claim.next_version()
-                team.round.announce({"version": version, "nonce": nonce})
+                planned = plan.digest() if team.world > 1 else ""
+                team.round.announce({"version": version, "nonce": nonce, "plan": planned})
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
@@ -223,6 +224,7 @@ class Writer:
                 team.round.beat("claim")
                 announced = team.round.announced()
                 version = str(announced["version"])
+                _check_plan(plan, announced["plan"], team.rank)
                 self._check_shared(version)
                 staged = self._stage(version, plan, team)
             finally:
@@ -325,6 +327,16 @@ class Writer:
         except BackendError as error:
             return f". What it wrote could not be removed: {error}"
         return ""
+
+
+def _check_plan(plan: Plan, planned: str, rank: int) -> None:
+    """Check that this rank plans what the first rank has, before it writes anything of it."""
+    if plan.digest() != planned:
+        raise SaveError(
+            f"step {plan.step} was not saved: rank {rank} decided otherwise than rank 0 what the version holds. The "
+            "versions before it are untouched and its rows stay marked for the next save; save(full=True) holds every "
+            "row on all ranks"
+        )
 
 
 def _new_token() -> str:
