@@ -333,9 +333,8 @@ def _check_plan(plan: Plan, planned: str, rank: int) -> None:
     """Check that this rank plans what the first rank has, before it writes anything of it."""
     if plan.digest() != planned:
         raise SaveError(
-            f"step {plan.step} was not saved: rank {rank} decided otherwise than rank 0 what the version holds. The "
-            "versions before it are untouched and its rows stay marked for the next save; save(full=True) holds every "
-            "row on all ranks"
+            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
+            "saved: give all ranks the same model and options, or call save with full=True"
         )
 
 
