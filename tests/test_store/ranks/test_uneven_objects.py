@@ -69,7 +69,7 @@ def test_ranks_that_decide_otherwise_save_nothing(tmp_path: Path, monkeypatch: p
         decide = planner.decide
 
         def otherwise(*arguments: Any) -> Decision:
-            decision = decide(*arguments)
+            decision: Decision = decide(*arguments)
             return replace(decision, since="baseline" if decision.since == "previous" else "previous")
 
         planner.decide = otherwise
