@@ -81,6 +81,7 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: Rows) -> dic
             "folded": None,
             "moved": layout.say(_arrays(model, group)),
             "unsafe": {},
+            "dense_bytes": 0,
             "settings": {},
             "previous": previous,
             "lineage": "",

@@ -23,7 +23,7 @@ def joined(dense: Sequence[DenseWrite], peers: Peers | None) -> list[DenseWrite]
     Parameters
     ----------
     dense
-        The same arrays on all ranks, in the same order.
+        The same arrays in pieces on all ranks, in the same order. The others may differ.
     peers
         The ranks that share them; None where this process has them all.
 
@@ -32,32 +32,29 @@ def joined(dense: Sequence[DenseWrite], peers: Peers | None) -> list[DenseWrite]
     SaveError
         No rank has some part of an array.
     """
-    shared = [number for number, write in enumerate(dense) if write.pieces is not None]
+    shared = [write for write in dense if write.pieces is not None]  # which ranks know by their numbers
     if not shared:
         return list(dense)
     me = 0 if peers is None else peers.rank
-    pieces: dict[int, list[DensePiece]] = {
-        number: list(dense[number].pieces or ()) for number in shared if dense[number].owner == me
-    }
+    pieces = {number: list(write.pieces or ()) for number, write in enumerate(shared) if write.owner == me}
     if peers is not None and peers.world > 1:
-        owners = {dense[number].owner for number in shared}
-        messages = {owner: _packed(dense, shared, owner) for owner in sorted(owners - {me})}
+        owners = {write.owner for write in shared}
+        messages = {owner: _packed(shared, owner) for owner in sorted(owners - {me})}
         others = [rank for rank in range(peers.world) if rank != me] if me in owners else []
         for data in peers.exchange(messages, others).values():
-            for number, piece in _unpacked(data, dense):
+            for number, piece in _unpacked(data, shared):
                 pieces[number].append(piece)
-    return [
-        _whole(write, pieces[number]) if number in pieces else write for number, write in enumerate(dense)
-    ]
+    whole = {shared[number].path: _whole(shared[number], pieces[number]) for number in pieces}
+    return [whole.get(write.path, write) for write in dense]
 
 
-def _packed(dense: Sequence[DenseWrite], shared: Sequence[int], owner: int) -> list[Any]:
+def _packed(shared: Sequence[DenseWrite], owner: int) -> list[Any]:
     """What this rank has of the arrays of an owner, as a message."""
     sent = [
         (number, piece)
-        for number in shared
-        if dense[number].owner == owner
-        for piece in dense[number].pieces or ()
+        for number, write in enumerate(shared)
+        if write.owner == owner
+        for piece in write.pieces or ()
     ]
     listed = [
         [number, piece.first_row, piece.first_column, list(piece.values.shape)] for number, piece in sent
@@ -67,11 +64,11 @@ def _packed(dense: Sequence[DenseWrite], shared: Sequence[int], owner: int) -> l
     return [len(header).to_bytes(_HEADER_BYTES, "little"), header, *values]
 
 
-def _unpacked(data: Any, dense: Sequence[DenseWrite]) -> Iterator[tuple[int, DensePiece]]:
+def _unpacked(data: Any, shared: Sequence[DenseWrite]) -> Iterator[tuple[int, DensePiece]]:
     """The pieces of a message, each with the number of its array."""
     end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     for number, row, column, shape in json.loads(bytes(data[_HEADER_BYTES:end])):
-        dtype = dense[number].values.dtype
+        dtype = shared[number].values.dtype
         start, end = end, end + math.prod(shape) * dtype.itemsize
         yield number, DensePiece(row, column, np.frombuffer(data[start:end], dtype).reshape(shape))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -233,3 +234,11 @@ class Plan:
         """The paths that its arrays will lie under, by their plain ones."""
         writes = (self.rows, self.moved, self.dense)
         return place([write.path for each in writes for write in each], self.parent_paths)
+
+    def digest(self) -> str:
+        """What tells it from a plan of another decision: all ranks must write the same rows, cut alike."""
+        rows = sorted(
+            (write.path, tuple(write.shape), write.element, write.base, write.grid) for write in self.rows
+        )
+        decided = self.step, self.previous, self.policy.get("full"), self.policy.get("since"), rows
+        return hashlib.blake2b(repr(decided).encode(), digest_size=8).hexdigest()

@@ -179,7 +179,8 @@ class Writer:
                 team.round.beat("claim")
                 claim = self._claimed()
                 version = claim.next_version()
-                team.round.announce({"version": version, "nonce": nonce})
+                planned = plan.digest() if team.world > 1 else ""
+                team.round.announce({"version": version, "nonce": nonce, "plan": planned})
                 staged = self._stage(version, plan, team)
             finally:
                 rows_done()
@@ -224,6 +225,7 @@ class Writer:
                 team.round.beat("claim")
                 announced = team.round.announced()
                 version = str(announced["version"])
+                _check_plan(plan, announced["plan"], team.rank)
                 self._check_shared(version)
                 staged = self._stage(version, plan, team)
             finally:
@@ -326,6 +328,15 @@ class Writer:
         except BackendError as error:
             return f". What it wrote could not be removed: {error}"
         return ""
+
+
+def _check_plan(plan: Plan, planned: str, rank: int) -> None:
+    """Check that this rank plans what the first rank has, before it writes anything of it."""
+    if plan.digest() != planned:
+        raise SaveError(
+            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
+            "saved: give all ranks the same model and options, or call save with full=True"
+        )
 
 
 def _new_token() -> str:

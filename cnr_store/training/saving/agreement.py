@@ -195,16 +195,24 @@ class Layout:
     def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
         """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
         own = {array.path: array for array in arrays}
-        if self._group.world == 1 or own.keys() == self._arrays.keys():
+        if self._group.world == 1:
             return list(arrays)
+        if own.keys() == self._arrays.keys():
+            return [self._told(array) for array in arrays]
         complete: list[RowArray] = []
         for table in tables:
             group = table.path.rpartition("/")[0]
             for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
                 if path.rpartition("/")[0] == group:
                     shape, element, _ = self._arrays[path]
-                    complete.append(own.get(path) or RowArray(table, path, tuple(shape), element, ()))
+                    found = own.get(path) or RowArray(table, path, tuple(shape), element, ())
+                    complete.append(self._told(found))
         return complete
+
+    def _told(self, array: RowArray) -> RowArray:
+        """The array as the ranks that have a part of it say: any other can only guess its shape and type."""
+        shape, element, _ = self._arrays[array.path]
+        return array if array.parts else replace(array, shape=tuple(shape), element=element)
 
 
 def _join(said: Sequence[Document]) -> Document:

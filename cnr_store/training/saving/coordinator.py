@@ -168,6 +168,7 @@ class Coordinator:
             "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
+            "dense_bytes": ready.snapshot.own_shared_bytes,
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
                 table.name: settings
@@ -199,7 +200,7 @@ class Coordinator:
         if agreed["moved"]:
             self._layout.settle()
         snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
-        snapshot.unsafe = dict(agreed["unsafe"])
+        snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
         if self._group.rank == 0:
             self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
@@ -225,5 +226,6 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),
+        "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }

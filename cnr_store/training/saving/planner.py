@@ -10,7 +10,6 @@ import numpy as np
 from cnr_codecs import RowCodec
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, Counts
-from cnr_store.format.layout import is_shared
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -148,8 +147,7 @@ class Planner:
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
         whole.update(snapshot.unsafe)
-        dense = [write.values.nbytes for write in snapshot.dense if is_shared(write.path)]
-        since_baseline = since_previous = float(sum(dense))
+        since_baseline = since_previous = float(snapshot.dense_bytes)
         for array in snapshot.arrays:
             table = array.table
             rows = (table.rows, table.rows)

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import SaveError, StateError
-from cnr_store.format.layout import dense_path
+from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.distributed.dtensors import check_follows, is_dtensor
@@ -161,6 +161,8 @@ class Snapshot:
         Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     unsafe
         Tables whose changed rows are not known, and why.
+    dense_bytes
+        `own_shared_bytes` of the first rank, by which all ranks decide alike.
     """
 
     arrays: Sequence[RowArray]
@@ -173,6 +175,12 @@ class Snapshot:
     dirty: Bitmaps = field(default_factory=dict)
     unsafe: Mapping[str, str] = field(default_factory=dict)
     part_digests: Sequence[str] = ()
+    dense_bytes: int = 0
+
+    @property
+    def own_shared_bytes(self) -> int:
+        """Bytes of the dense arrays that any number of ranks stores once. Objects may take others on each rank."""
+        return sum(write.values.nbytes for write in self.dense if is_shared(write.path))
 
     @property
     def table_rows(self) -> int:

@@ -82,6 +82,8 @@ class TableKind:
     ----------
     slots
         State of its optimizer by name, and whether that is one number a row and column shard.
+    slot_dtype
+        Its element type.
     """
 
     name: str
@@ -89,6 +91,7 @@ class TableKind:
     dim: int
     dtype: torch.dtype
     slots: Mapping[str, bool]
+    slot_dtype: torch.dtype = torch.float32
 
 
 class SpreadModel(nn.Module):
@@ -133,17 +136,20 @@ class _Lookups(nn.Module):
 
 
 def _sharded(kind: TableKind, cut: Cut, rank: int) -> ShardedTable:
-    shape, own = (kind.rows, kind.dim), cut.of_rank(rank)
+    shape, own, dtype = (kind.rows, kind.dim), cut.of_rank(rank), kind.slot_dtype
     slots = {}
     for name, is_row_wise in kind.slots.items():
         if not is_row_wise:
-            slots[name] = Slot(shape, (), _pieces(own, torch.float32))
+            slots[name] = Slot(shape, (), _pieces(own, dtype))
         elif len(cut.columns) == 1:
-            pieces = [LocalPiece(piece.first_row, 0, torch.zeros(piece.rows)) for piece in own]
+            pieces = [LocalPiece(piece.first_row, 0, torch.zeros(piece.rows, dtype=dtype)) for piece in own]
             slots[name] = Slot(shape[:1], (), pieces)
         else:
             pieces = [
-                LocalPiece(piece.first_row, cut.columns.index(piece.first_column), torch.zeros(piece.rows, 1))
+                LocalPiece(
+                    *(piece.first_row, cut.columns.index(piece.first_column)),
+                    torch.zeros(piece.rows, 1, dtype=dtype),
+                )
                 for piece in own
             ]
             slots[name] = Slot((kind.rows, len(cut.columns)), cut.columns, pieces)

@@ -158,7 +158,8 @@ class ThreadJob:
         return [ids[each] for each in told]
 
     def _dtype(self, key: tuple[str, str]) -> torch.dtype:
-        return torch.float32 if key[1] else self.kinds[key[0]].dtype
+        kind = self.kinds[key[0]]
+        return kind.slot_dtype if key[1] else kind.dtype
 
 
 def changed(truth: Truth, table: str, ids: Array, random: Random, job: ThreadJob) -> Truth:

@@ -187,6 +187,36 @@ def train_with_few_owners(owners_of_dense: int, *arguments: Any) -> dict[str, An
     return train(*arguments)
 
 
+class Averages:
+    """An object with a number of large arrays."""
+
+    def __init__(self, count: int) -> None:
+        self.values = {f"{number}": np.full(3000, number) for number in range(count)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def uneven_objects(url: Path, counts: Sequence[int]) -> dict[str, Any]:
+    """Save a model in pieces beside an object with other arrays on each rank, and load both."""
+    model, averages = spread(Net(sparse=False), "fsdp"), Averages(counts[dist.get_rank()])
+    (optimizer,) = optimizers_of("adam", model)
+    model(Reader().batch()).square().sum().backward()
+    optimizer.step()
+    options: Any = {"bits": 32, "timeout_seconds": 20, "state": {"averages": averages}}
+    with cnr_store.Checkpointer(url, model, optimizer, **options) as checkpointer:
+        checkpointer.save(1).result()
+        trained = digests(model, [optimizer])
+        model(Reader().batch()).square().sum().backward()
+        optimizer.step()
+        checkpointer.load()
+    assert alike(digests(model, [optimizer])) == trained
+    return {"loaded": len(averages.values)}
+
+
 def load_once(url: Path, how: str, kind: str, sparse: bool) -> dict[str, str]:
     """The bits of the newest version, as `cnr_store.load` brings them onto each rank."""
     model = spread(Net(sparse), how)

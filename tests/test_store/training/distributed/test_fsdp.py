@@ -58,6 +58,12 @@ def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path) -> None:
     assert max(after[0]["rows"]) <= 60  # deltas of what the others saved
 
 
+@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (1, 3)])
+def test_objects_may_have_other_arrays_on_each_rank(tmp_path: Path, counts: tuple[int, int]) -> None:
+    found = values(run_ranks(2, rank_training.uneven_objects, tmp_path, counts))
+    assert [each["loaded"] for each in found] == [counts[0]] * 2
+
+
 def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
     for alone, of_rows, of_layer, unowned in values(run_ranks(2, rank_training.refusals, tmp_path)):
         assert "saves alone, and other ranks have a part of it; give Checkpointer the group" in alone
