@@ -178,7 +178,7 @@ class TorchGroup(Group):
                 # Of a name that no other group ever had: gloo would take the addresses of that for those of this one.
                 prefix = f"cnr/{self._token}/gloo/{self._decisions.number}/{number}/"
                 own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # public, as in `TorchKeyValue`
-                group = dist.ProcessGroupGloo(own, self.rank, self.world, timeout=timeout)
+                group: Gloo = dist.ProcessGroupGloo(own, self.rank, self.world, timeout=timeout)
                 self._groups.append(group)
                 group.barrier().wait()
         except RuntimeError as error:

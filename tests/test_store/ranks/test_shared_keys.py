@@ -85,7 +85,7 @@ def test_a_large_value_may_be_removed_while_it_is_read(keys: TorchKeyValue) -> N
     keys.set("a", bytes(9 << 20))
     value = keys._store.get("a")
     keys.delete("a")
-    keys._store.set("a", value)
+    keys._store.set("a", value.decode())
     assert keys.get("a") is None
     assert keys.get_all(["a"]) is None
     with pytest.raises(RanksError, match="a was removed while it was read"):

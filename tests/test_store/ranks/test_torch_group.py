@@ -263,7 +263,7 @@ def break_apart(more: bool) -> Any:
         dist.new_group([0])
     if dist.get_rank() == 1:
         return []
-    small, found = job_group(pair, timeout_seconds=SECONDS), []
+    small, found = job_group(pair, timeout_seconds=10), []
     for turn in range(4):
         if small.rank == turn % 2:
             small.break_off()
