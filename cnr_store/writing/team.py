@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Self
 
 from cnr_store import errors
@@ -60,6 +60,10 @@ class Team:
         RanksError
         """
         self.round.beat("put")
+
+    def working(self) -> AbstractContextManager[None]:
+        """Have ranks that are done with this save, and decide about the next, wait for this one while it goes on."""
+        return self._group.working("save", lambda: self.round.beats)
 
     def exchange(
         self, messages: Mapping[int, Sequence[Piece]], expected: Collection[int]

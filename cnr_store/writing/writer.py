@@ -168,7 +168,10 @@ class Writer:
         team = team or Team.alone()
         self._patience.on_pause = team.round.pause  # a rank that asks the storage again does not stand still
         try:
-            return self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
+            with team.working():
+                return (
+                    self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
+                )
         finally:
             self._patience.on_pause = lambda: None
 

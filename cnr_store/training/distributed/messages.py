@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ FOREVER = timedelta(days=1)
 """Waiting in gloo for less would break the group."""
 BREAK_TAG = 2**30 + 1
 """Of no message."""
+Gloo: TypeAlias = Any
+"""A `torch.distributed.ProcessGroupGloo`, whose methods the types of torch do not list."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,14 @@ class Messages:
     ----------
     group
         A gloo group that nobody else uses.
-    ranks
-        The job's numbers of the group's ranks, in the order of the group.
     rank
         This rank, within the group.
     timeout_seconds
         How long to wait without a message where the caller does not watch.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout_seconds: float
-    ) -> None:
+    def __init__(self, group: Gloo, rank: int, timeout_seconds: float) -> None:
         self._group = group
-        self._ranks = ranks
         self._rank = rank
         self._timeout = timeout_seconds
         self._rounds: Counter[int] = Counter()
@@ -105,19 +103,18 @@ class Messages:
         return (number * 4096 + self._rounds[number] % 4096) % 2**29 * 2
 
     def _send(self, rank: int, tensor: torch.Tensor, tag: int) -> _Transfer:
-        return self._started(dist.isend, rank, tensor, tag)
+        return self._started(self._group.send, rank, tensor, tag)
 
     def _receive(self, rank: int, size: int, dtype: torch.dtype, tag: int) -> _Transfer:
-        return self._started(dist.irecv, rank, torch.empty(size, dtype=dtype), tag)
+        return self._started(self._group.recv, rank, torch.empty(size, dtype=dtype), tag)
 
     def _started(
-        self, start: Callable[..., dist.Work | None], rank: int, tensor: torch.Tensor, tag: int
+        self, start: Callable[..., dist.Work], rank: int, tensor: torch.Tensor, tag: int
     ) -> _Transfer:
         try:
-            work = start(tensor, self._ranks[rank], self._group, tag)
+            work = start([tensor], rank, tag)
         except RuntimeError as error:
             raise _lost(rank, error) from error
-        assert work is not None
         transfer = _Transfer(rank, work, tensor)
         self._unfinished.append(transfer)
         return transfer
@@ -135,7 +132,7 @@ class Messages:
                         "restart the job if the rank ended or hangs"
                     )
         except BaseException:
-            break_connections(self._group, self._ranks)
+            break_connections(self._group)
             waiting.done.wait(ABORT_SECONDS)
             raise
         if waiting.error is not None:
@@ -177,13 +174,12 @@ class _Waiting:
             self.done.set()
 
 
-def break_connections(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+def break_connections(group: Gloo) -> None:
     """Close a gloo group's connections, so that whoever waits in it, here or elsewhere, waits no more.
 
     gloo has no call for it, but does it when a receive comes too late.
     """
-    other = next(rank for rank in ranks if rank != dist.get_rank())
+    other = (group.rank() + 1) % group.size()
     with suppress(RuntimeError, ValueError):
-        work = dist.irecv(torch.empty(1, dtype=torch.uint8), other, group, BREAK_TAG)
-        if work is not None:
-            work.wait(timedelta(milliseconds=1))
+        work = group.recv([torch.empty(1, dtype=torch.uint8)], other, BREAK_TAG)
+        work.wait(timedelta(milliseconds=1))

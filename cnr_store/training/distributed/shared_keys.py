@@ -42,12 +42,16 @@ class TorchKeyValue:
     def __init__(self, store: Store, prefix: str, timeout_seconds: float) -> None:
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # public, if its types do not say so
         self._timeout = timeout_seconds
+        self._parts: dict[str, list[str]] = {}
+        """Of the large values that were written here, by key; also of those written over, which may be being read."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._calls,), name="cnr-keys", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value, over one that is there."""
-        self._ask(self._store.set, key, self._put_parts(key, value))
+        written = self._put_parts(key, value)
+        self._ask(self._store.set, key, written)
+        self._remember(key, written)
 
     def get(self, key: str) -> bytes | None:
         """Read a value; None where there is none."""
@@ -61,15 +65,33 @@ class TorchKeyValue:
         values: list[bytes] = []
         for start in range(0, len(keys), READ_TOGETHER):
             values += self._ask(self._store.multi_get, list(keys[start : start + READ_TOGETHER]))
-        return [self._whole(value) for value in values]
+        found = [value for value in map(self._whole, values) if value is not None]
+        return found if len(found) == len(keys) else None
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Write a value where there is none, and return what is there now."""
-        return self._whole(self._ask(self._store.compare_set, key, "", self._put_parts(key, value)))
+        written = self._put_parts(key, value)
+        current = self._ask(self._store.compare_set, key, "", written)
+        if current == written:
+            self._remember(key, written)
+        else:
+            self._remove(_parts(written))
+        found = self._whole(current)
+        if found is None:
+            raise RanksError(f"{key} was removed while it was read: try again")
+        return found
 
     def delete(self, key: str) -> None:
         """Remove a key, which may be missing."""
-        self._ask(self._store.delete_key, key)
+        self._remove([key, *self._parts.pop(key, ())])
+
+    def _remember(self, key: str, written: bytes) -> None:
+        if names := _parts(written):
+            self._parts.setdefault(key, []).extend(names)
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._ask(self._store.delete_key, key)
 
     def _put_parts(self, key: str, value: bytes) -> bytes:
         """What to write for a value: itself, or the names of its parts, which are written first."""
@@ -81,10 +103,14 @@ class TorchKeyValue:
             self._ask(self._store.set, names[-1], value[start : start + MAX_PART_BYTES])
         return b"/" + " ".join(names).encode()
 
-    def _whole(self, value: bytes) -> bytes:
-        if value[:1] == b"=":
-            return value[1:]
-        return b"".join(self._ask(self._store.get, name) for name in value[1:].decode().split(" "))
+    def _whole(self, written: bytes) -> bytes | None:
+        """A value from what was written for it; None where its parts were removed meanwhile."""
+        names = _parts(written)
+        if not names:
+            return written[1:]
+        if not self._ask(self._store.check, names):  # a store waits for what it lacks
+            return None
+        return b"".join(self._ask(self._store.get, name) for name in names)
 
     def close(self) -> None:
         """End the thread that asks."""
@@ -100,6 +126,11 @@ class TorchKeyValue:
                 f"the store of the process group did not answer ({str(error) or type(error).__name__}): "
                 "restart the job if its process ended or hangs"
             ) from error
+
+
+def _parts(written: bytes) -> list[str]:
+    """The names of the parts of a value; none where it is written as one."""
+    return written[1:].decode().split(" ") if written[:1] == b"/" else []
 
 
 def _get(store: Store, key: str) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from cnr_store.errors import RanksError
 from cnr_store.ranks.decisions import Decisions
 from cnr_store.ranks.group import Alone, Document, Group, Judge, Piece
 from cnr_store.training.distributed.hello import agree_on_token
-from cnr_store.training.distributed.messages import Messages, break_connections
+from cnr_store.training.distributed.messages import Gloo, Messages, break_connections
 from cnr_store.training.distributed.shared_keys import Store, TorchKeyValue
 
 ROLL_CALL_SECONDS = 2.0
@@ -26,7 +26,8 @@ class TorchGroup(Group):
     """The ranks of a process group of torch.distributed. All of them make it, at the same point of the program.
 
     It has two gloo groups of its own, one for the training thread and one for the background, and keys of its own in
-    the store of the process group, so that it never meets what training sends.
+    the store of the process group, so that it never meets what training sends. torch knows nothing of these groups: the
+    names of those it knows come from how many there are, which may differ between ranks, and return when one is gone.
 
     Parameters
     ----------
@@ -47,17 +48,17 @@ class TorchGroup(Group):
         self.rank = dist.get_rank(parent)
         self.world = dist.get_world_size(parent)
         self.timeout_seconds = timeout_seconds
-        self._ranks = dist.get_process_group_ranks(parent)
         self._phase = "construct"
         self._broken = False
-        self._groups: list[dist.ProcessGroup] = []
-        store = _own_connection(parent)
-        hello = TorchKeyValue(store, "cnr/hello/", timeout_seconds)
+        self._groups: list[Gloo] = []
+        self._messages: Messages | None = None
+        self._store = _own_connection(_store(parent))
+        hello = TorchKeyValue(self._store, "cnr/hello/", timeout_seconds)
         try:
-            token = agree_on_token(hello, self.rank, self.world, timeout_seconds)
+            self._token = agree_on_token(hello, self.rank, self.world, timeout_seconds)
         finally:
             hello.close()
-        self.keyvalue: TorchKeyValue = TorchKeyValue(store, f"cnr/{token}/", timeout_seconds)
+        self.keyvalue: TorchKeyValue = TorchKeyValue(self._store, f"cnr/{self._token}/", timeout_seconds)
         self._decisions = Decisions(self.keyvalue, self.rank, self.world, timeout_seconds)
         try:
             self._connect()
@@ -90,7 +91,7 @@ class TorchGroup(Group):
         """See `Group.break_off`."""
         self._broken = True
         for group in self._groups:
-            break_connections(group, self._ranks)
+            break_connections(group)
 
     def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
         """See `Group.working`."""
@@ -107,12 +108,12 @@ class TorchGroup(Group):
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Group.broadcast`."""
         size = torch.tensor([len(data or b"")])
-        self._run("broadcast", lambda group: dist.broadcast(size, self._ranks[0], group))
+        self._run("broadcast", lambda group: group.broadcast(size, 0))
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
         if self.rank != 0:
             sent = torch.empty(int(size), dtype=torch.uint8)
         if len(sent):
-            self._run("broadcast", lambda group: dist.broadcast(sent, self._ranks[0], group))
+            self._run("broadcast", lambda group: group.broadcast(sent, 0))
         return sent.numpy().tobytes()
 
     def exchange(
@@ -124,7 +125,7 @@ class TorchGroup(Group):
     ) -> dict[int, memoryview]:
         """See `Group.exchange`."""
         sent = self._messages
-        if self._broken:
+        if self._broken or sent is None:
             raise RanksError("exchange: the connection between the ranks is broken until their next decision")
         try:
             return sent.exchange(messages, expected, number, still_alive)
@@ -141,15 +142,15 @@ class TorchGroup(Group):
     def _reduced(self, name: str, values: NDArray[Any], operation: Any) -> NDArray[Any]:
         tensor = torch.from_numpy(values.copy())
         if values.size:
-            self._run(name, lambda group: dist.all_reduce(tensor, operation, group))
+            self._run(name, lambda group: group.allreduce([tensor], operation))
         return np.asarray(tensor.numpy())
 
-    def _run(self, name: str, collective: Callable[[dist.ProcessGroup], object]) -> None:
+    def _run(self, name: str, collective: Callable[[Gloo], dist.Work]) -> None:
         """Run a collective of all ranks on the training thread."""
         if self._broken:
             raise RanksError(f"{name}: the connection between the ranks is broken until their next decision")
         try:
-            collective(self._groups[0])
+            collective(self._groups[0]).wait()
         except RuntimeError as error:
             raise self._lost(name, error) from error
 
@@ -170,28 +171,27 @@ class TorchGroup(Group):
 
     def _connect(self) -> None:
         """Make both gloo groups, on all ranks at once."""
-        everyone = len(self._ranks) == dist.get_world_size()
+        timeout = timedelta(seconds=self.timeout_seconds)
         try:
-            for _ in range(2):
-                group = dist.new_group(
-                    None if everyone else self._ranks,
-                    timeout=timedelta(seconds=self.timeout_seconds),
-                    backend="gloo",
-                    use_local_synchronization=not everyone,
-                )
+            store = _own_connection(self._store)  # a group that waits for others must not keep the keys busy
+            for number in range(2):
+                # Of a name that no other group ever had: gloo would take the addresses of that for those of this one.
+                prefix = f"cnr/{self._token}/gloo/{self._decisions.number}/{number}/"
+                own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # public, as in `TorchKeyValue`
+                group: Gloo = dist.ProcessGroupGloo(own, self.rank, self.world, timeout=timeout)
                 self._groups.append(group)
+                group.barrier().wait()
         except RuntimeError as error:
             raise self._lost("connect", error) from error
-        self._messages = Messages(self._groups[1], self._ranks, self.rank, self.timeout_seconds)
+        self._messages = Messages(self._groups[1], self.rank, self.timeout_seconds)
         self._broken = False
 
     def _disconnect(self) -> None:
-        while self._groups:
+        self._messages = None
+        while self._groups:  # a group that nothing refers to ends
             group = self._groups.pop()
             if self._broken:
-                break_connections(group, self._ranks)
-            with suppress(ValueError, AssertionError):  # training has destroyed all groups
-                dist.destroy_process_group(group)
+                break_connections(group)
 
 
 def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 600) -> Group:
@@ -209,10 +209,12 @@ def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: f
     return TorchGroup(process_group, timeout_seconds)
 
 
-def _own_connection(group: dist.ProcessGroup) -> Store:
-    """The store of a group, over a connection of its own where this torch can clone it: training may block its own."""
+def _store(group: dist.ProcessGroup) -> Store:
     if hasattr(group, "get_group_store"):
-        store = group.get_group_store()
-    else:  # torch < 2.6
-        store = dist.distributed_c10d._world.pg_map[group][1]
+        return group.get_group_store()
+    return dist.distributed_c10d._world.pg_map[group][1]  # torch < 2.6
+
+
+def _own_connection(store: Store) -> Store:
+    """A store over a connection of its own where this torch can clone it: others may block theirs."""
     return store.clone() if hasattr(store, "clone") else store

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
-from cnr_backends import StorageError
+from cnr_backends import StorageError, open_backend
+from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.writing import patience
+from tests.test_store.ranks.support.rank_processes import run_ranks
+from tests.test_store.ranks.support.shared_model import SharedModel, checkpointer_of, cut_small
 from tests.test_store.ranks.support.small_job import (
     SmallJob,
     assert_same,
@@ -44,3 +50,34 @@ def test_ranks_wait_while_one_asks_again(
         job.save(2)
         assert failed
         assert_same(load_alone(url, 2), job.truth)
+
+
+def save_thrice(url: str) -> list[int]:
+    """Rank 1 asks again for the record of the second version, while the others are at the third save."""
+    failed: list[str] = []
+
+    def fail_once(operation: str, key: str, _: int) -> Fault:
+        if (dist.get_rank(), operation) != (1, "get") or "zarr.json" not in key or len(steps) != 1 or failed:
+            return None
+        failed.append(key)
+        return "unreachable"
+
+    cut_small()
+    steps: list[int] = []
+    model = SharedModel(dist.get_rank(), dist.get_world_size())
+    backend = FaultyBackend(open_backend(url), fail_once, reads=True)
+    with (
+        patch.object(patience, "_FIRST_PAUSE_SECONDS", PAUSE_SECONDS),
+        patch.object(random, "uniform", lambda *_: 1.0),
+        checkpointer_of(model, backend, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=60) as checkpointer,
+    ):
+        for step in range(1, 4):
+            model.train(step, checkpointer)
+            steps.append(checkpointer.save(step).result().step)
+    assert bool(failed) == (dist.get_rank() == 1)
+    return steps
+
+
+def test_ranks_wait_while_one_learns_what_became_of_its_save(tmp_path: Path) -> None:
+    found = run_ranks(3, save_thrice, str(tmp_path / "store"))
+    assert [(each.where, each.value) for each in found] == [("", [1, 2, 3])] * 3

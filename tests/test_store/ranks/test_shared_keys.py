@@ -69,6 +69,29 @@ def test_values_may_be_large(keys: TorchKeyValue) -> None:
     assert keys.compare_set("b", b"second") == large
 
 
+def test_nothing_is_left_of_a_large_value(keys: TorchKeyValue) -> None:
+    keys.set("before", b"value")
+    before = keys._store.num_keys()
+    for _ in range(2):
+        keys.set("a", bytes(9 << 20))
+    keys.compare_set("a", bytes(9 << 20))
+    keys.compare_set("b", bytes(9 << 20))
+    keys.delete("a")
+    keys.delete("b")
+    assert keys._store.num_keys() == before
+
+
+def test_a_large_value_may_be_removed_while_it_is_read(keys: TorchKeyValue) -> None:
+    keys.set("a", bytes(9 << 20))
+    value = keys._store.get("a")
+    keys.delete("a")
+    keys._store.set("a", value.decode())
+    assert keys.get("a") is None
+    assert keys.get_all(["a"]) is None
+    with pytest.raises(RanksError, match="a was removed while it was read"):
+        keys.compare_set("a", b"value")
+
+
 def ask_a_store(port_file: str) -> Any:
     """Rank 0 hosts a store and is then stopped or killed; rank 1 asks it."""
     path = Path(port_file)

@@ -256,6 +256,46 @@ def test_groups_may_be_made_often() -> None:
     assert values(run_ranks(WORLD, make_often)) == [pair, [[3]] * 3, pair]
 
 
+def break_apart(more: bool) -> Any:
+    """Ranks 0 and 2, of which rank 0 may be in more groups, and of which one breaks off again and again."""
+    pair = dist.new_group([0, 2])
+    if more:
+        dist.new_group([0])
+    if dist.get_rank() == 1:
+        return []
+    small, found = job_group(pair, timeout_seconds=10), []
+    for turn in range(4):
+        if small.rank == turn % 2:
+            small.break_off()
+        small.decide("test", {}, lambda _: {})
+        got = small.exchange({1 - small.rank: [bytes([turn])]}, {1 - small.rank}, turn)
+        found.append(
+            (small.sum(np.array([small.rank + turn])).tolist(), [bytes(each) for each in got.values()])
+        )
+    small.close()
+    return found
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_some_ranks_are_connected_anew_each_time(more: bool) -> None:
+    """torch would name their groups by how many each rank has, and give a name out again."""
+    apart = [([1 + 2 * turn], [bytes([turn])]) for turn in range(4)]
+    assert values(run_ranks(WORLD, break_apart, more)) == [apart, [], apart]
+
+
+def outlive_training() -> Any:
+    group = TorchGroup(timeout_seconds=20)
+    names = len(dist.distributed_c10d._world.pg_names)
+    dist.destroy_process_group()
+    total = group.sum(np.array([1])).tolist()
+    group.close()
+    return names, total
+
+
+def test_training_knows_nothing_of_its_groups() -> None:
+    assert values(run_ranks(WORLD, outlive_training)) == [(1, [WORLD])] * WORLD
+
+
 def test_one_process_is_alone() -> None:
     group = job_group()
     assert (group.rank, group.world) == (0, 1)

@@ -93,9 +93,8 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
         return [model.table(), *find_tables(module)]
 
     with patch.object(trained_model, "find_tables", tables):
-        return Checkpointer(
-            url, model, model.optimizer, bits=32, policy="consecutive", workers=1, retry_seconds=2, **options
-        )
+        own = {"bits": 32, "policy": "consecutive", "workers": 1, "retry_seconds": 2, **options}
+        return Checkpointer(url, model, model.optimizer, **own)
 
 
 def cut_small() -> None:
