@@ -60,7 +60,7 @@ def told_record(version: str, nonce: str, plan: Plan, staged: Staged, told: Docu
         From `commit_document`.
     """
     moved = moved_nodes(plan.place())
-    rows = {write.path: replace(write.entry, stored=moved.get(write.path)) for write in plan.rows}
+    rows = {write.path: replace(write.entry, stored=moved.get(write.path)) for write in staged.rows}
     fields = {name: told[name] for name in _TOLD}
     return ToldRecord(
         id=version,

@@ -78,7 +78,7 @@ def stage(
     """
     dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
     plan = replace(plan, dense=dense, rows=rows)
-    staged, home = Staged(), _Home(version, moved_nodes(plan.place()))
+    staged, home = Staged(rows), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 
     def put(made: _Object) -> tuple[_Object, Part]:

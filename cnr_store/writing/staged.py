@@ -14,7 +14,7 @@ from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
-from cnr_store.writing.plan import DenseWrite
+from cnr_store.writing.plan import DenseWrite, RowsWrite
 
 _NUMBER = np.dtype("<u4")
 
@@ -25,6 +25,8 @@ class Staged:
 
     Attributes
     ----------
+    rows
+        The arrays of rows of the plan, those on a lattice with the step that was found for them.
     own
         Of many ranks: the dense arrays that only this one knows of.
     state_sha256
@@ -33,6 +35,7 @@ class Staged:
         By rank, the bytes that it put, and the seconds that it took for them.
     """
 
+    rows: Sequence[RowsWrite] = ()
     arrays: dict[str, ArrayEntry] = field(default_factory=dict)
     nodes: dict[str, Doc] = field(default_factory=dict)
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
