@@ -37,7 +37,11 @@ from benchmarks.codec_bench.targets import Target  # noqa: E402
 from cnr_store.demo.data import CROSS_ROWS  # noqa: E402
 from cnr_store.demo.model import BAGS, new_training  # noqa: E402
 from cnr_store.training.model.tables import find_tables  # noqa: E402
-from cnr_store.training.tracking.bitmap import bitmap_bytes, mark_nonzero_of_tables  # noqa: E402
+from cnr_store.training.tracking.bitmap import (  # noqa: E402
+    bitmap_bytes,
+    compile_kernels,
+    mark_nonzero_of_tables,
+)
 from cnr_store.training.tracking.step_hooks import (  # noqa: E402
     add_step_listener,
     remove_step_listener,
@@ -129,6 +133,8 @@ def _around_step(tracker: Tracker, optimizer: Optimizer) -> None:
 
 @contextmanager
 def _tracker(model: nn.Module, optimizer: Optimizer) -> Iterator[Tracker]:
+    for _ in compile_kernels():  # as a Checkpointer does beside training
+        pass
     tracker = Tracker(find_tables(model), [optimizer])
     try:
         yield tracker
