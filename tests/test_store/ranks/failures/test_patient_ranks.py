@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from cnr_backends import StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
+from cnr_store.ranks.group import Document
+from cnr_store.ranks.protocol import SaveRound
 from cnr_store.writing import patience
 from tests.test_store.ranks.support.rank_processes import run_ranks
 from tests.test_store.ranks.support.shared_model import SharedModel, checkpointer_of, cut_small
@@ -53,7 +55,7 @@ def test_ranks_wait_while_one_asks_again(
 
 
 def save_thrice(url: str) -> list[int]:
-    """Rank 1 asks again for the record of the second version, while the others are at the third save."""
+    """Rank 1 hears nothing of the second version, and asks again for its record while the others save the third."""
     failed: list[str] = []
 
     def fail_once(operation: str, key: str, _: int) -> Fault:
@@ -62,6 +64,12 @@ def save_thrice(url: str) -> list[int]:
         failed.append(key)
         return "unreachable"
 
+    hear = SaveRound.outcome
+
+    def hear_nothing(save: SaveRound) -> Document | None:
+        told = hear(save)  # by then it is committed
+        return None if dist.get_rank() == 1 and len(steps) == 1 and not failed else told
+
     cut_small()
     steps: list[int] = []
     model = SharedModel(dist.get_rank(), dist.get_world_size())
@@ -69,6 +77,7 @@ def save_thrice(url: str) -> list[int]:
     with (
         patch.object(patience, "_FIRST_PAUSE_SECONDS", PAUSE_SECONDS),
         patch.object(random, "uniform", lambda *_: 1.0),
+        patch.object(SaveRound, "outcome", hear_nothing),
         checkpointer_of(model, backend, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=60) as checkpointer,
     ):
         for step in range(1, 4):
