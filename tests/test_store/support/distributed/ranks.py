@@ -57,9 +57,13 @@ def run_ranks(module: str, world: int, folder: Path) -> None:
 
 
 def run_checks(checks: Mapping[str, Callable[[], None]]) -> None:
-    """In such a process: run the checks in their order."""
+    """In such a process: run the checks in their order, and end the process."""
     _, store, rank, world = sys.argv
     with group(store, int(rank), int(world)):
         for name, check in checks.items():
             print(name, flush=True)
             check()
+    # Threads of torch that TorchRec's models keep alive may want the interpreter's lock while it ends, and then
+    # abort the process ("terminate called without an active exception"). Children of `multiprocessing` end like this.
+    sys.stdout.flush()
+    os._exit(0)
