@@ -37,8 +37,8 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import CONSTRUCT, Options, first_fused
-from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
+from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
+from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
