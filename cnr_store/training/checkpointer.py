@@ -105,9 +105,11 @@ class Checkpointer:
     storage_options
         Options of the filesystem, as in fsspec.
     workers
-        Threads that encode. Storage is written and read in other threads.
+        Threads that encode. Storage is written and read in other threads. Rows beyond `snapshot_bytes`, for which
+        training waits, are encoded by as many threads as torch computes with, if these are more.
     snapshot_bytes
-        Host memory for the rows of a snapshot. Rows that don't fit are encoded before `save` returns.
+        Host memory for the rows of a snapshot. Rows that don't fit are encoded before `save` returns. A container's
+        limit is not asked for.
     rng
         Whether the global random number generators are saved and restored.
     overlap
