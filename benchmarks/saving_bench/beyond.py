@@ -16,19 +16,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import cnr_store
 from benchmarks.codec_bench.targets import Target
 from benchmarks.saving_bench.training import DIM, Training
 from cnr_codecs import UniformRows
-from cnr_store.format.grid import choose_grid
+from cnr_store.format.grid import choose_grid, count_blocks
 from cnr_store.training.model.tensors import AnyArray, gather
 
 TABLES = 4
 _BITS = 4
 _CODEC = UniformRows("adaptive", _BITS)
-_TOGETHER_BYTES = 4 << 20
+_Chunk = tuple[torch.Tensor, AnyArray | None, int, int]
+"""(table, the rows or None for all, first row, rows) of a chunk."""
 OURS, BARE = "save", "encoder alone"
 SHARES = (1.0, 0.25)
 WORKERS = (1, 2)
@@ -111,28 +113,30 @@ def _save(checkpointer: cnr_store.Checkpointer, training: Training, ids: torch.T
 
 def _encode(pool: ThreadPoolExecutor, training: Training, ids: torch.Tensor | None) -> float:
     began = time.perf_counter()
-    for _ in pool.map(_encode_piece, _pieces(training, ids)):
+    for _ in pool.map(_encode_chunk, _chunks(training, ids)):
         pass
     return time.perf_counter() - began
 
 
-def _encode_piece(piece: tuple[torch.Tensor, AnyArray | None, int]) -> None:
-    rows, ids, chunk_rows = piece
-    values = rows.numpy() if ids is None else gather(rows, ids)
-    for first in range(0, len(values), chunk_rows):
-        chunk = values[first : first + chunk_rows]
-        _CODEC.encode_rows(chunk, None, len(chunk), element="float32")
+def _encode_chunk(chunk: _Chunk) -> None:
+    table, ids, first, rows = chunk
+    values = table[first : first + rows].numpy() if ids is None else gather(table, ids)
+    offsets = None if ids is None else ids - first
+    _CODEC.encode_rows(values, offsets, rows, element="float32")
 
 
-def _pieces(
-    training: Training, ids: torch.Tensor | None
-) -> Iterator[tuple[torch.Tensor, AnyArray | None, int]]:
-    each = _TOGETHER_BYTES // (4 * DIM)
+def _chunks(training: Training, ids: torch.Tensor | None) -> Iterator[_Chunk]:
+    """As a version is cut."""
+    changed = None if ids is None else ids.numpy()
     for table in training.arrays:
-        chunk_rows = choose_grid(len(table), DIM, 4, _CODEC.bytes_per_row(DIM, "float32"), None).chunk_rows
-        for first in range(0, len(table) if ids is None else len(ids), each):
-            rows = table[first : first + each] if ids is None else table
-            yield rows, None if ids is None else ids[first : first + each].numpy(), chunk_rows
+        counts = None if changed is None else count_blocks(changed, len(table))
+        grid = choose_grid(len(table), DIM, 4, _CODEC.bytes_per_row(DIM, "float32"), counts)
+        for first in range(0, len(table), grid.chunk_rows):
+            if changed is None:
+                yield table, None, first, min(grid.chunk_rows, len(table) - first)
+                continue
+            begin, end = np.searchsorted(changed, (first, first + grid.chunk_rows))
+            yield table, changed[begin:end], first, grid.chunk_rows
 
 
 def targets(lines: list[Line]) -> Iterator[Target]:

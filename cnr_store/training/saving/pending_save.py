@@ -1,4 +1,4 @@
-"""A save under way, and who is told of its outcome."""
+"""A save under way."""
 
 from __future__ import annotations
 
