@@ -56,7 +56,7 @@ def decode_plain(
     if len(data) < _HEAD.size:
         return None
     *start, rows, dim, _, nbytes, scheme, bits, parameters, row_set, count, none, held, checksum = (
-        _HEAD.unpack_from(data)
+        _HEAD.unpack_from(data.data)
     )
     body_bytes = rows * (4 + row_bytes(Scheme.ASYMMETRIC, bits, dim))
     if not (
