@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass  # noqa: E402
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, SUMMARY, PAGE = _ROOT / "benchmarks/results", "summary.json", _ROOT / "docs/pace.md"
-_BEGIN, _END = "<!-- the ledger -->\n", "<!-- end of the ledger -->\n"
+_LEDGER, _FEW_ROWS = "the ledger", "ten rows"
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,29 @@ def table(found: Iterable[Entry]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def page(text: str, found: Iterable[Entry]) -> str:
-    """The page with the table in its place."""
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+def few_rows(results: Path = RESULTS) -> str:
+    """What readers take for ten random rows, as Markdown: published without an aim."""
+    lines = json.loads((results / "reading.json").read_text(encoding="utf-8"))["few_rows"]
+    rows = [("where", "reader", "rows of the table", "ms", "requests", "kB")]
+    rows.append(tuple("---" for _ in rows[0]))
+    for line in lines:
+        counted = ("", "") if line["requests"] is None else (line["requests"], f"{line['bytes'] / 1e3:,.0f}")
+        milliseconds = f"{line['seconds'] * 1e3:.0f}"
+        rows.append((line["place"], line["reader"], f"{line['table_rows']:,}", milliseconds, *counted))
+    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in rows)
+
+
+def page(text: str, found: Iterable[Entry], results: Path = RESULTS) -> str:
+    """The page with both tables in their places."""
+    return _placed(_placed(text, _LEDGER, table(found)), _FEW_ROWS, few_rows(results))
+
+
+def _placed(text: str, name: str, made: str) -> str:
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->\n")
     if not begin or not end:
-        raise ValueError(f"{PAGE} lacks the two lines between which the ledger stands")
-    return f"{before}{begin}\n{table(found)}\n{end}{after}"
+        raise ValueError(f"{PAGE} lacks the two lines between which {name} stands")
+    return f"{before}{begin}\n{made}\n{end}{after}"
 
 
 def main() -> None:

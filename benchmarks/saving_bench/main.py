@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.codec_bench.machine import describe
-from benchmarks.saving_bench import pace, stall, thousand
+from benchmarks.saving_bench import beyond, pace, stall, thousand
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
 _TABLES, _QUICK_TABLES = 1000, 20
+_BEYOND_ROWS = 312_500  # of each table: 320 MB
 
 
 def main() -> None:
@@ -32,17 +33,26 @@ def main() -> None:
     for optimizer, tables in (("sgd", 4), ("adagrad", 1)):
         with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
             stalls += stall.measure(optimizer, tables, rows, rounds, Path(folder))
+    print(beyond.Line.HEAD)
+    with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
+        without_room = beyond.measure(min(rows, _BEYOND_ROWS), 2 + rounds, Path(folder))
     print(pace.Line.HEAD)
     with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
         paces = pace.measure(4, rows, seconds, Path(folder))
     print(thousand.Line.HEAD)
     many = thousand.measure(_QUICK_TABLES if options.quick else _TABLES, rounds)
-    targets = [*stall.targets(stalls), *pace.targets(paces), *thousand.targets(many)]
+    targets = [
+        *stall.targets(stalls),
+        *beyond.targets(without_room),
+        *pace.targets(paces),
+        *thousand.targets(many),
+    ]
     print(*targets, sep="\n")
     options.out.mkdir(parents=True, exist_ok=True)
     document = {
         **describe(),
         "stall": [asdict(line) for line in stalls],
+        "beyond": [asdict(line) for line in without_room],
         "pace": [asdict(line) for line in paces],
         "thousand": {
             "machine": describe()["machine"],

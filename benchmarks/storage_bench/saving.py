@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,6 +85,14 @@ def _put_all(backend: Backend, objects: Objects) -> None:
             pass
 
 
+def _write_synced(path: Path, objects: Objects) -> None:
+    """What the machine does by itself: all bytes, one after the other, into one file."""
+    with path.open("xb", buffering=0) as file:
+        for data in objects.values():
+            file.write(data)
+        os.fsync(file.fileno())
+
+
 def measure(rows: int, dim: int, folder: Path) -> Figures:
     """Seconds of each, the best of several in turns."""
     found: Figures = {}
@@ -91,21 +100,31 @@ def measure(rows: int, dim: int, folder: Path) -> Figures:
     objects: Objects = {}
     _save(_Nowhere(0, objects), plan)
     fresh = (open_backend(folder / str(number)) for number in itertools.count())
-    places: dict[str, Callable[[], Backend]] = {
-        f"puts of {DELAY_SECONDS * 1000:.0f} ms": lambda: _Nowhere(DELAY_SECONDS),
-        "local disk": lambda: next(fresh),
+    files = (folder / f"file{number}" for number in itertools.count())
+    far = f"puts of {DELAY_SECONDS * 1000:.0f} ms"
+    places: dict[str, tuple[Callable[[], Backend], str, Callable[[], object]]] = {
+        far: (
+            lambda: _Nowhere(DELAY_SECONDS),
+            "put alone",
+            lambda: _put_all(_Nowhere(DELAY_SECONDS), objects),
+        ),
+        "local disk": (
+            lambda: next(fresh),
+            "one file, synced",
+            lambda: _write_synced(next(files), objects),
+        ),
     }
-    for place, make in places.items():
+    for place, (make, name, write) in places.items():
         seconds = race(
             {
                 "encode alone": lambda: _save(_Nowhere(0), plan),
-                "put alone": lambda make=make: _put_all(make(), objects),  # type: ignore[misc]
+                name: write,
                 "save": lambda make=make: _save(make(), plan),  # type: ignore[misc]
             },
             rounds=3,
         )
-        found |= {f"{place}: {name} (s)": value for name, value in seconds.items()}
-        slower = max(seconds["encode alone"], seconds["put alone"])
+        found |= {f"{place}: {each} (s)": value for each, value in seconds.items()}
+        slower = max(seconds["encode alone"], seconds[name])
         found[f"{place}: share of the slower"] = slower / seconds["save"]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from typing import Protocol
 
 from cnr_store.reading.virtual_store import BytesLike, in_read_thread
 
-RUN_BYTES = 4 << 20
+_CORES = os.cpu_count() or 1
+_SMALL_RUN_BYTES, RUN_BYTES = 4 << 20, 16 << 20
+"""Of a run that is not worth sharing out, and the most of one."""
 
 
 class Chunks(Protocol):
@@ -61,7 +64,7 @@ class Coalescer:
         if getattr(self._local, "batch", None) is batch:
             del self._local.batch
         for array, waiting in batch.waiting.items():
-            for run in _runs(sorted(waiting), max(1, RUN_BYTES // max(array.nbytes, 1))):
+            for run in _runs(sorted(waiting), _run_length(len(waiting), max(array.nbytes, 1))):
                 task = batch.loop.create_task(_read_run(array, run, waiting))
                 _tasks.add(task)
                 task.add_done_callback(_tasks.discard)
@@ -92,6 +95,12 @@ def _resolve(futures: list[asyncio.Future[BytesLike]], outcome: BytesLike | Exce
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def _run_length(chunks: int, nbytes: int) -> int:
+    """How many of so many chunks to compose together: as many runs as there are cores, of bounded size."""
+    fair = -(-chunks // _CORES)
+    return max(1, _SMALL_RUN_BYTES // nbytes, min(fair, RUN_BYTES // nbytes))
 
 
 def _runs(indexes: list[int], max_length: int) -> Iterator[range]:

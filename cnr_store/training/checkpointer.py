@@ -37,8 +37,8 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import CONSTRUCT, Options, first_fused
-from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.save_queue import SaveCallbacks, SaveQueue
+from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
+from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
@@ -105,9 +105,11 @@ class Checkpointer:
     storage_options
         Options of the filesystem, as in fsspec.
     workers
-        Threads that encode. Storage is written and read in other threads.
+        Threads that encode. Storage is written and read in other threads. Rows beyond `snapshot_bytes`, for which
+        training waits, are encoded by as many threads as torch computes with, if these are more.
     snapshot_bytes
-        Host memory for the rows of a snapshot. Rows that don't fit are encoded before `save` returns.
+        Host memory for the rows of a snapshot. Rows that don't fit are encoded before `save` returns. A container's
+        limit is not asked for.
     rng
         Whether the global random number generators are saved and restored.
     overlap

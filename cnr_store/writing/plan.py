@@ -70,6 +70,8 @@ class RowsWrite:
         As in `ArrayEntry`.
     held
         What this rank has of the array; None where it has all of it, and no other rank has any.
+    is_live
+        Whether the rows are still in the model, so that training waits until they are encoded.
     """
 
     path: str
@@ -82,6 +84,7 @@ class RowsWrite:
     aliases: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
     held: Held | None = None
+    is_live: bool = False
 
     @property
     def columns(self) -> int:
@@ -214,6 +217,10 @@ class Plan:
         Loads that training has been through.
     parent_paths
         Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there.
+    live_bytes
+        Bytes in memory of the rows that are still in the model.
+    live_threads
+        Threads that training does not need while it waits for these.
     """
 
     step: int
@@ -229,6 +236,8 @@ class Plan:
     parent_paths: Mapping[str, str] = field(default_factory=dict)
     state_parts: Mapping[int, Any] = field(default_factory=dict)
     state_sha256: Sequence[str] = ()
+    live_bytes: int = 0
+    live_threads: int = 1
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

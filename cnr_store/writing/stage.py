@@ -8,8 +8,8 @@ put.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,12 @@ class _Home:
 
 
 def stage(
-    backend: Backend, version: str, plan: Plan, transfer: Transfer, peers: Peers | None = None
+    backend: Backend,
+    version: str,
+    plan: Plan,
+    transfer: Transfer,
+    peers: Peers | None = None,
+    rows_done: Callable[[], None] = lambda: None,
 ) -> Staged:
     """Put every object of a version but its manifest, state and record; of many ranks, those that this one puts.
 
@@ -75,6 +80,8 @@ def stage(
         Its threads encode. Puts have threads of their own.
     peers
         The ranks that share the plan's arrays; None where this process has them all.
+    rows_done
+        Called when no row is read from the model any more, while objects are still being put.
     """
     dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
     plan = replace(plan, dense=dense, rows=rows)
@@ -86,7 +93,7 @@ def stage(
 
     with (
         Transfer(PUTS_IN_FLIGHT, _PUTS_WAITING, PUT_BYTES_IN_FLIGHT) as putting,
-        closing(_objects(home, plan, transfer, staged, shared)) as objects,
+        closing(_objects(home, plan, transfer, staged, shared, rows_done)) as objects,
         closing(putting.map(put, _telling(objects, peers), _Object.nbytes)) as done,
     ):
         for made, part in done:
@@ -227,16 +234,44 @@ _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
 
 
 def _objects(
-    home: _Home, plan: Plan, transfer: Transfer, staged: Staged, shared: Exchange | None
+    home: _Home,
+    plan: Plan,
+    transfer: Transfer,
+    staged: Staged,
+    shared: Exchange | None,
+    rows_done: Callable[[], None],
 ) -> Generator[_Object, None, None]:
-    """Every object in turn. Notes each array in `staged` when its first object is made."""
+    """Every object in turn, first those of rows that training waits for."""
+    live = [rows for rows in plan.rows if rows.is_live]
+    exchanged = _exchanged(home, shared)
+    if live:
+        threads = max(plan.live_threads, transfer.workers)
+        # Training stands still: its threads encode, too.
+        more = Transfer(threads, 2 * threads) if threads > transfer.workers else nullcontext(transfer)
+        with more as crew:
+            yield from _encoded(home, crew, _row_tasks(live, staged, shared), staged)
+        if any(rows.held is not None for rows in live):
+            yield from exchanged
+    rows_done()
+    yield from _encoded(home, transfer, _tasks(plan, staged, shared), staged)
+    yield from exchanged
+
+
+def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[_Object]:
+    if shared is not None:
+        for each in shared.run(home.seal):
+            yield _shard_object(home, each.rows, each.shard, each.chunks)
+
+
+def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[_Object]:
+    """The objects of tasks. Notes each array in `staged` when its first object is made."""
 
     def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None], float]:
         began = time.perf_counter()
         return task, task.encode(home), time.perf_counter() - began
 
     chunks: list[bytes | None] = []
-    with closing(transfer.map(encode, _tasks(plan, staged, shared))) as encoded:
+    with closing(transfer.map(encode, tasks)) as encoded:
         for task, made, seconds in encoded:
             staged.encoding_seconds += seconds
             if isinstance(made, _Object):
@@ -246,13 +281,10 @@ def _objects(
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(home, chunks)
                     chunks = []
-    if shared is not None:
-        for each in shared.run(home.seal):
-            yield _shard_object(home, each.rows, each.shard, each.chunks)
 
 
-def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
-    for rows in plan.rows:
+def _row_tasks(writes: Iterable[RowsWrite], staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
+    for rows in writes:
         if shared is None or shared.leads:
             _note(rows, staged)
         if rows.rows_written:
@@ -260,6 +292,11 @@ def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Tas
             every = range(grid.shard_grid[0])
             own = every if shared is None or rows.held is None else shared.local_shards(rows.path)
             yield from _shards(rows, grid, own)
+
+
+def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
+    """Those of all but live rows."""
+    yield from _row_tasks((rows for rows in plan.rows if not rows.is_live), staged, shared)
     for moved in plan.moved:
         staged.arrays[moved.path] = moved.entry
         add_node(staged.nodes, moved.path, moved.document)

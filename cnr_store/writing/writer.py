@@ -151,7 +151,7 @@ class Writer:
         Parameters
         ----------
         rows_done
-            Called when every row has been taken from its source, or never will be.
+            Called, perhaps twice, when no row is read from the model any more. What it raises fails the save.
         team
             The ranks that write it together, each calling this with its part of the plan. Their first rank claims and
             commits. None where this process has all of it.
@@ -184,7 +184,7 @@ class Writer:
                 version = claim.next_version()
                 planned = plan.digest() if team.world > 1 else ""
                 team.round.announce({"version": version, "nonce": nonce, "plan": planned})
-                staged = self._stage(version, plan, team)
+                staged = self._stage(version, plan, rows_done, team)
             finally:
                 rows_done()
             state = put_state(self._backend, version, plan, staged)
@@ -230,7 +230,7 @@ class Writer:
                 version = str(announced["version"])
                 _check_plan(plan, announced["plan"], team.rank)
                 self._check_shared(version)
-                staged = self._stage(version, plan, team)
+                staged = self._stage(version, plan, rows_done, team)
             finally:
                 rows_done()
             team.round.vote(staged.to_vote())
@@ -243,11 +243,11 @@ class Writer:
             raise failure from error
         return read_outcome(self._backend, self._direct, version, announced["nonce"], plan, staged, team)
 
-    def _stage(self, version: str, plan: Plan, team: Team) -> Staged:
+    def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
         team.round.beat("encode")
         began = time.perf_counter()
         with Transfer(self._workers, 2 * self._workers) as transfer:
-            staged = stage(self._backend, version, plan, transfer, team)
+            staged = stage(self._backend, version, plan, transfer, team, rows_done)
         put_state_parts(self._backend, version, plan, staged)
         staged.ranks[team.rank] = staged.nbytes, time.perf_counter() - began
         self.encoding_seconds += staged.encoding_seconds

@@ -19,9 +19,8 @@ from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
     assign_rows,
-    dtype_name,
     note_change,
-    numpy_view,
+    rows_view,
 )
 from cnr_store.training.tracking.bitmap import Bitmap
 
@@ -141,15 +140,10 @@ def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:
     """The target's memory, (rows, columns), if it can be read into as it is."""
     if len(target.parts) != 1:
         return None
-    tensor = target.parts[0].tensor
-    if (
-        tensor.device.type != "cpu"
-        or not tensor.is_contiguous()
-        or dtype_name(tensor.dtype) != reader.dtype.name
-        or target.parts[0].columns != reader.columns
-    ):
+    memory = rows_view(target.parts[0].tensor)
+    if memory is None or (memory.dtype, target.parts[0].columns) != (reader.dtype, reader.columns):
         return None
-    return numpy_view(tensor).reshape(target.rows, -1)
+    return memory
 
 
 def _columns(part: ColumnPart, values: AnyArray) -> AnyArray:

@@ -16,7 +16,7 @@ from cnr_store.training.distributed.dtensors import check_follows, held_pieces, 
 from cnr_store.training.distributed.pieces import ColumnPart, column_parts
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import array_dtype, dtype_name, dtype_named
+from cnr_store.training.model.tensors import AnyArray, array_dtype, dtype_name, dtype_named, rows_view
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ class RowArray:
     def nbytes(self) -> int:
         """The size of the array as it is in memory, on all ranks."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def memory(self) -> AnyArray | None:
+        """(rows, columns), read-only: a view of what this process holds, if it is in one piece in the array type."""
+        view = rows_view(self.parts[0].tensor) if len(self.parts) == 1 else None
+        if view is not None:
+            view.flags.writeable = False  # a caller's codec may change what it is given
+        return view
 
     @cached_property
     def local_columns(self) -> int:

@@ -7,6 +7,7 @@ Tensors made here are on the CPU, whatever torch's default device is.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,6 +109,13 @@ def numpy_view(tensor: torch.Tensor) -> AnyArray:
     if not has_numpy_type(plain.dtype):
         plain = plain.view(_UNSIGNED[plain.element_size()])
     return plain.numpy()
+
+
+def rows_view(tensor: torch.Tensor) -> AnyArray | None:
+    """``(rows, columns)``: a view of a tensor with a line for each row, if its memory holds them in the array type."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not has_numpy_type(tensor.dtype):
+        return None
+    return numpy_view(tensor).reshape(len(tensor), math.prod(tensor.shape[1:]))
 
 
 def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | None = None) -> AnyArray:

@@ -36,6 +36,11 @@ log = logging.getLogger("cnr_store")
 CodecOption = str | Mapping[str, Any] | RowCodec | None
 
 
+def takes_changing_rows(codec: RowCodec) -> bool:
+    """Whether rows may change under a codec, as after an interrupt: its kernels take no index from values."""
+    return isinstance(codec, LosslessRows) or (isinstance(codec, UniformRows) and codec.bins is None)
+
+
 class CodecChoice:
     """Chooses codecs by the names of tables and of optimizer state.
 

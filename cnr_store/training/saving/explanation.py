@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tensors import array_dtype
 from cnr_store.training.saving.stats import bytes_text
 
 _COLUMNS = ("table", "", "bits", "rows", "changed", "a save now", "whole", "why")
@@ -40,17 +44,71 @@ class ExplainedTable:
 
 
 class Explanation(tuple[ExplainedTable, ...]):
-    """An `ExplainedTable` for each table. Prints as a table."""
+    """An `ExplainedTable` for each table. Prints as a table.
 
-    __slots__ = ()
+    Attributes
+    ----------
+    snapshot_bytes
+        The checkpointer's.
+    live_bytes, whole_live_bytes
+        Bytes in memory of the rows of a delta now, and of all rows, that don't fit into `snapshot_bytes`: `save` would
+        encode them before it returns. Of many ranks, on this one.
+    live_pace
+        Bytes a second of such rows in the last save that had some; None before.
+    """
+
+    snapshot_bytes: int
+    live_bytes: int
+    whole_live_bytes: int
+    live_pace: float | None = None
+
+    @classmethod
+    def of(cls, tables: Iterable[ExplainedTable], arrays: Sequence[RowArray], snapshot_bytes: int) -> Self:
+        """Explain saves of tables, whose rows are in `arrays`, in the order in which saves copy them."""
+        found = cls(tables)
+        changed = {table.name: table.changed for table in found}
+        found.snapshot_bytes = snapshot_bytes
+        found.live_bytes = _without_room(
+            [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
+        )
+        found.whole_live_bytes = _without_room(
+            [each.table.local_rows * _local_row_bytes(each) for each in arrays], snapshot_bytes
+        )
+        return found
 
     def __repr__(self) -> str:
         lines = [_COLUMNS, *map(_cells, self)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
+        text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
+        ]
+        for kind, nbytes in (("delta now", self.live_bytes), ("whole version", self.whole_live_bytes)):
+            if nbytes:
+                text.append(self._stall(kind, nbytes))
+        return "\n".join(text)
+
+    def _stall(self, kind: str, nbytes: int) -> str:
+        seconds = f": {nbytes / self.live_pace:.2g} s at the pace of the last one" if self.live_pace else ""
+        return (
+            f"A {kind} holds training until {bytes_text(nbytes)} of rows are encoded that don't fit into "
+            f"snapshot_bytes, {bytes_text(self.snapshot_bytes)}{seconds}."
         )
+
+
+def _local_row_bytes(array: RowArray) -> int:
+    return array.local_columns * array_dtype(array.dtype).itemsize
+
+
+def _without_room(sizes: Iterable[int], limit: int) -> int:
+    """The bytes of the arrays that a snapshot leaves in the model; see `Staging.stage`."""
+    used = left = 0
+    for nbytes in sizes:
+        if used + nbytes > limit:
+            left += nbytes
+        else:
+            used += nbytes
+    return left
 
 
 def _cells(table: ExplainedTable) -> tuple[str, ...]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
 from cnr_store.catalog.catalog import VersionInfo
-from cnr_store.errors import ClosedError, SkippedError
+from cnr_store.errors import ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
+from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.stats import SaveStats
+
+log = logging.getLogger("cnr_store")
 
 
 class PendingSave:
@@ -58,6 +63,30 @@ class PendingSave:
         )
         return pending
 
+    def end_reading(self, *, reads_model: bool) -> None:
+        """Note that nothing is read from the model any more. A second call changes nothing.
+
+        Parameters
+        ----------
+        reads_model
+            Whether anything was.
+
+        Raises
+        ------
+        SaveError
+            Training may have gone on meanwhile.
+        """
+        try:
+            if reads_model and not self.rows_taken.is_set():
+                self.check_uninterrupted()
+        finally:
+            self.rows_taken.set()
+
+    def check_uninterrupted(self) -> None:
+        """Raise `SaveError` if training may go on before its rows were read."""
+        if self.interrupted.is_set():
+            raise SaveError(f"the save of step {self.step} was interrupted while it read the model")
+
     @property
     def stats(self) -> SaveStats | None:
         if self.written is None:
@@ -65,6 +94,12 @@ class PendingSave:
         # A quick save is written before `Checkpointer.save` has returned.
         stalled = self.stall_seconds or time.perf_counter() - self.began
         return replace(self.written, seconds_stalled=stalled)
+
+    @property
+    def live_pace(self) -> float | None:
+        """Bytes a second, if rows beyond `snapshot_bytes` were encoded while training waited."""
+        stats = self.stats
+        return stats.live_bytes / stats.seconds_stalled if stats and stats.live_bytes else None
 
     def __repr__(self) -> str:
         return f"<PendingSave of step {self.step}: {self._state()}>"
@@ -115,3 +150,38 @@ class PendingSave:
         error = self.future.exception(timeout)
         self.result_taken = True
         return error
+
+
+class SaveCallbacks:
+    """Callbacks run after each save, on the thread that writes.
+
+    Parameters
+    ----------
+    on_commit
+        Called with the record of each committed version, and the greatest version of other writers that retention may
+        remove, before the save's result is set. It must not raise.
+    on_done
+        The caller's own: called with each save that was committed or has failed. What it raises is only logged.
+    guard
+        Refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
+    """
+
+    def __init__(
+        self,
+        on_commit: Callable[[Record, str], None],
+        on_done: Callable[[PendingSave], object] | None,
+        guard: ReentrantGuard,
+    ) -> None:
+        self.on_commit = on_commit
+        self._on_done = on_done
+        self._guard = guard
+
+    def run_on_done(self, pending: PendingSave) -> None:
+        """Call `on_done`, unless the save never began."""
+        if self._on_done is None or pending.future.cancelled():
+            return
+        try:
+            with self._guard.refuse_this_thread():
+                self._on_done(pending)
+        except BaseException:  # the pool would drop it unseen, and the save's outcome stays what it is
+            log.exception("on_done of the save of step %d failed", pending.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -17,11 +17,12 @@ from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.codec_choice import takes_changing_rows
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.saving.tally import Tally
+from cnr_store.training.saving.tally import Changed, Tally
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
@@ -29,17 +30,6 @@ from cnr_store.writing.steps import keep_step
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
-
-
-@dataclass(frozen=True)
-class Changed:
-    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
-
-    counts: Mapping[Since, Mapping[str, Counts]]
-
-    def rows(self, since: Since, table: str) -> int:
-        """Rows of a table."""
-        return int(self.counts[since][table].sum())
 
 
 class Planner:
@@ -196,7 +186,7 @@ class Planner:
                     whole_bytes=round(table.rows * row_bytes),
                 )
             )
-        return Explanation(tables)
+        return Explanation.of(tables, arrays, self._staging.limit_bytes)
 
     def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave) -> Plan:
         """Plan the version that was decided on, and copy its rows as far as there is room.
@@ -226,6 +216,7 @@ class Planner:
             restores=lineage.restores,
             metadata=snapshot.metadata,
             parent_paths=lineage.paths,
+            live_bytes=self._staging.left_bytes,
         )
 
     def rows(
@@ -246,12 +237,10 @@ class Planner:
             for table in self._tables
         }
         counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
-        writes = [
+        return [
             self._write(array, decision, ids[array.table.name], counts[array.table.name], pending)
             for array in snapshot.arrays
         ]
-        # Rows still in the model come first, because training waits for them.
-        return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
 
     def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """Why tables are written whole although the policy may want a delta, by name."""
@@ -282,17 +271,19 @@ class Planner:
                 "stored by rows; split the table's columns"
             )
         written, codec = None if line is None else ids, self._codec(array)
+        source = self._staging.stage(array, written, pending, in_place=takes_changing_rows(codec))
         return RowsWrite(
             path=array.path,
             shape=array.shape,
             element=array.element,
             base=None if line is None or ids is None else line.base(decision.since),
             ids=None if written is None else written + table.first_row,
-            source=self._staging.stage(array, written, pending),
+            source=source,
             codec=codec if line is None or ids is None else keep_step(codec, line.lattice),
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=self._held(array, None if written is None else counts),
+            is_live=isinstance(source, LiveRows),
         )
 
     def _held(self, array: RowArray, counts: Counts | None) -> Held | None:

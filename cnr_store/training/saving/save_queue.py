@@ -6,6 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+
+import torch
 
 from cnr_backends import Backend
 from cnr_store.errors import (
@@ -23,12 +26,11 @@ from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
-from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import Options
-from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
 from cnr_store.training.saving.planner import Planner
-from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot
+from cnr_store.training.saving.snapshot import Bitmaps, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.audit import Audit
@@ -40,41 +42,6 @@ from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
 _COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler. See `cnr warm`"
-
-
-class SaveCallbacks:
-    """Callbacks run after each save, on the thread that writes.
-
-    Parameters
-    ----------
-    on_commit
-        Called with the record of each committed version, and the greatest version of other writers that retention may
-        remove, before the save's result is set. It must not raise.
-    on_done
-        The caller's own: called with each save that was committed or has failed. What it raises is only logged.
-    guard
-        Refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
-    """
-
-    def __init__(
-        self,
-        on_commit: Callable[[Record, str], None],
-        on_done: Callable[[PendingSave], object] | None,
-        guard: ReentrantGuard,
-    ) -> None:
-        self.on_commit = on_commit
-        self._on_done = on_done
-        self._guard = guard
-
-    def run_on_done(self, pending: PendingSave) -> None:
-        """Call `on_done`, unless the save never began."""
-        if self._on_done is None or pending.future.cancelled():
-            return
-        try:
-            with self._guard.refuse_this_thread():
-                self._on_done(pending)
-        except BaseException:  # the pool would drop it unseen, and the save's outcome stays what it is
-            log.exception("on_done of the save of step %d failed", pending.step)
 
 
 class SaveQueue:
@@ -125,6 +92,7 @@ class SaveQueue:
         self._options = options
         self._closing = False
         self._failures = 0  # in a row
+        self._live_pace: float | None = None
         self._callbacks = callbacks
         self._pending: tuple[PendingSave, Bitmaps] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
@@ -188,7 +156,7 @@ class SaveQueue:
             self.tracker.swap(snapshot.dirty)
             self._tally.join(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
-            reads_model = any(isinstance(write.source, LiveRows) for write in plan.rows)
+            reads_model = any(write.is_live for write in plan.rows)
             self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
@@ -227,7 +195,9 @@ class SaveQueue:
                     name: rows | taken[name] if taken[name].shape == rows.shape else rows
                     for name, rows in dirty.items()
                 }
-        return self.planner.explain(arrays, dirty, tracker.ways(), tracker.whole_reasons())
+        explained = self.planner.explain(arrays, dirty, tracker.ways(), tracker.whole_reasons())
+        explained.live_pace = self._live_pace
+        return explained
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
         changed = self.planner.count(snapshot.dirty, full)
@@ -235,7 +205,8 @@ class SaveQueue:
         if not decision.full:  # a full version holds every row, flagged or not
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
         self.audit.renew(snapshot.arrays, snapshot.dirty)
-        return self.planner.plan(decision, snapshot, changed, pending)
+        plan = self.planner.plan(decision, snapshot, changed, pending)
+        return replace(plan, live_threads=torch.get_num_threads())
 
     def _compile(self) -> None:
         any(self._closing or is_exiting() for _ in self.planner.compile_steps())
@@ -272,7 +243,7 @@ class SaveQueue:
     ) -> Record:
         def rows_taken() -> None:
             self._patience.training_waits = False
-            pending.rows_taken.set()
+            pending.end_reading(reads_model=plan.live_bytes > 0)
 
         writer, began = self.writer, time.perf_counter()
         encoding, putting = writer.encoding_seconds, writer.putting_seconds
@@ -289,6 +260,7 @@ class SaveQueue:
             seconds_waiting=self._patience.seconds_waited,
             ranks=record.policy.get("ranks"),
             fold_bytes=self.fold_bytes,
+            live_bytes=plan.live_bytes,
         )
         self.fold_bytes = 0
         return record
@@ -311,6 +283,8 @@ class SaveQueue:
         pending.callbacks_done.wait()  # on_done may take the result
         if error is None:
             self.planner.apply_commit(pending.future.result(), dirty)
+            if pending.live_pace:
+                self._live_pace = pending.live_pace
         else:
             self.tracker.restore(dirty)
         # The next delta would need the lost base, too.

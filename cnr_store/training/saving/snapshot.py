@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from cnr_store.errors import SaveError, StateError
+from cnr_store.errors import StateError
 from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
@@ -34,15 +34,15 @@ MAX_METADATA_BYTES = 64 << 10
 _SAVES_BEFORE_SHRINKING = 4
 
 
-def _copy_rows(array: RowArray, ids: AnyArray | None, out: AnyArray) -> None:
-    """Copy the rows `ids` (None for all) that this process holds of an array, part beside part."""
+def _copy_rows(array: RowArray, ids: AnyArray | slice, out: AnyArray) -> None:
+    """Copy rows that this process holds of an array, part beside part."""
     column = 0
     for part in array.parts:
         target = out[:, column : column + part.columns]
         if part.tensor.ndim == 1:
             target = target[:, 0]
-        if ids is None:
-            torch.from_numpy(target).copy_(part.tensor.detach())
+        if isinstance(ids, slice):
+            torch.from_numpy(target).copy_(part.tensor.detach()[ids])
         elif target.flags.c_contiguous:
             gather(part.tensor, ids, target)
         else:
@@ -63,22 +63,23 @@ class StagedRows:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """Rows still in the model, which training must not change until they are read or the save is interrupted.
+    """Rows still in the model, which training must not change until they are encoded or the save is interrupted.
 
-    `ids` count from the first row that this process holds.
+    `ids` count from the first row that this process holds. With `in_place`, whole arrays are not copied if their memory
+    will do. `PendingSave.end_reading` tells whether training may have changed them meanwhile.
     """
 
     array: RowArray
     ids: AnyArray | None
     pending: PendingSave
+    in_place: bool
 
     def values(self, begin: int, end: int) -> AnyArray:
-        ids = np.arange(begin, end) if self.ids is None else self.ids[begin:end]
+        self.pending.check_uninterrupted()
+        if self.in_place and self.ids is None and self.array.memory is not None:
+            return self.array.memory[begin:end]
         taken = np.empty((end - begin, self.array.local_columns), array_dtype(self.array.dtype))
-        _copy_rows(self.array, ids, taken)
-        # Asked after the copy: training may have changed rows in the middle of it.
-        if self.pending.interrupted.is_set():
-            raise SaveError(f"the save of step {self.pending.step} was interrupted while it read the model")
+        _copy_rows(self.array, slice(begin, end) if self.ids is None else self.ids[begin:end], taken)
         return taken
 
 
@@ -86,16 +87,16 @@ class Staging:
     """Host memory for the rows of a snapshot. Each save uses it again: fresh memory costs several times a copy.
 
     At most `limit_bytes` are held. Rows beyond them stay in the model, as `LiveRows`. Memory of which several saves in
-    a row used less than half is given back.
+    a row used less than half is given back. `left_bytes` are those of the rows that this snapshot left there.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.left_bytes = 0
         self._buffers: dict[str, AnyArray] = {}
         self._used: deque[dict[str, int]] = deque([{}], maxlen=_SAVES_BEFORE_SHRINKING)
-        self._used_bytes = self._held_bytes = (
-            0  # the sums of both: adding up thousands for each array takes long
-        )
+        # The sums of both: adding up thousands for each array takes long.
+        self._used_bytes = self._held_bytes = 0
 
     def reset(self) -> None:
         """Start a snapshot, which may overwrite the rows of the last one."""
@@ -104,7 +105,7 @@ class Staging:
                 if 2 * max(used.get(path, 0) for used in self._used) < len(buffer):
                     self._drop(path)  # the next use makes it as large as it has to be
         self._used.append({})
-        self._used_bytes = 0
+        self._used_bytes = self.left_bytes = 0
 
     def clear(self) -> None:
         """Give all memory back."""
@@ -114,26 +115,29 @@ class Staging:
     def _drop(self, path: str) -> None:
         self._held_bytes -= len(self._buffers.pop(path, ()))
 
-    def stage(self, array: RowArray, ids: AnyArray | None, pending: PendingSave) -> StagedRows | LiveRows:
+    def stage(
+        self, array: RowArray, ids: AnyArray | None, pending: PendingSave, *, in_place: bool
+    ) -> StagedRows | LiveRows:
         """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
 
         `ids` count from the first row held. They stay in the model if there is no room.
         """
         rows, dtype = array.table.local_rows if ids is None else len(ids), array_dtype(array.dtype)
         nbytes = rows * array.local_columns * dtype.itemsize
-        if self._used_bytes + nbytes > self._limit_bytes:
-            return LiveRows(array, ids, pending)
+        if self._used_bytes + nbytes > self.limit_bytes:
+            self.left_bytes += nbytes
+            return LiveRows(array, ids, pending, in_place)
         self._used[-1][array.path] = nbytes
         self._used_bytes += nbytes
         out = self._buffer(array.path, nbytes).view(dtype).reshape(rows, array.local_columns)
-        _copy_rows(array, ids, out)
+        _copy_rows(array, slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
     def _buffer(self, path: str, nbytes: int) -> AnyArray:
         buffer = self._buffers.get(path)
         if buffer is None or len(buffer) < nbytes:
             self._drop(path)
-            if self._held_bytes + nbytes > self._limit_bytes:
+            if self._held_bytes + nbytes > self.limit_bytes:
                 self.clear()  # rows staged for this snapshot keep their own buffers alive
             buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
             self._held_bytes += nbytes

@@ -25,6 +25,9 @@ class SaveStats:
         `torch.save` writes them.
     seconds_stalled
         How long `save` held the training thread.
+    live_bytes
+        Bytes in memory of the rows that did not fit into `snapshot_bytes`: `save` encoded them before it returned. Of
+        many ranks, on this one.
     seconds_writing
         From the beginning of the write in the background to the commit.
     seconds_encoding, seconds_putting, seconds_waiting
@@ -47,14 +50,16 @@ class SaveStats:
     seconds_waiting: float
     ranks: Mapping[str, Any] | None = None
     fold_bytes: int = 0
+    live_bytes: int = 0
 
 
 def save_line(stats: SaveStats, step: int, kind: str) -> str:
     """The line that the log has of a save."""
+    live = f" ({bytes_text(stats.live_bytes)} beyond snapshot_bytes were encoded)" if stats.live_bytes else ""
     folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
     return (
         f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
-        f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms, "
+        f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms{live}, "
         f"written in {stats.seconds_writing:.1f} s{folded}"
     )
 

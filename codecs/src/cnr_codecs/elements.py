@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,11 @@ def quantizable_element(name: str) -> Element:
     return element
 
 
+@lru_cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which numpy puts together anew each time
+
+
 def element_of(dtype: npt.DTypeLike) -> str:
     """Return the name of the element type that holds arrays of `dtype`, in any byte order.
 
@@ -111,7 +117,7 @@ def element_of(dtype: npt.DTypeLike) -> str:
     RowsError
         No element type holds that dtype.
     """
-    name = np.dtype(dtype).name
+    name = _name(np.dtype(dtype))
     if name not in BY_NAME:
         raise RowsError(f"arrays of dtype {name} can't be stored; use one of {', '.join(BY_NAME)}")
     return name

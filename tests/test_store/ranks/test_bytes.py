@@ -141,8 +141,8 @@ def test_no_rank_writes_far_more_than_the_mean(
     random = np.random.default_rng(0)
     written: Counter[int] = Counter()
 
-    def count(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team) -> Any:
-        staged = stage(backend, version, plan, transfer, peers)
+    def count(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team, rows_done: Any) -> Any:
+        staged = stage(backend, version, plan, transfer, peers, rows_done)
         written[peers.rank] += staged.nbytes
         return staged
 

@@ -228,8 +228,10 @@ class LosslessHistory:
         self.failing: tuple[int, int] | None = None
         self.keeps_all = random.random() < 0.6
 
-        def stage_or_fail(backend: Any, version: str, plan: Plan, transfer: Any, peers: Team) -> Any:
-            staged = stage.stage(backend, version, plan, transfer, peers)
+        def stage_or_fail(
+            backend: Any, version: str, plan: Plan, transfer: Any, peers: Team, rows_done: Any
+        ) -> Any:
+            staged = stage.stage(backend, version, plan, transfer, peers, rows_done)
             if self.failing == (plan.step, peers.rank):
                 raise OSError("the disk of this rank is full")
             return staged

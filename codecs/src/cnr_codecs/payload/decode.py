@@ -119,7 +119,7 @@ def _fill(payload: Payload, segment: Segment, target: Target) -> int:
 
 def _copy(payload: Payload, segment: Segment, target: Target) -> int:
     written = 0
-    for start, rows in segment.row_set.blocks():
+    for start, rows in target.held(segment.row_set):
         codes = segment.codes[start : start + len(rows)]
         block = (codes.reshape(-1), codes.shape[1], rows, target.first_row, target.need)
         if payload.element == "bfloat16":
@@ -169,7 +169,7 @@ def _parts(segment: Segment, target: Target) -> Iterator[tuple[int, int, npt.NDA
     if row_set.kind is RowSetKind.PREFIX:
         yield max(0, target.first_row), min(row_set.count, target.first_row + len(target.need)), _NO_ROWS
         return
-    for start, rows in row_set.blocks():
+    for start, rows in target.held(row_set):
         yield start, start + len(rows), rows
 
 
@@ -177,7 +177,7 @@ def _look_up(payload: Payload, segment: Segment, target: Target) -> int:
     flat = target.flat.view(np.uint16) if payload.element == "float16" else target.flat
     shared = _rounded(segment.parameters, payload.element) if segment.books is not None else None
     written = 0
-    for start, rows in segment.row_set.blocks():
+    for start, rows in target.held(segment.row_set):
         stop = start + len(rows)
         if shared is None or segment.books is None:
             table = _rounded(segment.parameters[start:stop], payload.element)

@@ -121,13 +121,28 @@ class RowSet:
             yield done, block
             done += len(block)
 
+    def within(self, first: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """As `blocks`, but at least the rows `first` to `stop`, and few others where the kind allows."""
+        first, stop = max(first, 0), min(stop, self.rows)
+        if first >= stop:
+            return
+        if self.kind is RowSetKind.BITMAP:
+            first, stop = first // 8, -(-stop // 8)
+            done = int.from_bytes(self.data[:first].tobytes(), "little").bit_count()
+            for rows in _bitmap_rows(self.data[first:stop]):
+                yield done, rows + np.uint32(first * 8)
+                done += len(rows)
+        elif self.kind in _OFFSET_DTYPES:
+            # Of the same type: another one would make a copy of all offsets first.
+            place, last = self.data.searchsorted(np.array((first, stop - 1), self.data.dtype)).tolist()
+            for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
+                yield start, self.data[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
+        else:
+            yield from self.blocks()
+
     def _blocks(self) -> Iterator[npt.NDArray[np.uint32]]:
         if self.kind is RowSetKind.BITMAP:
-            step = BLOCK_ROWS // 8
-            for start in range(0, len(self.data), step):
-                bits = np.unpackbits(self.data[start : start + step], bitorder="little")
-                # flatnonzero is many times faster on bools than on integers.
-                yield (np.flatnonzero(bits.view(np.bool_)) + start * 8).astype(np.uint32)
+            yield from _bitmap_rows(self.data)
             return
         if self.kind is RowSetKind.GAPS:
             yield from _unpack_gaps(self.data, self.count, self.rows)
@@ -138,6 +153,14 @@ class RowSet:
                 yield np.arange(start, stop, dtype=np.uint32)
             else:
                 yield self.data[start:stop].astype(np.uint32)
+
+
+def _bitmap_rows(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint32]]:
+    step = BLOCK_ROWS // 8
+    for start in range(0, len(data), step):
+        bits = np.unpackbits(data[start : start + step], bitorder="little")
+        # flatnonzero is many times faster on bools than on integers.
+        yield (np.flatnonzero(bits.view(np.bool_)) + start * 8).astype(np.uint32)
 
 
 def rows_of(row_sets: Sequence[RowSet]) -> npt.NDArray[np.int64]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
 
@@ -20,3 +23,7 @@ class Target:
     first_row: int
     flat: npt.NDArray[Any]
     stride: int
+
+    def held(self, row_set: RowSet) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """Yield the rows of a set that `out` has, and few others; see `RowSet.within`."""
+        return row_set.within(self.first_row, self.first_row + len(self.need))

@@ -26,8 +26,10 @@ def test_ranks_go_on_and_give_up_together(
 ) -> None:
     find_small_models(monkeypatch)
 
-    def stage_or_fail(backend: Backend, version: str, plan: Plan, transfer: Transfer, peers: Team) -> Staged:
-        staged = stage.stage(backend, version, plan, transfer, peers)
+    def stage_or_fail(
+        backend: Backend, version: str, plan: Plan, transfer: Transfer, peers: Team, rows_done: Any
+    ) -> Staged:
+        staged = stage.stage(backend, version, plan, transfer, peers, rows_done)
         if FAILING.get(plan.step) == peers.rank:
             raise OSError("the disk of this rank is full")
         return staged
