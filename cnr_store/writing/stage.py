@@ -18,7 +18,8 @@ import google_crc32c
 import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
-from cnr_codecs import array_dtype, encode_chunks, zarr_codecs
+from cnr_codecs import array_dtype, zarr_codecs
+from cnr_codecs.protocol import encode_chunks
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,

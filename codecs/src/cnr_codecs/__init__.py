@@ -23,7 +23,7 @@ from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.payload import build as build_payload
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
 from cnr_codecs.payload.validate import parse
-from cnr_codecs.protocol import ChunksCodec, RowCodec, encode_chunks
+from cnr_codecs.protocol import ChunksCodec, RowCodec
 from cnr_codecs.registry import row_codec
 from cnr_codecs.report import CodecReport, error_report
 from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
@@ -35,7 +35,6 @@ __version__ = "0.1.0"
 __all__ = [
     "RowCodec",
     "ChunksCodec",
-    "encode_chunks",
     "UniformRows",
     "KMeansRows",
     "LatticeRows",

@@ -88,7 +88,28 @@ class ChunksCodec(RowCodec, Protocol):
         element: str,
         seals: Sequence[int],
     ) -> list[bytes]:
-        """Return the payloads that `encode_rows` returns for each chunk; see `encode_chunks`."""
+        """Return the payloads of several chunks, as `encode_rows` returns each.
+
+        Parameters
+        ----------
+        values
+            (n, dim), of the element type's array dtype: the rows of all chunks.
+        offsets
+            (n,) integers: each row's place in its chunk, strictly increasing in each. None stands for the first places.
+        edges
+            Where each chunk's rows begin in `values`, and where the last one's end. A chunk has at least one.
+        rows
+            The number of rows of each chunk.
+        element
+            The element type's name, such as "float32".
+        seals
+            Each chunk's.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or the codec doesn't store the element type.
+        """
         ...
 
 
@@ -102,30 +123,7 @@ def encode_chunks(
     element: str,
     seals: Sequence[int],
 ) -> list[bytes]:
-    """Return the payloads of several chunks, as `RowCodec.encode_rows` returns each.
-
-    Parameters
-    ----------
-    codec
-        What encodes them.
-    values
-        (n, dim), of the element type's array dtype: the rows of all chunks.
-    offsets
-        (n,) integers: each row's place in its chunk, strictly increasing in each. None stands for the first places.
-    edges
-        Where each chunk's rows begin in `values`, and where the last one's end. A chunk has at least one.
-    rows
-        The number of rows of each chunk.
-    element
-        The element type's name, such as "float32".
-    seals
-        Each chunk's.
-
-    Raises
-    ------
-    RowsError
-        An argument is not as above, or the codec doesn't store the element type.
-    """
+    """Return the payloads of several chunks; see `ChunksCodec.encode_chunks`. Any row codec will do."""
     if isinstance(codec, ChunksCodec):
         return codec.encode_chunks(values, offsets, edges, rows, element=element, seals=seals)
     return encode_each(codec, values, offsets, edges, rows, element=element, seals=seals)

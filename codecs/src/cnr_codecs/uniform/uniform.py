@@ -151,7 +151,7 @@ class UniformRows:
         element: str,
         seals: Sequence[int],
     ) -> list[bytes]:
-        """Return the payloads of several chunks, whose rows one call quantizes; see `encode_chunks`."""
+        """Return the payloads of several chunks, whose rows one call quantizes; see `ChunksCodec.encode_chunks`."""
         kind, values = check_values(values, rows, quantizable_element(element).name)
         count, dim = values.shape
         # A subclass may encode a chunk in a way of its own.
