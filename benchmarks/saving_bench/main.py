@@ -16,6 +16,7 @@ _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
 _TABLES, _QUICK_TABLES = 1000, 20
 _BEYOND_ROWS = 312_500  # of each table: 320 MB
+_PAIRS = 20
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it runs")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of saving.json")
     options = parser.parse_args()
-    rows, rounds, seconds = (_QUICK_ROWS, 2, 0.2) if options.quick else (_ROWS, 3, 3.0)
+    rows, rounds, pairs = (_QUICK_ROWS, 2, 2) if options.quick else (_ROWS, 3, _PAIRS)
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Sparse invariant checks", UserWarning)
     print(stall.Line.HEAD)
     stalls = []
@@ -38,7 +39,7 @@ def main() -> None:
         without_room = beyond.measure(min(rows, _BEYOND_ROWS), 2 + rounds, Path(folder))
     print(pace.Line.HEAD)
     with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
-        paces = pace.measure(4, rows, seconds, Path(folder))
+        paces = pace.measure(4, rows, pairs, Path(folder))
     print(thousand.Line.HEAD)
     many = thousand.measure(_QUICK_TABLES if options.quick else _TABLES, rounds)
     targets = [

@@ -1,15 +1,17 @@
-"""The pace of training on one thread while a save is written by another."""
+"""The pace of training while a save is written by one worker."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,30 +24,49 @@ from benchmarks.codec_bench.targets import Target
 from benchmarks.saving_bench.training import DIM, Training
 from cnr_codecs import UniformRows
 
-_ALONE_SECONDS = 0.5
+_ALONE_SECONDS = 0.35
 _BATCH = 2048
 _BATCHES = 16
 _CHANGED = 0.25
 _PROCESS = "another process that encodes"
+_PROCESS_SECONDS = 0.35
+_OURS = "ours"
+TORCH_THREADS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Steps a second beside background work, and without it just before and after."""
+    """Pairs of training beside background work, and alone just before and after. Works take turns.
+
+    `shares` are the paces beside it, of those alone, ascending; `seconds` are the medians of the work's.
+    """
 
     work: str
+    torch_threads: int
     seconds: float
     steps_per_second: float
     alone_steps_per_second: float
     share: float
+    shares: tuple[float, ...]
 
-    HEAD = "beside                                    for s  steps/s   alone   share"
+    HEAD = (
+        "beside                       threads pairs  for s  steps/s   alone   share (quartiles; least, most)"
+    )
 
     def show(self) -> str:
+        low, _, high = statistics.quantiles(self.shares, n=4, method="inclusive")
         return (
-            f"{self.work:40} {self.seconds:6.2f} {self.steps_per_second:8.1f} "
-            f"{self.alone_steps_per_second:7.1f} {self.share:7.1%}"
+            f"{self.work:28} {self.torch_threads:7d} {len(self.shares):5d} {self.seconds:6.2f} "
+            f"{self.steps_per_second:8.1f} {self.alone_steps_per_second:7.1f} {self.share:7.1%} "
+            f"({low:.1%} to {high:.1%}; {self.shares[0]:.1%}, {self.shares[-1]:.1%})"
         )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    seconds: float
+    beside: float
+    alone: float
 
 
 class _Done(Protocol):
@@ -67,35 +88,38 @@ class Steps:
             steps += 1
         return steps, time.perf_counter() - began
 
-    def alone(self) -> tuple[int, float]:
+    def alone(self) -> float:
+        """Steps a second without any work."""
         end = time.perf_counter() + _ALONE_SECONDS
-        return self.until(lambda: time.perf_counter() > end)
+        count, seconds = self.until(lambda: time.perf_counter() > end)
+        return count / seconds
 
 
-def measure(tables: int, rows: int, seconds: float, folder: Path) -> list[Line]:
-    """Each kind of work, begun anew until it has run for `seconds`, with training alone between."""
-    training = Training("sgd", tables, rows)
+def measure(tables: int, rows: int, pairs: int, folder: Path) -> list[Line]:
+    """Each kind of work so often, by turns with the others, with training alone between; with one thread and two."""
+    training, lines = Training("sgd", tables, rows), list[Line]()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        with ExitStack() as stack:
-            checkpointer = stack.enter_context(
-                cnr_store.Checkpointer(
-                    folder / "ours",
-                    training.model,
-                    training.optimizer,
-                    policy="consecutive",
-                    bits=4,
-                    workers=1,
-                )
-            )
-            return list(_lines(training, checkpointer, seconds, folder))
+        with cnr_store.Checkpointer(
+            folder / "ours",
+            training.model,
+            training.optimizer,
+            policy="consecutive",
+            bits=4,
+            workers=1,
+            keep_last=2,
+        ) as checkpointer:
+            for each in TORCH_THREADS:
+                torch.set_num_threads(each)
+                lines += _lines(training, checkpointer, pairs, folder)
+                print(*(line.show() for line in lines if line.torch_threads == each), sep="\n", flush=True)
     finally:
         torch.set_num_threads(threads)
+    return lines
 
 
 def _lines(
-    training: Training, checkpointer: cnr_store.Checkpointer, seconds: float, folder: Path
+    training: Training, checkpointer: cnr_store.Checkpointer, pairs: int, folder: Path
 ) -> Iterator[Line]:
     def delta() -> _Done:
         ids = training.draw(_CHANGED)
@@ -110,29 +134,30 @@ def _lines(
         assert isinstance(future, Future)  # not staged asynchronously
         return future
 
-    works: dict[str, Callable[[], _Done]] = {
-        "ours, baseline of 4 bits": lambda: checkpointer.save(0, full=True),
-        f"ours, delta of {_CHANGED:.0%}, 4 bits": delta,
-        "DCP async_save, float32": dcp,
-    }
-    steps = Steps(training)
-    for name, work in works.items():
-        yield _line(name, steps, work, seconds)
     with _encoding_process() as begin:
-        yield _line(_PROCESS, steps, lambda: begin(seconds / 2), seconds)
-
-
-def _line(name: str, steps: Steps, work: Callable[[], _Done], seconds: float) -> Line:
-    steps.until(work().done)  # buffers are there from now on
-    alone, beside = [steps.alone()], [(0, 0.0)]
-    while sum(each for _, each in beside) < seconds:
-        beside.append(steps.until(work().done))
-        alone.append(steps.alone())
-    count, busy = map(sum, zip(*beside, strict=True))
-    without, free = map(sum, zip(*alone, strict=True))
-    line = Line(name, busy, count / busy, without / free, count / busy / (without / free))
-    print(line.show(), flush=True)
-    return line
+        works: dict[str, Callable[[], _Done]] = {
+            f"{_OURS}, baseline of 4 bits": lambda: checkpointer.save(0, full=True),
+            f"{_OURS}, delta of {_CHANGED:.0%}, 4 bits": delta,
+            "DCP async_save, float32": dcp,
+            _PROCESS: lambda: begin(_PROCESS_SECONDS),
+        }
+        steps = Steps(training)
+        for work in works.values():
+            steps.until(work().done)  # buffers are there from now on
+        found: dict[str, list[_Pair]] = {name: [] for name in works}
+        before = steps.alone()
+        for turn in range(pairs):
+            for name in itertools.islice(itertools.cycle(works), turn, turn + len(works)):
+                count, seconds = steps.until(works[name]().done)
+                after = steps.alone()
+                found[name].append(_Pair(seconds, count / seconds, (before + after) / 2))
+                before = after
+    for name, of_work in found.items():
+        seconds, beside, alone = (
+            statistics.median(map(attrgetter(field), of_work)) for field in ("seconds", "beside", "alone")
+        )
+        shares = tuple(sorted(pair.beside / pair.alone for pair in of_work))
+        yield Line(name, torch.get_num_threads(), seconds, beside, alone, statistics.median(shares), shares)
 
 
 @contextmanager
@@ -176,5 +201,5 @@ def _encode(orders: Any, answers: Any) -> None:
 
 def targets(lines: list[Line]) -> Iterator[Target]:
     for line in lines:
-        if line.work.startswith("ours"):
+        if line.work.startswith(_OURS) and line.torch_threads == 1:
             yield Target("training's pace while a save is written", 0.92, line.share, line.work)

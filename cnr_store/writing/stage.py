@@ -8,16 +8,18 @@ put.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
 
 import google_crc32c
 import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
 from cnr_codecs import array_dtype, zarr_codecs
+from cnr_codecs.protocol import encode_chunks
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
@@ -77,7 +79,7 @@ def stage(
     Parameters
     ----------
     transfer
-        Its threads encode. Puts have threads of their own.
+        Its threads encode; one worker alone is the calling thread. Puts have threads of their own.
     peers
         The ranks that share the plan's arrays; None where this process has them all.
     rows_done
@@ -140,7 +142,7 @@ class _Object:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Consecutive chunks of a shard, to be encoded by one thread.
+    """Consecutive chunks of a shard, to be encoded by one call of the codec.
 
     Attributes
     ----------
@@ -154,24 +156,24 @@ class _Chunks:
     grid: Grid
     shard: int
     first_slot: int
-    edges: np.ndarray[Any, Any]
+    edges: list[int]
 
     def encode(self, home: _Home) -> list[bytes | None]:
-        rows, grid = self.rows, self.grid
-        chunks: list[bytes | None] = []
-        for slot, (begin, end) in enumerate(
-            zip(self.edges[:-1], self.edges[1:], strict=True), self.first_slot
-        ):
-            first_row = self.shard * grid.shard_rows + slot * grid.chunk_rows
-            if begin == end:
-                chunks.append(None)
-                continue
-            offsets = None if rows.ids is None else rows.ids[begin:end] - first_row
-            values, seal = rows.source.values(begin, end), home.seal(rows.path, first_row)
-            chunks.append(
-                rows.codec.encode_rows(values, offsets, grid.chunk_rows, element=rows.element, seal=seal)
-            )
-        return chunks
+        rows, grid, (begin, *_, end) = self.rows, self.grid, self.edges
+        slots = [slot for slot, (first, last) in enumerate(pairwise(self.edges)) if first < last]
+        first_row = self.shard * grid.shard_rows + self.first_slot * grid.chunk_rows
+        encoded = encode_chunks(
+            rows.codec,
+            rows.source.values(begin, end),
+            # Chunks begin at multiples of their rows.
+            None if rows.ids is None else rows.ids[begin:end] % grid.chunk_rows,
+            [*(self.edges[slot] - begin for slot in slots), end - begin],
+            grid.chunk_rows,
+            element=rows.element,
+            seals=[home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots],
+        )
+        found = dict(zip(slots, encoded, strict=True))
+        return [found.get(slot) for slot in range(len(self.edges) - 1)]
 
     def assemble(self, home: _Home, chunks: list[bytes | None]) -> _Object:
         """The shard's object, from the chunks of all its slots."""
@@ -231,6 +233,7 @@ class _DenseDocument:
 
 
 _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
+_Encoded = tuple[_Task, _Object | list[bytes | None], float]
 
 
 def _objects(
@@ -266,12 +269,12 @@ def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[_Object]:
 def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[_Object]:
     """The objects of tasks. Notes each array in `staged` when its first object is made."""
 
-    def encode(task: _Task) -> tuple[_Task, _Object | list[bytes | None], float]:
+    def encode(task: _Task) -> _Encoded:
         began = time.perf_counter()
         return task, task.encode(home), time.perf_counter() - began
 
     chunks: list[bytes | None] = []
-    with closing(transfer.map(encode, tasks)) as encoded:
+    with closing(_mapped(transfer, encode, tasks)) as encoded:
         for task, made, seconds in encoded:
             staged.encoding_seconds += seconds
             if isinstance(made, _Object):
@@ -281,6 +284,19 @@ def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: St
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(home, chunks)
                     chunks = []
+
+
+def _mapped(
+    transfer: Transfer, encode: Callable[[_Task], _Encoded], tasks: Iterable[_Task]
+) -> Generator[_Encoded, None, None]:
+    """What each task encodes to, in order.
+
+    One worker alone is this thread: another one would wake it for each task, and each time both would wait for the
+    interpreter's lock, and training for them.
+    """
+    if transfer.workers == 1:
+        return (encode(task) for task in tasks)
+    return transfer.map(encode, tasks)
 
 
 def _row_tasks(writes: Iterable[RowsWrite], staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
@@ -330,12 +346,12 @@ def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chu
     for shard in shards:
         first_rows = shard * grid.shard_rows + np.arange(grid.chunks_per_shard + 1) * grid.chunk_rows
         # Positions in the write's ids where the rows of each chunk begin.
-        edges = positions_of(rows, first_rows)
+        edges = positions_of(rows, first_rows).tolist()
         if edges[0] == edges[-1]:
             continue
         first, slots = 0, grid.chunks_per_shard
         while first < slots:
             # As many slots as hold `most_rows`, and at least one.
-            end = max(first + 1, int(np.searchsorted(edges, edges[first] + most_rows, side="right")) - 1)
+            end = max(first + 1, bisect_right(edges, edges[first] + most_rows) - 1)
             yield _Chunks(rows, grid, shard, first, edges[first : end + 1])
             first = end

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -124,6 +124,26 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 1 MiB."""
     with disk_of("tmpfs", tmp_path, mebibytes=1) as folder:
         yield folder
+
+
+@pytest.mark.parametrize("most_bytes", [3, 1 << 30])
+def test_an_object_of_many_pieces_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """A call of the kernel takes some thousand pieces at most, and may write fewer bytes than it was given."""
+    real, calls = os.writev, 0
+
+    def writev(file: int, buffers: Sequence[memoryview]) -> int:
+        nonlocal calls
+        calls += 1
+        return real(file, [memoryview(b"".join(buffers))[:most_bytes]])
+
+    monkeypatch.setattr(os, "writev", writev)
+    pieces = [bytes([number % 251]) * (number % 5) for number in range(3000)]
+    backend = open_backend(tmp_path)
+    backend.put("folder/name", pieces)
+    assert backend.get("folder/name") == b"".join(pieces)
+    assert (calls <= 3) == (most_bytes > 3)
 
 
 @pytest.mark.mounts

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import ParameterType, Scheme, UniformRows
+from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRows
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
-from cnr_codecs.protocol import Rows
+from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform import reference
 from cnr_codecs.uniform.uniform import row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
@@ -25,6 +25,14 @@ from tests.test_codecs.hard_rows import (
     quantized,
     rows_of,
 )
+
+
+class WithoutChunks:
+    """A codec as others write them, which encodes one chunk a call."""
+
+    def __init__(self, codec: UniformRows) -> None:
+        self.get_config, self.zarr_codec = codec.get_config, codec.zarr_codec
+        self.bytes_per_row, self.encode_rows = codec.bytes_per_row, codec.encode_rows
 
 
 @given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
@@ -114,6 +122,62 @@ def test_a_row_decodes_alike_whatever_it_is_encoded_with(
     chosen = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, unique=True))
     apart = decode(encode(codec, np.ascontiguousarray(values[chosen])))
     np.testing.assert_array_equal(apart.view(np.uint32), together[chosen].view(np.uint32))
+
+
+@given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_chunks_encoded_together_are_those_encoded_one_by_one(
+    values: Rows, scheme: str, bits: int, data: st.DataObject
+) -> None:
+    codec, count, rows = UniformRows(scheme, bits), len(values), len(values) + 9
+    inner = data.draw(st.sets(st.integers(1, count - 1), max_size=4)) if count > 1 else set()
+    edges = [0, *sorted(inner), count]
+    offsets = data.draw(st.sampled_from([None, 2 * np.arange(count) % rows, np.arange(count) % 7]))
+    if offsets is not None:  # chunks begin where offsets stop rising
+        edges = [0, *(np.flatnonzero(np.diff(offsets) <= 0) + 1).tolist(), count]
+    seals = list(range(len(edges) - 1))
+    apart = [
+        codec.encode_rows(
+            values[begin:end],
+            None if offsets is None else offsets[begin:end],
+            rows,
+            element="float32",
+            seal=seal,
+        )
+        for begin, end, seal in zip(edges, edges[1:], seals, strict=False)
+    ]
+    assert isinstance(codec, ChunksCodec)
+    assert not isinstance(WithoutChunks(codec), ChunksCodec)
+    for each in codec, WithoutChunks(codec):
+        assert encode_chunks(each, values, offsets, edges, rows, element="float32", seals=seals) == apart
+
+
+def test_no_chunks_are_no_payloads() -> None:
+    values = np.zeros((0, 8), np.float32)
+    assert encode_chunks(UniformRows(), values, None, [0], 4, element="float32", seals=[]) == []
+
+
+def test_chunks_of_a_subclass_are_encoded_its_way() -> None:
+    class Doubled(UniformRows):
+        def encode_rows(self, values: Rows, *rest: Any, **options: Any) -> bytes:
+            return super().encode_rows(2 * values, *rest, **options)
+
+    values, codec = np.random.default_rng(8).normal(size=(6, 8)).astype(np.float32), Doubled()
+    found = encode_chunks(codec, values, None, [0, 3, 6], 3, element="float32", seals=[0, 0])
+    assert found == [codec.encode_rows(part, None, 3, element="float32") for part in (values[:3], values[3:])]
+
+
+def test_chunks_are_checked_as_one_is() -> None:
+    values, codec = np.zeros((4, 8), np.float32), UniformRows()
+    for offsets, edges, rows in (
+        (np.array([0, 1, 1, 2]), [0, 4], 9),
+        (np.array([0, 1, 0, 9]), [0, 2, 4], 9),
+        (None, [0, 1, 4], 2),
+    ):
+        with pytest.raises(RowsError):
+            encode_chunks(
+                codec, values, offsets, edges, rows, element="float32", seals=[0] * (len(edges) - 1)
+            )
 
 
 @given(values=adversarial_rows(), bits=BITS)

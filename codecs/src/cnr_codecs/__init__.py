@@ -23,7 +23,7 @@ from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.payload import build as build_payload
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
 from cnr_codecs.payload.validate import parse
-from cnr_codecs.protocol import RowCodec
+from cnr_codecs.protocol import ChunksCodec, RowCodec
 from cnr_codecs.registry import row_codec
 from cnr_codecs.report import CodecReport, error_report
 from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RowCodec",
+    "ChunksCodec",
     "UniformRows",
     "KMeansRows",
     "LatticeRows",

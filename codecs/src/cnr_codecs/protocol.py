@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -67,3 +69,84 @@ class RowCodec(Protocol):
             An argument is not as above, or the codec doesn't store the element type.
         """
         ...
+
+
+@runtime_checkable
+class ChunksCodec(RowCodec, Protocol):
+    """A row codec that encodes the rows of several chunks with one call of its kernel.
+
+    Threads that run Python wait for each other at each such call, so one for many chunks costs less than one for each.
+    """
+
+    def encode_chunks(
+        self,
+        values: Rows,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """Return the payloads of several chunks, as `encode_rows` returns each.
+
+        Parameters
+        ----------
+        values
+            (n, dim), of the element type's array dtype: the rows of all chunks.
+        offsets
+            (n,) integers: each row's place in its chunk, strictly increasing in each. None stands for the first places.
+        edges
+            Where each chunk's rows begin in `values`, and where the last one's end. A chunk has at least one.
+        rows
+            The number of rows of each chunk.
+        element
+            The element type's name, such as "float32".
+        seals
+            Each chunk's.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or the codec doesn't store the element type.
+        """
+        ...
+
+
+def encode_chunks(
+    codec: RowCodec,
+    values: Rows,
+    offsets: Offsets | None,
+    edges: Sequence[int],
+    rows: int,
+    *,
+    element: str,
+    seals: Sequence[int],
+) -> list[bytes]:
+    """Return the payloads of several chunks; see `ChunksCodec.encode_chunks`. Any row codec will do."""
+    if isinstance(codec, ChunksCodec):
+        return codec.encode_chunks(values, offsets, edges, rows, element=element, seals=seals)
+    return encode_each(codec, values, offsets, edges, rows, element=element, seals=seals)
+
+
+def encode_each(
+    codec: RowCodec,
+    values: Rows,
+    offsets: Offsets | None,
+    edges: Sequence[int],
+    rows: int,
+    *,
+    element: str,
+    seals: Sequence[int],
+) -> list[bytes]:
+    """Return what `encode_chunks` does, encoded one by one."""
+    return [
+        codec.encode_rows(
+            values[begin:end],
+            None if offsets is None else offsets[begin:end],
+            rows,
+            element=element,
+            seal=seal,
+        )
+        for (begin, end), seal in zip(pairwise(edges), seals, strict=True)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -33,16 +34,17 @@ def memory() -> Iterator[str]:
         yield url
 
 
-def prepared(root: str, save: str, reads: bool = False) -> Job:
+def prepared(root: str, save: str, reads: bool = False, workers: int = 1) -> Job:
     """A job in a new store whose next save, of few objects, is the one that is asked for."""
-    job = Job(open_backend(f"{root}/{uuid.uuid4().hex}"), "sgd", SETTING, reads=reads)
+    setting = replace(SETTING, workers=workers)
+    job = Job(open_backend(f"{root}/{uuid.uuid4().hex}"), "sgd", setting, reads=reads)
     job.train(FIRST)
     if save != "first save":
         assert job.save()
         job.train(SECOND)
     if save == "first save after a load":
         assert job.save()
-        job.reopen(SETTING)
+        job.reopen(setting)
         job.train(THIRD)
     return job
 
@@ -68,10 +70,10 @@ def finish(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("save", ["first save", "delta"])
-def test_fault_at_every_change(root: str, save: str, kind: Fault) -> None:
+@pytest.mark.parametrize(("save", "workers"), [("first save", 1), ("first save", 2), ("delta", 1)])
+def test_fault_at_every_change(root: str, save: str, workers: int, kind: Fault) -> None:
     for number in range(len(operations(root, save))):
-        job = prepared(root, save)
+        job = prepared(root, save, workers=workers)
         spoil = Spoil(number, kind)
         info = job.save(spoil=spoil)
         assert spoil.struck
@@ -131,9 +133,10 @@ def test_commit_that_arrives_late_loses(root: str) -> None:
     finish(job)
 
 
-def test_fault_while_rows_are_still_in_the_model(memory: str) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fault_while_rows_are_still_in_the_model(memory: str, workers: int) -> None:
     """Without room for a copy, rows are read from the model while `save` waits; a fault must not leave it waiting."""
-    setting = Setting(policy="one-shot", bits=2, workers=2, snapshot_bytes=0)
+    setting = Setting(policy="one-shot", bits=2, workers=workers, snapshot_bytes=0)
     job = Job(open_backend(memory), "sparse-adam", setting)
     job.train(FIRST)
     for kind in KINDS:

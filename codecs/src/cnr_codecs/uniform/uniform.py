@@ -5,7 +5,9 @@ A row's codes depend on that row and on the codec alone, not on the rows that it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from cnr_codecs.payload.payload import (
     row_bytes,
 )
 from cnr_codecs.payload.rowset import RowSet
-from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.protocol import Offsets, Rows, encode_each
 from cnr_codecs.rows import LosslessRows, check_offsets, check_values, raw_segment
 
 Float32s = npt.NDArray[np.float32]
@@ -139,6 +141,36 @@ class UniformRows:
         places = np.arange(count) if offsets is None else offsets
         return build(rows, dim, kind, self._segments(encoded, values, places, rows, kind), seal)
 
+    def encode_chunks(
+        self,
+        values: Rows,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """Return the payloads of several chunks, whose rows one call quantizes; see `ChunksCodec.encode_chunks`."""
+        kind, values = check_values(values, rows, quantizable_element(element).name)
+        count, dim = values.shape
+        # A subclass may encode a chunk in a way of its own.
+        if not self._worthwhile(kind, dim) or type(self).encode_rows is not UniformRows.encode_rows:
+            return encode_each(self, values, offsets, edges, rows, element=element, seals=seals)
+        codes = np.empty((count, row_bytes(SCHEMES[self.scheme], self.bits, dim)), np.uint8)
+        encoded = self._encode(values, kind, codes)
+        payloads = []
+        for (begin, end), seal in zip(pairwise(edges), seals, strict=True):
+            chunk = encoded.take(slice(begin, end))
+            places = np.arange(end - begin) if offsets is None else offsets[begin:end]
+            check_offsets(places, end - begin, rows)
+            if encoded.float16_rows == count or (chunk.kind == ParameterType.FLOAT16).all():
+                segments = [self._segment(chunk, RowSet.of(places, rows), ParameterType.FLOAT16)]
+            else:
+                segments = self._segments(chunk, values[begin:end], places, rows, kind)
+            payloads.append(build(rows, dim, kind, segments, seal))
+        return payloads
+
     def _options(self) -> dict[str, Any]:
         searched = {"bins": self.bins, "ratio": self.ratio}
         chosen = {name: value for name, value in searched.items() if value is not None}
@@ -225,7 +257,7 @@ class _Encoded:
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         return self.scale, self.offset, self.halves, self.kind, self.codes.reshape(-1)
 
-    def take(self, chosen: npt.NDArray[np.bool_]) -> _Encoded:
+    def take(self, chosen: npt.NDArray[np.bool_] | slice) -> _Encoded:
         return _Encoded(
             self.scale[chosen],
             self.offset[chosen],
