@@ -52,6 +52,7 @@ class Planner:
         # Lineage, and per table, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
+        self._foreseen: tuple[tuple[Lineage, Bitmaps], Record, tuple[Lineage, Bitmaps]] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
         self._policy = options.policy
@@ -95,21 +96,33 @@ class Planner:
         """Make the next version whole, after one of which this process may not know."""
         self.continue_from(Lineage(version, restores=restores), {})
 
+    def foresee_commit(self, record: Record, dirty: Bitmaps) -> None:
+        """Work out what `apply_commit` will continue from, on the thread that writes."""
+        past = self._past
+        self._foreseen = past, record, self._following(past, record, dirty)
+
     def apply_commit(self, record: Record, dirty: Bitmaps) -> None:
         """Continue a version that was committed with these dirty rows. A second call changes nothing."""
         # An interrupt between this and what follows it makes the queue call again.
         if record.id == self.lineage.version:
             return
-        lineage, since_whole = self.lineage.after(record), {}
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen[0] is self._past and foreseen[1] is record:
+            self._past = foreseen[2]
+        else:
+            self._past = self._following(self._past, record, dirty)
+
+    def _following(
+        self, past: tuple[Lineage, Bitmaps], record: Record, dirty: Bitmaps
+    ) -> tuple[Lineage, Bitmaps]:
+        lineage, since_whole = past[0].after(record), {}
         for table in self._tables:
             line = lineage.lines[table.path]
             # A table that this version holds whole starts over; any other still lacks what it lacked.
             flagged = dirty[table.name]
             is_whole = line.links == (record.id,)
-            since_whole[table.name] = (
-                np.zeros_like(flagged) if is_whole else self._since_whole[table.name] | flagged
-            )
-        self.continue_from(lineage, since_whole)
+            since_whole[table.name] = np.zeros_like(flagged) if is_whole else past[1][table.name] | flagged
+        return lineage, since_whole
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""

@@ -192,7 +192,8 @@ class SaveQueue:
             self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
+            sizes = snapshot.table_rows, snapshot.full_bytes
+            self._executor.submit(self._write, pending, plan, sizes, snapshot.dirty, team)
             if reads_model:
                 if not self._compiled.done():
                     log.info(_COMPILES_FIRST, pending.step)
@@ -240,11 +241,13 @@ class SaveQueue:
     def _compile(self) -> None:
         any(self._closing or is_exiting() for _ in self.planner.compile_steps())
 
-    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
+    def _write(
+        self, pending: PendingSave, plan: Plan, sizes: tuple[int, int], dirty: Bitmaps, team: Team
+    ) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._timed_write(pending, plan, table_rows, full_bytes, team)
+            record = self._timed_write(pending, plan, *sizes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
@@ -259,6 +262,7 @@ class SaveQueue:
                     log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
                 pending.future.set_result(record)
+            self.planner.foresee_commit(record, dirty)
         finally:
             # Training waits for both events, and a caller's log handler may have raised above.
             pending.rows_taken.set()

@@ -103,6 +103,13 @@ class RowBits:
         """The bits in host memory, which later marks may write to."""
         return self._bits[:-1].cpu().numpy() if self.host is None else self.host[0]
 
+    def clear(self) -> None:
+        """Set none any more."""
+        if self.host is None:
+            self._bits.zero_()
+        else:
+            self.host[0].fill(0)
+
     def take(self) -> Bitmap:
         """The bits in host memory of their own; none is set here afterwards."""
         taken = self.read()

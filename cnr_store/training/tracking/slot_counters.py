@@ -36,15 +36,25 @@ class SlotCounters:
 
     def catch_up(self, state: Mapping[str, object], parameter: torch.Tensor) -> bool:
         """Count from now on; False if slots were replaced, or others added."""
-        # A slot may take the place of another entry, so their number tells nothing.
-        for key, value in state.items():
-            if key not in self._counters and follows_rows(key, value, parameter):
-                return False
+        if not self.knows(state, parameter):
+            return False
         for slot, counter in self._counters.items():
             tensor = state.get(slot)
             if not isinstance(tensor, torch.Tensor) or not counter.catch_up(tensor):
                 return False
         return True
+
+    def knows(self, state: Mapping[str, object], parameter: torch.Tensor) -> bool:
+        """Whether every slot in `state` has a counter."""
+        # A slot may take the place of another entry, so their number tells nothing.
+        return not any(
+            key not in self._counters and follows_rows(key, value, parameter) for key, value in state.items()
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no slot to count changes of."""
+        return not self._counters
 
     def plain(self, state: Mapping[str, object]) -> dict[str, VersionCounter] | None:
         """Each slot's counter; None if one is of no single memory, or no longer in `state`."""
