@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.saving.tally import Tally
+from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
+from cnr_store.training.saving.tally import Changed, Tally
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
@@ -29,17 +29,6 @@ from cnr_store.writing.steps import keep_step
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
-
-
-@dataclass(frozen=True)
-class Changed:
-    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
-
-    counts: Mapping[Since, Mapping[str, Counts]]
-
-    def rows(self, since: Since, table: str) -> int:
-        """Rows of a table."""
-        return int(self.counts[since][table].sum())
 
 
 class Planner:
@@ -251,20 +240,37 @@ class Planner:
     ) -> list[RowsWrite]:
         """The rows to write of each array, given the tables to write whole."""
         self._staging.reset()
+        ids, staged = self._together(decision, snapshot, whole)
         # A table that is whole takes no row numbers, of 8 bytes each.
-        ids = {
+        ids |= {
             table.name: None
             if table.name in whole
             else rows_of(self._changed(table, decision.since, snapshot.dirty[table.name]), table.local_rows)
             for table in self._tables
+            if table.name not in ids
         }
         counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
         writes = [
-            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending)
+            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending, staged)
             for array in snapshot.arrays
         ]
         # Rows still in the model come first, because training waits for them.
         return sorted(writes, key=lambda write: not isinstance(write.source, LiveRows))
+
+    def _together(
+        self, decision: Decision, snapshot: Snapshot, whole: Collection[str]
+    ) -> tuple[dict[str, Rows | None], dict[str, StagedRows]]:
+        """The rows to write of small tables, by table, and copies of them, by array path."""
+        small, dirty = snapshot.small, snapshot.dirty
+        tables = {table.name: table for table in self._tables if table.name not in whole}
+        names = [name for name in small.names if name in tables]
+        flags = {name: np.zeros_like(dirty[name]) for name in whole}
+        flags |= {name: self._changed(tables[name], decision.since, dirty[name]) for name in names}
+        numbers, edges = small.listed(small.joined(flags))
+        own = small.local(numbers, edges)
+        each = zip(small.names, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        ids: dict[str, Rows | None] = {name: own[begin:end] for name, begin, end in each if name in tables}
+        return ids, self._staging.stage_together(small, own, edges)
 
     def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """Why tables are written whole although the policy may want a delta, by name."""
@@ -287,6 +293,7 @@ class Planner:
         ids: Rows | None,
         counts: Counts | None,
         pending: PendingSave,
+        staged: Mapping[str, StagedRows],
     ) -> RowsWrite:
         table, line = array.table, self.lineage.lines.get(array.path)
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
@@ -295,13 +302,14 @@ class Planner:
                 "stored by rows; split the table's columns"
             )
         written, codec = None if line is None else ids, self._codec(array)
+        source = None if written is None else staged.get(array.path)
         return RowsWrite(
             path=array.path,
             shape=array.shape,
             element=array.element,
             base=None if line is None or ids is None else line.base(decision.since),
             ids=None if written is None else written + table.first_row,
-            source=self._staging.stage(array, written, pending),
+            source=source or self._staging.stage(array, written, pending),
             codec=codec if line is None or ids is None else keep_step(codec, line.lattice),
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),

@@ -133,7 +133,8 @@ class SaveQueue:
         )
         self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
-        self._compiled = self._executor.submit(self._compile)
+        steps = self.planner.compile_steps()
+        self._compiled = self._executor.submit(lambda: any(self._closing or is_exiting() for _ in steps))
 
     @property
     def latest(self) -> PendingSave | None:
@@ -192,8 +193,7 @@ class SaveQueue:
             self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            sizes = snapshot.table_rows, snapshot.full_bytes
-            self._executor.submit(self._write, pending, plan, sizes, snapshot.dirty, team)
+            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
             if reads_model:
                 if not self._compiled.done():
                     log.info(_COMPILES_FIRST, pending.step)
@@ -234,20 +234,15 @@ class SaveQueue:
         changed = self.planner.count(snapshot.dirty, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
-            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
-        self.audit.renew(snapshot.arrays, snapshot.dirty)
+            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole, snapshot.small)
+        self.audit.renew(snapshot.arrays, snapshot.dirty, snapshot.small)
         return self.planner.plan(decision, snapshot, changed, pending)
 
-    def _compile(self) -> None:
-        any(self._closing or is_exiting() for _ in self.planner.compile_steps())
-
-    def _write(
-        self, pending: PendingSave, plan: Plan, sizes: tuple[int, int], dirty: Bitmaps, team: Team
-    ) -> None:
+    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._timed_write(pending, plan, *sizes, team)
+            record = self._timed_write(pending, plan, table_rows, full_bytes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
@@ -262,7 +257,8 @@ class SaveQueue:
                     log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
                 pending.future.set_result(record)
-            self.planner.foresee_commit(record, dirty)
+            if self._pending is not None:
+                self.planner.foresee_commit(record, self._pending[1])
         finally:
             # Training waits for both events, and a caller's log handler may have raised above.
             pending.rows_taken.set()

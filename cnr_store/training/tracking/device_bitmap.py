@@ -35,7 +35,12 @@ def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """A view of a strided tensor's bits as integers of its shape."""
-    return values.detach().view(_INTEGERS[values.element_size()])
+    return values.detach().view(integers_of(values.dtype))
+
+
+def integers_of(dtype: torch.dtype) -> torch.dtype:
+    """Integers of the same size."""
+    return _INTEGERS[dtype.itemsize]
 
 
 def _host_memory(rows: int) -> tuple[Bitmap, int]:

@@ -14,8 +14,12 @@ from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.slot_counters import SlotCounters
-from cnr_store.training.tracking.version_counter import Counters, VersionCounter, counter_of
+from cnr_store.training.tracking.version_counter import (
+    Counters,
+    SlotCounters,
+    VersionCounter,
+    counter_of,
+)
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
