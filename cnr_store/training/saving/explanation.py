@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cnr_store.training.saving.stats import bytes_text
 
@@ -51,6 +53,22 @@ class Explanation(tuple[ExplainedTable, ...]):
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         )
+
+
+def explained(
+    name: str, rows: int, whole: bool, why: str, config: Mapping[str, Any], changed: int, row_bytes: float
+) -> ExplainedTable:
+    """What a delta would hold of a table, whose codec has this configuration."""
+    return ExplainedTable(
+        name=name,
+        rows=rows,
+        whole=whole,
+        why=why,
+        bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
+        changed=changed,
+        bytes=round(changed * row_bytes),
+        whole_bytes=round(rows * row_bytes),
+    )
 
 
 def _cells(table: ExplainedTable) -> tuple[str, ...]:

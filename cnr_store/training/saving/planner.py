@@ -17,16 +17,17 @@ from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.saving.explanation import ExplainedTable, Explanation
+from cnr_store.training.saving.explanation import Explanation, explained
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
-from cnr_store.training.saving.tally import Changed, Tally
+from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
 from cnr_store.writing.steps import keep_step
 
+_Past = tuple[Lineage, Bitmaps]
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
@@ -40,8 +41,8 @@ class Planner:
     def __init__(self, trained: TrainedModel, options: Options, tally: Tally) -> None:
         # Lineage, and per table, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
-        self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
-        self._foreseen: tuple[tuple[Lineage, Bitmaps], Record, tuple[Lineage, Bitmaps]] | None = None
+        self._past: _Past = Lineage(), {}
+        self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
         self._policy = options.policy
@@ -96,22 +97,13 @@ class Planner:
         if record.id == self.lineage.version:
             return
         foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and foreseen[0] is self._past and foreseen[1] is record:
-            self._past = foreseen[2]
-        else:
-            self._past = self._following(self._past, record, dirty)
+        if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
+            foreseen = self._past, record, self._following(self._past, record, dirty)
+        self._past = foreseen[2]
 
-    def _following(
-        self, past: tuple[Lineage, Bitmaps], record: Record, dirty: Bitmaps
-    ) -> tuple[Lineage, Bitmaps]:
-        lineage, since_whole = past[0].after(record), {}
-        for table in self._tables:
-            line = lineage.lines[table.path]
-            # A table that this version holds whole starts over; any other still lacks what it lacked.
-            flagged = dirty[table.name]
-            is_whole = line.links == (record.id,)
-            since_whole[table.name] = np.zeros_like(flagged) if is_whole else past[1][table.name] | flagged
-        return lineage, since_whole
+    def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:
+        after = past[0].after(record)
+        return after, since_whole_after(record.id, after, self._tables, past[1], dirty)
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
@@ -180,24 +172,12 @@ class Planner:
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:
-            own = [array for array in arrays if array.table is table]
-            row_bytes = sum(self._row_bytes(array) for array in own)
-            is_stored = table.name in self._since_whole
-            rows = self._changed(table, since, dirty[table.name]) if is_stored else dirty[table.name]
-            changed = table.local_rows if table.name in unsafe else count(rows)
+            own, name = [array for array in arrays if array.table is table], table.name
+            rows = self._changed(table, since, dirty[name]) if name in self._since_whole else dirty[name]
+            changed = table.local_rows if name in unsafe else count(rows)
+            why, row_bytes = unsafe.get(name, tracked[name]), sum(map(self._row_bytes, own))
             config = self._codec(own[0]).get_config()
-            tables.append(
-                ExplainedTable(
-                    name=table.name,
-                    rows=table.rows,
-                    whole=table.name in unsafe,
-                    why=unsafe.get(table.name, tracked[table.name]),
-                    bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
-                    changed=changed,
-                    bytes=round(changed * row_bytes),
-                    whole_bytes=round(table.rows * row_bytes),
-                )
-            )
+            tables.append(explained(name, table.rows, name in unsafe, why, config, changed, row_bytes))
         return Explanation(tables)
 
     def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave) -> Plan:
