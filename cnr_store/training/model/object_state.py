@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from cnr_store.errors import StateError
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.training.distributed.dtensors import held_pieces
+from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
 from cnr_store.training.model.tensors import dense_numpy, dense_type
 from cnr_store.writing.plan import DensePiece
 
@@ -66,3 +68,29 @@ def state_of(value: Any) -> Any:
     if isinstance(value, type):
         raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's tree, in which state of parameters that are DTensors is as leaves.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Some of it is spread in another way than its parameter.
+    """
+    spread = {
+        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
+    }
+
+    def leaf(name: str, key: str, value: object) -> object:
+        if name not in spread or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return value
+        where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
+        check_follows(value, spread[name], where)
+        return spread_leaf(value, where)
+
+    state = {
+        name: {key: leaf(name, key, value) for key, value in values.items()}
+        for name, values in tree["state"].items()
+    }
+    return {**tree, "state": state}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import array_dtype
@@ -109,6 +109,22 @@ def _without_room(sizes: Iterable[int], limit: int) -> int:
         else:
             used += nbytes
     return left
+
+
+def explained(
+    name: str, rows: int, whole: bool, why: str, config: Mapping[str, Any], changed: int, row_bytes: float
+) -> ExplainedTable:
+    """What a delta would hold of a table, whose codec has this configuration."""
+    return ExplainedTable(
+        name=name,
+        rows=rows,
+        whole=whole,
+        why=why,
+        bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
+        changed=changed,
+        bytes=round(changed * row_bytes),
+        whole_bytes=round(rows * row_bytes),
+    )
 
 
 def _cells(table: ExplainedTable) -> tuple[str, ...]:

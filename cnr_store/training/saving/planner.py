@@ -18,16 +18,17 @@ from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import takes_changing_rows
-from cnr_store.training.saving.explanation import ExplainedTable, Explanation
+from cnr_store.training.saving.explanation import Explanation, explained
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.saving.tally import Changed, Tally
+from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
+from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
 from cnr_store.writing.steps import keep_step
 
+_Past = tuple[Lineage, Bitmaps]
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
@@ -41,7 +42,8 @@ class Planner:
     def __init__(self, trained: TrainedModel, options: Options, tally: Tally) -> None:
         # Lineage, and per table, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
-        self._past: tuple[Lineage, Bitmaps] = Lineage(), {}
+        self._past: _Past = Lineage(), {}
+        self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
         self._policy = options.policy
@@ -85,21 +87,24 @@ class Planner:
         """Make the next version whole, after one of which this process may not know."""
         self.continue_from(Lineage(version, restores=restores), {})
 
+    def foresee_commit(self, record: Record, dirty: Bitmaps) -> None:
+        """Work out what `apply_commit` will continue from, on the thread that writes."""
+        past = self._past
+        self._foreseen = past, record, self._following(past, record, dirty)
+
     def apply_commit(self, record: Record, dirty: Bitmaps) -> None:
         """Continue a version that was committed with these dirty rows. A second call changes nothing."""
         # An interrupt between this and what follows it makes the queue call again.
         if record.id == self.lineage.version:
             return
-        lineage, since_whole = self.lineage.after(record), {}
-        for table in self._tables:
-            line = lineage.lines[table.path]
-            # A table that this version holds whole starts over; any other still lacks what it lacked.
-            flagged = dirty[table.name]
-            is_whole = line.links == (record.id,)
-            since_whole[table.name] = (
-                np.zeros_like(flagged) if is_whole else self._since_whole[table.name] | flagged
-            )
-        self.continue_from(lineage, since_whole)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
+            foreseen = self._past, record, self._following(self._past, record, dirty)
+        self._past = foreseen[2]
+
+    def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:
+        after = past[0].after(record)
+        return after, since_whole_after(record.id, after, self._tables, past[1], dirty)
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
@@ -168,24 +173,12 @@ class Planner:
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:
-            own = [array for array in arrays if array.table is table]
-            row_bytes = sum(self._row_bytes(array) for array in own)
-            is_stored = table.name in self._since_whole
-            rows = self._changed(table, since, dirty[table.name]) if is_stored else dirty[table.name]
-            changed = table.local_rows if table.name in unsafe else count(rows)
+            own, name = [array for array in arrays if array.table is table], table.name
+            rows = self._changed(table, since, dirty[name]) if name in self._since_whole else dirty[name]
+            changed = table.local_rows if name in unsafe else count(rows)
+            why, row_bytes = unsafe.get(name, tracked[name]), sum(map(self._row_bytes, own))
             config = self._codec(own[0]).get_config()
-            tables.append(
-                ExplainedTable(
-                    name=table.name,
-                    rows=table.rows,
-                    whole=table.name in unsafe,
-                    why=unsafe.get(table.name, tracked[table.name]),
-                    bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
-                    changed=changed,
-                    bytes=round(changed * row_bytes),
-                    whole_bytes=round(table.rows * row_bytes),
-                )
-            )
+            tables.append(explained(name, table.rows, name in unsafe, why, config, changed, row_bytes))
         return Explanation.of(tables, arrays, self._staging.limit_bytes)
 
     def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave) -> Plan:
@@ -229,18 +222,35 @@ class Planner:
     ) -> list[RowsWrite]:
         """The rows to write of each array, given the tables to write whole."""
         self._staging.reset()
+        ids, staged = self._together(decision, snapshot, whole)
         # A table that is whole takes no row numbers, of 8 bytes each.
-        ids = {
+        ids |= {
             table.name: None
             if table.name in whole
             else rows_of(self._changed(table, decision.since, snapshot.dirty[table.name]), table.local_rows)
             for table in self._tables
+            if table.name not in ids
         }
         counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
         return [
-            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending)
+            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending, staged)
             for array in snapshot.arrays
         ]
+
+    def _together(
+        self, decision: Decision, snapshot: Snapshot, whole: Collection[str]
+    ) -> tuple[dict[str, Rows | None], dict[str, StagedRows]]:
+        """The rows to write of small tables, by table, and copies of them, by array path."""
+        small, dirty = snapshot.small, snapshot.dirty
+        tables = {table.name: table for table in self._tables if table.name not in whole}
+        names = [name for name in small.names if name in tables]
+        flags = {name: np.zeros_like(dirty[name]) for name in whole}
+        flags |= {name: self._changed(tables[name], decision.since, dirty[name]) for name in names}
+        numbers, edges = small.listed(small.joined(flags))
+        own = small.local(numbers, edges)
+        each = zip(small.names, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        ids: dict[str, Rows | None] = {name: own[begin:end] for name, begin, end in each if name in tables}
+        return ids, self._staging.stage_together(small, own, edges)
 
     def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """Why tables are written whole although the policy may want a delta, by name."""
@@ -263,6 +273,7 @@ class Planner:
         ids: Rows | None,
         counts: Counts | None,
         pending: PendingSave,
+        staged: Mapping[str, StagedRows],
     ) -> RowsWrite:
         table, line = array.table, self.lineage.lines.get(array.path)
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
@@ -271,7 +282,9 @@ class Planner:
                 "stored by rows; split the table's columns"
             )
         written, codec = None if line is None else ids, self._codec(array)
-        source = self._staging.stage(array, written, pending, in_place=takes_changing_rows(codec))
+        source = (None if written is None else staged.get(array.path)) or self._staging.stage(
+            array, written, pending, in_place=takes_changing_rows(codec)
+        )
         return RowsWrite(
             path=array.path,
             shape=array.shape,

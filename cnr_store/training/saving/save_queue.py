@@ -101,7 +101,8 @@ class SaveQueue:
         )
         self.tracker.logs = group.world == 1
         # Before the first save, so that no save waits for a compiler between its start and its commit.
-        self._compiled = self._executor.submit(self._compile)
+        steps = self.planner.compile_steps()
+        self._compiled = self._executor.submit(lambda: any(self._closing or is_exiting() for _ in steps))
 
     @property
     def latest(self) -> PendingSave | None:
@@ -203,13 +204,10 @@ class SaveQueue:
         changed = self.planner.count(snapshot.dirty, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
-            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole)
-        self.audit.renew(snapshot.arrays, snapshot.dirty)
+            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole, snapshot.small)
+        self.audit.renew(snapshot.arrays, snapshot.dirty, snapshot.small)
         plan = self.planner.plan(decision, snapshot, changed, pending)
         return replace(plan, live_threads=torch.get_num_threads())
-
-    def _compile(self) -> None:
-        any(self._closing or is_exiting() for _ in self.planner.compile_steps())
 
     def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
         try:
@@ -230,6 +228,8 @@ class SaveQueue:
                     log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
                 pending.future.set_result(record)
+            if self._pending is not None:
+                self.planner.foresee_commit(record, self._pending[1])
         finally:
             # Training waits for both events, and a caller's log handler may have raised above.
             pending.rows_taken.set()

@@ -6,32 +6,36 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from cnr_store.errors import StateError
 from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.training.distributed.dtensors import check_follows, is_dtensor
+from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
-from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, tensor_leaf
-from cnr_store.training.model.optimizer_state import FUSED, Tree, optimizer_tree
+from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, tensor_leaf, with_leaves
+from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.training.tracking.bitmap import Bitmap, Rows
+from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.plan import DenseWrite
 
 Bitmaps = dict[str, Bitmap]
 MAX_METADATA_BYTES = 64 << 10
 _SAVES_BEFORE_SHRINKING = 4
+_WORD_BYTES = 4
+_TOGETHER = ""
+"""Under which the rows of small tables are staged. No array has it for its path."""
 
 
 def _copy_rows(array: RowArray, ids: AnyArray | slice, out: AnyArray) -> None:
@@ -133,6 +137,32 @@ class Staging:
         _copy_rows(array, slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
+    def stage_together(self, tables: SmallTables, ids: Rows, edges: Rows) -> dict[str, StagedRows]:
+        """Copy rows of small tables, by array path: none if there is no room for all, or they are of bfloat16.
+
+        Parameters
+        ----------
+        ids, edges
+            As in `SmallTables.copy`.
+        """
+        counts = np.diff(edges)[tables.of_arrays]
+        ends = np.cumsum(counts * tables.words * _WORD_BYTES)
+        nbytes = int(ends[-1]) if ends.size else 0
+        if self._used_bytes + nbytes > self._limit_bytes or not tables.have_array_types:
+            return {}
+        self._used[-1][_TOGETHER] = nbytes
+        self._used_bytes += nbytes
+        buffer = self._buffer(_TOGETHER, nbytes)
+        begins = ends - counts * tables.words * _WORD_BYTES
+        tables.copy(ids, edges, buffer.ctypes.data + begins)
+        return {
+            array.path: StagedRows(buffer[begin:end].view(array_dtype(array.dtype)).reshape(rows, -1))
+            for array, begin, end, rows in zip(
+                tables.arrays, begins.tolist(), ends.tolist(), counts.tolist(), strict=True
+            )
+            if rows
+        }
+
     def _buffer(self, path: str, nbytes: int) -> AnyArray:
         buffer = self._buffers.get(path)
         if buffer is None or len(buffer) < nbytes:
@@ -180,6 +210,11 @@ class Snapshot:
     unsafe: Mapping[str, str] = field(default_factory=dict)
     part_digests: Sequence[str] = ()
     dense_bytes: int = 0
+
+    @cached_property
+    def small(self) -> SmallTables:
+        """The tables among `arrays` whose rows are found and copied together."""
+        return SmallTables.among(self.arrays)
 
     @property
     def own_shared_bytes(self) -> int:
@@ -231,7 +266,7 @@ def take_snapshot(
         "reader": None,
         "objects": objects,
         "optimizers": [
-            _with_leaves(tree, each, names) for tree, each in zip(trees, trained.optimizers, strict=True)
+            with_leaves(tree, each, names) for tree, each in zip(trees, trained.optimizers, strict=True)
         ],
         "extra_state": extra,
         "rng": None,
@@ -300,32 +335,6 @@ def _copy_dense(entries: Sequence[tuple[str, str, torch.Tensor]]) -> list[DenseW
         else:
             written.append(DenseWrite(path, *dense_numpy(tensor), aliases=aliases))
     return written
-
-
-def _with_leaves(tree: Tree, optimizer: Optimizer, names: Mapping[int, str]) -> Tree:
-    """An optimizer's tree, in which state of parameters that are DTensors is as leaves.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Some of it is spread in another way than its parameter.
-    """
-    spread = {
-        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
-    }
-
-    def leaf(name: str, key: str, value: object) -> object:
-        if name not in spread or not isinstance(value, torch.Tensor) or value.ndim == 0:
-            return value
-        where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
-        check_follows(value, spread[name], where)
-        return spread_leaf(value, where)
-
-    state = {
-        name: {key: leaf(name, key, value) for key, value in values.items()}
-        for name, values in tree["state"].items()
-    }
-    return {**tree, "state": state}
 
 
 def encode_metadata(metadata: Any) -> Any:

@@ -13,6 +13,7 @@ from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, add_counts, full_bitmap
+from cnr_store.writing.lineage import Lineage
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,20 @@ def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:
         return flags[first:last] & full_bitmap(rows)
     bits = np.unpackbits(flags[first:last], bitorder="little")
     return np.packbits(bits[start : start + rows], bitorder="little")
+
+
+def since_whole_after(
+    version: str,
+    lineage: Lineage,
+    tables: Sequence[Table],
+    since_whole: Mapping[str, Bitmap],
+    dirty: Mapping[str, Bitmap],
+) -> dict[str, Bitmap]:
+    """Per table, packed: the rows changed since its whole version, once `version` was committed with dirty rows."""
+    # A table that this version holds whole starts over; any other still lacks what it lacked.
+    return {
+        table.name: np.zeros_like(dirty[table.name])
+        if lineage.lines[table.path].links == (version,)
+        else since_whole[table.name] | dirty[table.name]
+        for table in tables
+    }

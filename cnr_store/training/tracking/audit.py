@@ -15,14 +15,15 @@ from itertools import groupby
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cnr_store.errors import TrackingError
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
-from cnr_store.training.tracking.device_bitmap import as_integers
+from cnr_store.training.tracking.device_bitmap import as_integers, integers_of
+from cnr_store.training.tracking.small_tables import SmallSamples, SmallTables, are_set, draw_rows
 
 DEFAULT_BYTES = 1 << 20
 """For the samples of all tables: 4,096 rows of 64 floats. If 230 of them change in an interval, 99 of 100 trackers that
@@ -64,6 +65,7 @@ class Audit:
         self._limit_bytes = limit_bytes
         self._random = np.random.default_rng(seed)
         self._samples: dict[str, _Sample] = {}
+        self._small: SmallSamples | None = None
 
     @classmethod
     def from_option(cls, audit: bool | int) -> Self:
@@ -80,13 +82,14 @@ class Audit:
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""
-        self._samples = {}
+        self._samples, self._small = {}, None
 
     def check(
         self,
         arrays: Sequence[RowArray],
         flagged: Mapping[str, Bitmap],
         make_whole: Callable[[str, str], object],
+        small: SmallTables | None = None,
     ) -> None:
         """Compare the sampled rows that are not flagged with those in the model.
 
@@ -98,6 +101,8 @@ class Audit:
             Packed, by table name: the rows that may have changed since the samples were taken.
         make_whole
             Called with the name of each table that fails, and the reason why its next version must be whole.
+        small
+            The small tables among them, if they are known.
 
         Raises
         ------
@@ -105,11 +110,12 @@ class Audit:
             Some rows differ. It names all of these tables.
         """
         failures = []
-        for name, table_arrays in _by_table(arrays):
-            sample = self._samples.get(name)
+        passed = self._passed(SmallTables.among(arrays) if small is None else small, flagged)
+        for name, table_arrays in _by_table([array for array in arrays if array.table.name not in passed]):
+            sample = self._sample(name)
             if sample is None or sample.rows != table_arrays[0].table.local_rows:
                 continue
-            changed = _changed(sample, table_arrays, np.flatnonzero(~_are_set(flagged[name], sample.ids)))
+            changed = _changed(sample, table_arrays, np.flatnonzero(~are_set(flagged[name], sample.ids)))
             first_row = table_arrays[0].table.first_row
             failures += [
                 f"table {name!r}: {_listed(first_row + rows)} of {path}" for path, rows in changed.items()
@@ -123,7 +129,30 @@ class Audit:
                 "or save with full=True"
             )
 
-    def renew(self, arrays: Sequence[RowArray], flagged: Mapping[str, Bitmap] | None = None) -> None:
+    def _passed(self, small: SmallTables, flagged: Mapping[str, Bitmap]) -> set[str]:
+        """The small tables whose sampled rows have the bits that they had, or a flag."""
+        former = self._small
+        if former is None or former.layout != small.layout or not former.layout:
+            return set()
+        return {*small.names} - former.changed(small, small.joined(flagged))
+
+    def _sample(self, name: str) -> _Sample | None:
+        if self._small is None or name not in self._small.names:
+            return self._samples.get(name)
+        rows, ids, words = self._small.of_table(name)
+        elements = {path: element for path, _, element in self._small.layout}
+        bits = {
+            (path, 0): torch.from_numpy(each).view(integers_of(dtype_named(elements[path])))
+            for path, each in words.items()
+        }
+        return _Sample(rows, ids, bits)
+
+    def renew(
+        self,
+        arrays: Sequence[RowArray],
+        flagged: Mapping[str, Bitmap] | None = None,
+        small: SmallTables | None = None,
+    ) -> None:
         """Take new samples of the model, which is being saved or was just loaded.
 
         Parameters
@@ -132,21 +161,28 @@ class Audit:
             From `row_arrays`.
         flagged
             The rows that are likely to change again; None if that is not known.
+        small
+            The small tables among them, if they are known.
         """
         if not self._limit_bytes:
             return
+        small = SmallTables.among(arrays) if small is None else small
         tables = dict(_by_table(arrays))
-        samples = {}
-        for name, size in _sample_sizes(tables, self._limit_bytes).items():
+        sizes = _sample_sizes(tables, self._limit_bytes)
+        samples, together = {}, {*small.names}
+        for name in [name for name in sizes if name not in together]:
             rows = tables[name][0].table.local_rows
-            ids = self._draw(name, rows, size, None if flagged is None else flagged[name])
+            ids = self._draw(name, rows, sizes[name], None if flagged is None else flagged[name])
             bits = {
                 (array.path, part.first_column): _bits(part.tensor, ids)
                 for array in tables[name]
                 for part in array.parts
             }
             samples[name] = _Sample(rows, ids, bits)
-        self._samples = samples
+        flags = None if flagged is None else small.joined(flagged)
+        own = np.array([sizes[name] for name in small.names], np.int64)
+        numbers = draw_rows(small, own, flags, self._small, self._random)
+        self._samples, self._small = samples, SmallSamples.of(small, numbers)
 
     def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> Rows:
         """At most `size` of a table's rows, ascending."""
@@ -157,7 +193,7 @@ class Audit:
         if flagged is not None and 0 < dirty < rows:
             former = self._samples.get(name)
             if former is not None and former.rows == rows:
-                again = former.ids[_are_set(flagged, former.ids)]
+                again = former.ids[are_set(flagged, former.ids)]
                 parts.append(self._random.permutation(again)[: size // 3])
             parts.append(self._draw_flagged(flagged, rows, dirty, size // 3))
         left = size - sum(map(len, parts))
@@ -168,7 +204,7 @@ class Audit:
         if dirty * _SPARSE < rows:
             return self._random.choice(rows_of(flagged, rows), size)
         tried = self._random.integers(rows, size=2 * _SPARSE * size)
-        return tried[_are_set(flagged, tried)][:size]
+        return tried[are_set(flagged, tried)][:size]
 
 
 def _by_table(arrays: Iterable[RowArray]) -> list[tuple[str, list[RowArray]]]:
@@ -186,10 +222,6 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
         sizes[name] = max(1, min(table_bytes[name], share) // row_bytes[name])
         limit_bytes = max(0, limit_bytes - sizes[name] * row_bytes[name])
     return sizes
-
-
-def _are_set(flagged: Bitmap, ids: Rows) -> npt.NDArray[np.bool_]:
-    return np.asarray((flagged[ids >> 3] >> (ids & 7)) & 1 != 0)
 
 
 def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:

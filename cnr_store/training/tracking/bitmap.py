@@ -193,6 +193,39 @@ def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_word
                     bitmap[index] |= np.uint8(1 << (row & 7))
 
 
+def copy_rows_of_tables(
+    sources: Rows, row_words: Rows, begins: Rows, ends: Rows, ids: Rows, targets: Rows
+) -> None:
+    """Copy rows of many arrays of 32-bit words: of each, `ids` from its begin to its end.
+
+    `sources` and `targets` are addresses, of the arrays and of contiguous memory that takes the rows.
+    """
+    if _State.is_compiled:
+        _copy_rows_of_tables(sources, row_words, begins, ends, ids, targets)
+        return
+    each = zip(*(given.tolist() for given in (sources, row_words, begins, ends, targets)), strict=True)
+    for source, size, begin, end, target in each:
+        if begin < end:
+            own = ids[begin:end]
+            to, rows = (ctypes.c_uint32 * size * own.size), (ctypes.c_uint32 * size * (int(own.max()) + 1))
+            np.ctypeslib.as_array(to.from_address(target))[...] = np.ctypeslib.as_array(
+                rows.from_address(source)
+            )[own]
+
+
+@kernel
+def _copy_rows_of_tables(
+    sources: Rows, row_words: Rows, begins: Rows, ends: Rows, ids: Rows, targets: Rows
+) -> None:
+    for array in range(sources.size):
+        size = row_words[array]
+        for position in range(begins[array], ends[array]):
+            row = carray(_pointer(sources[array] + 4 * size * ids[position]), size, np.uint32)
+            to = carray(_pointer(targets[array] + 4 * size * (position - begins[array])), size, np.uint32)
+            for column in range(size):
+                to[column] = row[column]
+
+
 @helper
 def _popcount(word: Any) -> Any:
     # Sums of bits side by side, in fields of 2, 4 and 8 bits; the product adds up the eight bytes.
@@ -298,6 +331,8 @@ def compile_kernels() -> Iterator[None]:
     yield _mark_ids_of_tables(bitmaps, rows, np.array([ids.ctypes.data]), np.ones(1, np.int64))
     gradients = np.zeros(8, np.uint32)
     yield _mark_nonzero_of_tables(bitmaps, rows, np.array([gradients.ctypes.data]), np.ones(1, np.int64))
+    one, at = np.zeros(1, np.int64), np.array([gradients.ctypes.data])
+    yield _copy_rows_of_tables(at, one, one, one + 1, one, at)
     yield _count(*_words(bitmap))
     yield _rows_of(*_words(bitmap), counts)
     yield _count_blocks(bitmap, 0, 8, counts)

@@ -35,7 +35,12 @@ def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """A view of a strided tensor's bits as integers of its shape."""
-    return values.detach().view(_INTEGERS[values.element_size()])
+    return values.detach().view(integers_of(values.dtype))
+
+
+def integers_of(dtype: torch.dtype) -> torch.dtype:
+    """Integers of the same size."""
+    return _INTEGERS[dtype.itemsize]
 
 
 def _host_memory(rows: int) -> tuple[Bitmap, int]:
@@ -102,6 +107,13 @@ class RowBits:
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
         return self._bits[:-1].cpu().numpy() if self.host is None else self.host[0]
+
+    def clear(self) -> None:
+        """Set none any more."""
+        if self.host is None:
+            self._bits.zero_()
+        else:
+            self.host[0].fill(0)
 
     def take(self) -> Bitmap:
         """The bits in host memory of their own; none is set here afterwards."""

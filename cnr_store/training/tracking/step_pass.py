@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -66,12 +66,14 @@ class StepPass:
         counters: list[Counters] = []
         is_known = all(type(kept) is dict for kept in optimizer.state.values())
         for position, tracker in stepped:
-            found = tracker.plain_counters(optimizer) if is_known and _is_plain(tracker) else None
+            is_plain = is_known and _is_plain(tracker) and tracker.has_settled_counters(optimizer)
+            found = tracker.plain_counters(optimizer) if is_plain else None
             (self.others if found is None else self._tables).append((position, tracker))
             if found is not None:
                 counters.append(found)
         self._trackers = [tracker for _, tracker in self._tables]
         self._parameters: list[Any] = [tracker.table.parameter for tracker in self._trackers]
+        self._own_counters = self._counters_now(optimizer)
         self._settings = {(position, tracker.table.parameter.dtype) for position, tracker in self._tables}
         self._noted = [False] * len(self._tables)
         self._note_bits()
@@ -112,6 +114,25 @@ class StepPass:
         self._pointers = [counter.pointer for counter in self._counters]
         self._storages = [counter.storage for counter in self._counters]
         self._strides = [counter.strides for counter in self._counters]
+
+    def _counters_now(self, optimizer: Optimizer) -> list[object]:
+        return list(chain.from_iterable(tracker.counters(optimizer) for tracker in self._trackers))
+
+    def begin_interval(self, optimizer: Optimizer) -> bool:
+        """Go on after the trackers have begun an interval. False if they count or flag elsewhere since."""
+        self._noted = [False] * len(self._tables)
+        return all(
+            tracker.bits.host is host for tracker, host in zip(self._trackers, self._hosts, strict=True)
+        ) and all(map(is_, self._counters_now(optimizer), self._own_counters))
+
+    def unchanged(self, optimizer: Optimizer) -> list[TableTracker]:
+        """The tables that have the memory that they had, and no change that is not acknowledged."""
+        tensors, versions = self._look(optimizer)
+        if tensors is None or not all(map(is_, self._counters_now(optimizer), self._own_counters)):
+            return []
+        left = self._elsewhere(tensors)
+        left |= self._differing(versions, list(map(_known_version, self._counters)))
+        return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
     def before(self, optimizer: Optimizer) -> Stepped:
         """Note which tables have a gradient, and return those that may have changed since the last step."""
@@ -243,6 +264,7 @@ def _is_plain(tracker: TableTracker) -> bool:
         and parameter.is_contiguous()
         and parameter.numel() > 0
         and not tracker.resized
+        and not tracker.is_in_shared_memory
         and parameter.stride(0) * parameter.element_size() % _WORD_BYTES == 0
     )
 

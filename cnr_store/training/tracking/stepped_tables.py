@@ -6,7 +6,9 @@ Not every step searches through all parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ class SteppedTables:
         """What goes through the tables that an optimizer steps."""
         stepped = self._find(optimizer).stepped
         found = self._passes.get(optimizer)
-        if found is None or found.stepped is not stepped:
+        if found is None or found.stepped != stepped:
             found = self._passes[optimizer] = StepPass(optimizer, stepped)
         return found
 
@@ -65,10 +67,31 @@ class SteppedTables:
         """Make another pass at the next step: counters may have been replaced."""
         self._passes.pop(optimizer, None)
 
+    def unchanged(self, optimizers: Sequence[Optimizer]) -> list[TableTracker]:
+        """Tables of one of these optimizers, without a change that is not acknowledged, as far as a pass tells."""
+        steppers = Counter(id(tracker) for each in optimizers for _, tracker in self.by(each))
+        return [
+            tracker
+            for each in optimizers
+            for tracker in self.pass_over(each).unchanged(each)
+            if steppers[id(tracker)] == 1
+        ]
+
     def forget(self) -> None:
         """Search anew: parameters may have got other memory, and trackers other bitmaps and counters."""
         self._found.clear()
         self._passes.clear()
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay."""
+        # An interrupt leaves none: each knows bitmaps that may have been taken.
+        passes = list(self._passes.items())
+        self.forget()
+        yield
+        for optimizer, each in passes:
+            if each.begin_interval(optimizer):
+                self._passes[optimizer] = each
 
     def _find(self, optimizer: Optimizer) -> _Found:
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -13,8 +14,12 @@ from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.slot_counters import SlotCounters
-from cnr_store.training.tracking.version_counter import Counters, VersionCounter, counter_of
+from cnr_store.training.tracking.version_counter import (
+    Counters,
+    SlotCounters,
+    VersionCounter,
+    counter_of,
+)
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -56,6 +61,7 @@ class TableTracker:
 
     # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
     __slots__ = (
+        "_carries",
         "_counter",
         "_optimizers",
         "_slot_counters",
@@ -82,7 +88,9 @@ class TableTracker:
 
     def flagged(self, whole: bool) -> Bitmap:
         """All rows, or those flagged in this interval or carried over into it; in memory of its own."""
-        return full_bitmap(self.table.local_rows) if whole else self.bits.read() | self.carried_over
+        if whole:
+            return full_bitmap(self.table.local_rows)
+        return self.bits.read() | self.carried_over if self._carries else self.bits.read().copy()
 
     def begin_interval(self, carry_over: bool = False) -> None:
         """Begin a new interval; with `carry_over`, the rows flagged in the last one are flagged in this one too.
@@ -92,12 +100,23 @@ class TableTracker:
         rows, device = self.table.local_rows, self.table.parameter.device
         flagged = full_bitmap(rows) if self.resized else self.bits.take()
         # Before the bits: were this interrupted, the table would still count as resized.
+        self._carries = True
         self.carried_over = flagged if carry_over else empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
+        self._begin()
+        self.acknowledge_all()
+
+    def begin_next(self) -> None:
+        """`begin_interval` of a table that has its size, its device and its counters, and no change to acknowledge."""
+        self.bits.clear()
+        if self._carries:
+            self.carried_over, self._carries = np.zeros_like(self.carried_over), False
+        self._begin()
+
+    def _begin(self) -> None:
         self.whole: str | None = None
         self._stepped_by_given, self._stepped_by_other = False, ""
-        self.acknowledge_all()
 
     @property
     def updates_unseen(self) -> bool:
@@ -116,7 +135,7 @@ class TableTracker:
                 table.parameter.is_inference()
                 and "it was made in inference mode, where torch counts no changes"
             )
-            or (self._is_in_shared_memory and _OTHER_PROCESSES)
+            or (self.is_in_shared_memory and _OTHER_PROCESSES)
             or self._replaced_optimizer
             or self._moved_by_fused
             or (self.resized and _RESIZED)
@@ -126,7 +145,12 @@ class TableTracker:
         )
 
     @property
-    def _is_in_shared_memory(self) -> bool:
+    def is_declared_whole(self) -> bool:
+        """Whether `whole_reason` has one that neither its memory nor its counters tell."""
+        return self.whole is not None or bool(self.table.shared_with) or self._replaced_optimizer is not None
+
+    @property
+    def is_in_shared_memory(self) -> bool:
         """Whether other processes may hold the memory. It can't be told for devices, where torch says so of all."""
         parameter = self.table.parameter
         slots = (slot for each in self._optimizers for slot in row_slots(each, parameter).values())
@@ -188,6 +212,20 @@ class TableTracker:
             return None
         return of_parameter, counters
 
+    def counters(self, optimizer: Optimizer) -> tuple[object, object]:
+        """What counts the changes of the parameter and of the slots of `optimizer`: other objects, if replaced."""
+        return self._counter, self._slot_counters.get(id(optimizer))
+
+    def has_settled_counters(self, optimizer: Optimizer) -> bool:
+        """Whether `acknowledge_all` would count no other tensors than those of `plain_counters`."""
+        parameter, key = self.table.parameter, id(optimizer)
+        return all(
+            counters.knows(each.state.get(parameter, {}), parameter)
+            and (id(each) == key or counters.is_empty)
+            for each in self._optimizers
+            for counters in (self._slot_counters[id(each)],)
+        )
+
     @property
     def _most_slot_changes(self) -> float:
         return max(map(self.slot_changes, self._optimizers), default=0)
@@ -246,6 +284,7 @@ class TableTracker:
     def give_back(self, flagged: Bitmap) -> None:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
         if flagged.shape == self.carried_over.shape and not self.resized:
+            self._carries = True
             # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
             self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.local_rows)
         else:

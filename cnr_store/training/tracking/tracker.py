@@ -201,9 +201,11 @@ class Tracker:
         self._find_owners()
         self._sharded.check()
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
+        unchanged = set(map(id, self._unchanged()))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
-            if (reason := tracker.whole_reason or by_optimizers.get(name)) is not None:
+            known = id(tracker) in unchanged and not tracker.is_declared_whole
+            if (reason := (None if known else tracker.whole_reason) or by_optimizers.get(name)) is not None:
                 reasons[name] = reason
         if self.logs:
             self.warn(reasons)
@@ -235,14 +237,20 @@ class Tracker:
         whole = self.whole_reasons()
         return {name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()}
 
+    def _unchanged(self) -> list[TableTracker]:
+        return self._stepped.unchanged(self._optimizers)
+
     def _moved_by_settings(self) -> dict[str, str]:
         """Why tables are whole whose given optimizer, with its present settings, may move any row."""
         moved: dict[str, str] = {}
         for optimizer in self._optimizers:
+            judged: dict[tuple[int, torch.dtype], str | None] = {}  # tables of a group share its settings
             for position, tracker in self._stepped.by(optimizer):
                 parameter = tracker.table.parameter
-                reason = may_move_untouched_rows(optimizer, position, parameter.dtype, self._trusted)
-                reason = reason or unclear_state(optimizer, parameter, self._trusted)
+                key = position, parameter.dtype
+                if key not in judged:
+                    judged[key] = may_move_untouched_rows(optimizer, *key, self._trusted)
+                reason = judged[key] or unclear_state(optimizer, parameter, self._trusted)
                 if reason is not None and parameter.requires_grad:
                     moved[tracker.table.name] = reason
         return moved
@@ -264,9 +272,13 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            self._stepped.forget()  # first: it knows the bitmaps that are taken
-            for tracker in self._trackers.values():
-                tracker.begin_interval(carry_over=tracker.updates_unseen)
+            unchanged = set(map(id, self._unchanged()))
+            with self._stepped.renewed():
+                for tracker in self._trackers.values():
+                    if id(tracker) in unchanged and tracker.has_optimizer:
+                        tracker.begin_next()
+                    else:
+                        tracker.begin_interval(carry_over=tracker.updates_unseen)
             return flagged
         except BaseException:
             # An interrupt between two tables, say: those that have begun would forget their rows.
@@ -311,6 +323,12 @@ class Tracker:
         ModelMismatchError
             Modules that shared one parameter no longer do.
         """
+        if all(
+            module._parameters.get("weight") is tracker.table.parameter
+            for tracker in self._trackers.values()
+            for module in tracker.table.modules
+        ):
+            return
         for name, tracker in self._trackers.items():
             weights = [module._parameters.get("weight") for module in tracker.table.modules]
             if not weights:  # TorchRec's

@@ -1,0 +1,258 @@
+"""Rows of many small tables, found and copied in a few calls for all of them.
+
+Python code for each table takes longer than its rows do. What is not small or plain is left to code that goes through
+tables one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tables import Table
+from cnr_store.training.model.tensors import array_dtype
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, copy_rows_of_tables, rows_of
+
+MOST_ROWS = 1 << 22
+"""Of all small tables: their row numbers, of 8 bytes each, take 32 MiB at most."""
+_WORD_BYTES = 4
+Words32 = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+@dataclass(frozen=True)
+class SmallTables:
+    """Tables whose rows are numbered through, each beginning at a multiple of 8, and their arrays.
+
+    Attributes
+    ----------
+    names, rows, first
+        Of each table: its name, its rows, and the number of its first row.
+    arrays, of_arrays
+        The arrays, those of a table next to each other, and the position of each one's table.
+    words
+        (arrays,): the 32-bit words of a row.
+    """
+
+    names: Sequence[str]
+    rows: Rows
+    first: Rows
+    arrays: Sequence[RowArray]
+    of_arrays: Rows
+    words: Rows
+
+    @classmethod
+    def among(cls, arrays: Sequence[RowArray]) -> SmallTables:
+        """Those whose arrays are all plain: in host memory, contiguous, and of whole words a row."""
+        plain: dict[str, bool] = {}
+        for array in arrays:
+            plain[array.table.name] = plain.get(array.table.name, True) and _is_plain(array)
+        rows = {array.table.name: array.shape[0] for array in arrays if plain[array.table.name]}
+        small, total = set(), 0
+        for name in sorted(rows, key=rows.__getitem__):
+            total += rows[name]
+            if total > MOST_ROWS:
+                break
+            small.add(name)
+        names = [name for name in rows if name in small]
+        place = {name: position for position, name in enumerate(names)}
+        held = [array for array in arrays if array.table.name in small]
+        counts = np.array([rows[name] for name in names], np.int64)
+        return cls(
+            names,
+            counts,
+            np.cumsum((counts + 7) // 8 * 8) - (counts + 7) // 8 * 8,
+            held,
+            np.array([place[array.table.name] for array in held], np.int64),
+            np.array([array.row_bytes // _WORD_BYTES for array in held], np.int64),
+        )
+
+    @cached_property
+    def layout(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Path, shape and element type of each array."""
+        return [(array.path, array.shape, array.element) for array in self.arrays]
+
+    @cached_property
+    def have_array_types(self) -> bool:
+        """Whether rows are stored as they lie in memory: those of bfloat16 are widened."""
+        return all(array_dtype(array.dtype).itemsize == array.dtype.itemsize for array in self.arrays)
+
+    def joined(self, bitmaps: Mapping[str, Bitmap]) -> Bitmap:
+        """The bitmaps of all these tables as one."""
+        return np.concatenate([bitmaps[name] for name in self.names]) if self.names else np.empty(0, np.uint8)
+
+    def listed(self, bits: Bitmap) -> tuple[Rows, Rows]:
+        """The rows that are set in a joined bitmap, as they are numbered through, and where each table's begin and end.
+
+        The second has one entry more than there are tables.
+        """
+        numbers = rows_of(bits, bits.size * 8)
+        return numbers, np.append(np.searchsorted(numbers, self.first), numbers.size)
+
+    def local(self, numbers: Rows, edges: Rows) -> Rows:
+        """Rows of each table by their numbers in it, from those numbered through."""
+        return numbers - np.repeat(self.first, np.diff(edges))
+
+    def copy(self, ids: Rows, edges: Rows, targets: Rows) -> None:
+        """Copy rows of every array.
+
+        Parameters
+        ----------
+        ids, edges
+            Rows by their numbers in each table, and where those of each table begin and end.
+        targets
+            (arrays,): addresses of contiguous memory for them.
+        """
+        sources = np.array([array.parts[0].tensor.data_ptr() for array in self.arrays], np.int64)
+        begins, ends = edges[self.of_arrays], edges[self.of_arrays + 1]
+        copy_rows_of_tables(sources, self.words, begins, ends, ids, targets)
+
+
+def _is_plain(array: RowArray) -> bool:
+    if type(array.table) is not Table or len(array.parts) != 1:
+        return False
+    tensor = array.parts[0].tensor
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.shape == array.shape
+        and array.shape[0] <= MOST_ROWS
+        and array.row_bytes > 0
+        and array.row_bytes % _WORD_BYTES == 0
+        and array.row_bytes * array.shape[0] == tensor.nbytes
+        and tensor.data_ptr() % _WORD_BYTES == 0
+    )
+
+
+@dataclass(frozen=True)
+class SmallSamples:
+    """Rows of small tables as they were at one moment.
+
+    Attributes
+    ----------
+    names, rows, first
+        As in `SmallTables`.
+    layout
+        Path, shape and element type of each array.
+    ids, edges
+        The rows, ascending, and where those of each table begin and end.
+    bits
+        Their 32-bit words, array after array.
+    begins
+        (arrays + 1,): where those of each array begin, and where the last one's end.
+    """
+
+    names: Sequence[str]
+    rows: Rows
+    first: Rows
+    layout: Sequence[tuple[str, tuple[int, ...], str]]
+    ids: Rows
+    edges: Rows
+    of_arrays: Rows
+    words: Rows
+    bits: Words32
+    begins: Rows
+
+    @classmethod
+    def of(cls, tables: SmallTables, numbers: Rows) -> SmallSamples:
+        """Take rows, as they are numbered through, ascending."""
+        edges = np.append(np.searchsorted(numbers, tables.first), numbers.size)
+        ids = tables.local(numbers, edges)
+        begins = np.concatenate([[0], np.cumsum(np.diff(edges)[tables.of_arrays] * tables.words)])
+        bits = _gathered(tables, ids, edges, begins)
+        own = tables.names, tables.rows, tables.first, tables.layout
+        return cls(*own, ids, edges, tables.of_arrays, tables.words, bits, begins)
+
+    def numbers(self) -> Rows:
+        """The rows as they are numbered through."""
+        return self.ids + np.repeat(self.first, np.diff(self.edges))
+
+    def changed(self, tables: SmallTables, flags: Bitmap) -> set[str]:
+        """The tables with a row that has other bits now, and no flag in the joined bitmap. Of the same layout."""
+        now = _gathered(tables, self.ids, self.edges, self.begins)
+        counts = np.diff(self.edges)[self.of_arrays]
+        # Of each array's rows: the array, where its words begin, and its place among the rows of all tables.
+        array = np.repeat(np.arange(counts.size), counts)
+        within = np.arange(array.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        differs = (
+            np.bitwise_or.reduceat(now ^ self.bits, self.begins[array] + within * self.words[array]) != 0
+        )
+        row = self.edges[self.of_arrays[array]] + within
+        return {
+            self.names[table]
+            for table in self.of_arrays[array[differs & ~are_set(flags, self.numbers())[row]]]
+        }
+
+    def of_table(self, name: str) -> tuple[int, Rows, dict[str, Words32]]:
+        """Of one table: its rows, those taken, and by array path their words, ``(n, words)``."""
+        table = self.names.index(name)
+        ids = self.ids[self.edges[table] : self.edges[table + 1]]
+        bits = {
+            self.layout[array][0]: self.bits[self.begins[array] : self.begins[array + 1]].reshape(
+                len(ids), -1
+            )
+            for array in np.flatnonzero(self.of_arrays == table).tolist()
+        }
+        return int(self.rows[table]), ids, bits
+
+
+def _gathered(tables: SmallTables, ids: Rows, edges: Rows, begins: Rows) -> Words32:
+    bits = np.empty(begins[-1], np.uint32)
+    tables.copy(ids, edges, bits.ctypes.data + begins[:-1] * _WORD_BYTES)
+    return bits
+
+
+def are_set(flags: Bitmap, ids: Rows) -> npt.NDArray[np.bool_]:
+    """Whether rows are set in a bitmap."""
+    return np.asarray((flags[ids >> 3] >> (ids & 7)) & 1 != 0)
+
+
+def draw_rows(
+    tables: SmallTables,
+    sizes: Rows,
+    flags: Bitmap | None,
+    former: SmallSamples | None,
+    random: np.random.Generator,
+) -> Rows:
+    """At most `sizes` rows of each table, as they are numbered through, ascending.
+
+    Parameters
+    ----------
+    flags
+        The rows that are likely to change again, as a joined bitmap; None if that is not known.
+    former
+        The last samples: of those that are set in `flags`, some are drawn again.
+    """
+    every, whole = np.arange(sizes.size), sizes >= tables.rows
+    parts = [_ranges(tables.first, np.where(whole, tables.rows, 0))]
+    left = np.where(whole, 0, sizes)
+    if flags is not None:
+        flagged, edges = tables.listed(flags)
+        counts = np.diff(edges)
+        third = np.where((counts > 0) & (counts < tables.rows), left // 3, 0)
+        if former is not None and former.layout == tables.layout:
+            table = np.repeat(every, np.diff(former.edges))
+            again = former.numbers()
+            likely = are_set(flags, again) & (third[table] > 0)
+            again, table = again[likely], table[likely]
+            order = np.lexsort((random.random(table.size), table))
+            rank = np.arange(table.size) - np.searchsorted(table, table)
+            again, table = again[order][rank < third[table]], table[rank < third[table]]
+            parts.append(again)
+            left = left - np.bincount(table, minlength=sizes.size)
+        table = np.repeat(every, third)
+        parts.append(flagged[edges[table] + (random.random(table.size) * counts[table]).astype(np.int64)])
+        left = left - third
+    table = np.repeat(every, left)
+    parts.append(tables.first[table] + (random.random(table.size) * tables.rows[table]).astype(np.int64))
+    return np.unique(np.concatenate(parts))
+
+
+def _ranges(begins: Rows, counts: Rows) -> Rows:
+    """Consecutive numbers from each begin on, one range after the other."""
+    return np.arange(int(counts.sum())) + np.repeat(begins - np.cumsum(counts) + counts, counts)
