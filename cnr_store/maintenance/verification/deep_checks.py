@@ -130,7 +130,8 @@ class DeepCheck:
             link.fill(rows[0], out, need, Pending(count, link.grid.columns))
             self._check_composed(path, rows[0], out, need)
         except CorruptionError as error:
-            row_count = min(_count_lost(link, rows), link.entry.rows)
+            row_count = max(_count_lost(link, rows), int((need == PENDING).sum()))
+            row_count = min(row_count, link.entry.rows)
             return _Outcome(nbytes, str(error), key, path, rows, row_count)
         except FormatError as error:
             return _Outcome(nbytes, str(error), key, path, rows)
@@ -146,13 +147,14 @@ class DeepCheck:
         """Compose the rows that are relative, and clear their `need`. Damage beneath is another version's."""
         relative = (need == PENDING).astype(np.uint8)
         if relative.any():
-            need[relative != 0] = 0
+            composed = relative.copy()
             try:
-                ArrayReader(self._check.catalog, self._record, path).read_rows(first_row, out, relative)
+                ArrayReader(self._check.catalog, self._record, path).read_rows(first_row, out, composed)
             except CompositionError:
                 raise
             except CheckpointError:
-                return
+                pass
+            need[relative != 0] = 0
 
     def _first_own_row(self, path: str) -> int:
         """The first row of an array that no older version can hold."""
