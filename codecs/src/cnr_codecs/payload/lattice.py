@@ -84,13 +84,14 @@ def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
     PayloadError
         One is.
     """
-    rows = segment.row_set.offsets() - first_row
-    begin, end = np.searchsorted(rows, (0, len(need)))
-    if need[rows[begin:end]].any():
-        raise PayloadError(
-            f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
-            "doesn't have; read the version through cnr_store.view or cnr_store.open"
-        )
+    for _, block in segment.row_set.blocks():
+        rows = block.astype(np.int64) - first_row
+        begin, end = np.searchsorted(rows, (0, len(need)))
+        if need[rows[begin:end]].any():
+            raise PayloadError(
+                f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
+                "doesn't have; read the version through cnr_store.view or cnr_store.open"
+            )
 
 
 def _runs(segment: Segment, blocks: _Blocks, dim: int, need: Need, first_row: int) -> Iterator[_Run]:

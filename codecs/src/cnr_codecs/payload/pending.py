@@ -46,7 +46,7 @@ class Pending:
     def __init__(self, rows: int, columns: int) -> None:
         self.sums, self.steps = np.empty((rows, columns), np.int32), np.empty(rows, np.float32)
         self.row, self.column, self.where = 0, 0, ""
-        self._proofs: list[tuple[str, npt.NDArray[np.int64], int]] = []
+        self._proofs: list[tuple[str, RowSet, int, int]] = []
         self._newer: dict[str, None] = {}
 
     def part(self, row: int, column: int = 0, where: str = "") -> Pending:
@@ -96,9 +96,12 @@ class Pending:
         """
         assert segment.coded is not None
         self._newer[self.where] = None
-        rows = segment.row_set.offsets() - first_row
-        if rows[0] >= 0 and rows[-1] < len(need) and (need[rows] == 1).all():
-            self._proofs.append((self.where, rows + self.row, segment.coded.check))
+        for _, rows in segment.row_set.blocks():
+            places = rows.astype(np.int64) - first_row
+            inside = places[(places >= 0) & (places < len(need))]
+            if len(inside) < len(places) or (need[inside] != 1).any():
+                return
+        self._proofs.append((self.where, segment.row_set, self.row - first_row, segment.coded.check))
 
     def settle(
         self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], step: float
@@ -125,7 +128,7 @@ class Pending:
         ParentError
             One differs.
         """
-        for where, _ in self.wrong():
+        for where, *_ in self.wrong():
             raise ParentError(
                 f"{where}: the rows that it has relative to older ones do not come out as they were written "
                 "(crc32c differs)"
@@ -139,14 +142,15 @@ class Pending:
         left_out
             bool (rows,): rows that were not found. Segments that have one are passed over.
         """
-        for where, rows, expected in self._proofs:
-            if left_out is not None and left_out[rows].any():
-                continue
-            check = 0
-            for first in range(0, len(rows), _PROVEN_ROWS):
-                check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
-            if check != expected:
-                yield where, rows
+        for where, row_set, shift, expected in self._proofs:
+            check, is_read = 0, True
+            for _, block in row_set.blocks():
+                rows = block.astype(np.int64) + shift
+                is_read = is_read and (left_out is None or not left_out[rows].any())
+                for first in range(0, len(rows) if is_read else 0, _PROVEN_ROWS):
+                    check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
+            if is_read and check != expected:
+                yield where, row_set.offsets() + shift
 
     def check_settled(self, most: int, step: float) -> None:
         """Check the greatest magnitude of codes with what was pending; it is -1 if that has another step.
