@@ -11,8 +11,11 @@ import torch
 import zarr
 
 import cnr_store
-from cnr_codecs import PayloadError
+from cnr_backends import open_backend
+from cnr_codecs import PayloadError, Scheme
 from cnr_store import Checkpointer
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from tests.test_store.chains.test_lattice import (
@@ -27,9 +30,26 @@ from tests.test_store.chains.test_lattice import (
     required,
     step_of,
 )
-from tests.test_store.support.relative_rows import count_relative
 
 RELATIVE: dict[str, Any] = {"id": "cnr_lattice", "rms_step": 0.2, "relative": True}
+
+
+def count_relative(url: str, version: str) -> int:
+    """The relative rows of all arrays that a version wrote."""
+    catalog = Catalog(open_backend(url))
+    record, found = catalog.record(version), 0
+    for path, entry in record.arrays.items():
+        link = open_link(catalog, record, path) if entry.kind == "delta" else None
+        if isinstance(link, WrittenLink):
+            every = np.ones(entry.shape[0], np.uint8)
+            payloads = (
+                payload
+                for shard, chunks in link._wanted(0, every).items()
+                for _, payload in link._proven(shard, chunks)
+            )
+            segments = (each for payload in payloads for each in payload.segments)
+            found += sum(each.row_set.count for each in segments if each.scheme is Scheme.RELATIVE)
+    return found
 
 
 def relative_rows(url: Path, version: str) -> int:

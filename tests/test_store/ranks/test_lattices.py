@@ -14,10 +14,10 @@ import torch
 import cnr_store
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
+from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support.spread_model import Cut, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
 from tests.test_store.support.places import quick_folder
-from tests.test_store.support.relative_rows import count_relative
 
 KINDS = [TableKind(name, 3000 + 77 * place, 16, torch.float32, {}) for place, name in enumerate("ABC")]
 RMS_STEP = 0.05

@@ -108,6 +108,13 @@ class Pending:
     ) -> npt.NDArray[np.int16]:
         """Return the codes (n, dim) of pending rows that a segment of that step has, with their sums added.
 
+        Parameters
+        ----------
+        codes, step
+            The codes (n, dim) and the step that the segment has.
+        rows
+            int (n,): where the rows lie, as in `need`.
+
         Raises
         ------
         ParentError
@@ -155,6 +162,11 @@ class Pending:
     def check_settled(self, most: int, step: float) -> None:
         """Check the greatest magnitude of codes with what was pending; it is -1 if that has another step.
 
+        Parameters
+        ----------
+        most, step
+            That magnitude, and the step of the codes.
+
         Raises
         ------
         ParentError
@@ -167,6 +179,13 @@ class Pending:
 
     def check_none(self, row_set: RowSet, need: Need, first_row: int) -> None:
         """Check that no row of a segment without integers is pending.
+
+        Parameters
+        ----------
+        row_set
+            The segment's rows.
+        need, first_row
+            As for `decode_into`.
 
         Raises
         ------
