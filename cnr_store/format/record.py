@@ -19,6 +19,7 @@ from cnr_store.format.layout import (
     LATTICE,
     NO_DOCUMENTS,
     PAYLOAD_2,
+    RELATIVE,
     RICE,
     VERSIONS,
     is_shared,
@@ -73,8 +74,10 @@ class ArrayEntry:
     @property
     def payload_features(self) -> frozenset[str]:
         """Features that a reader of its payloads must know."""
-        is_lattice = self.codec is not None and self.codec.get("id") == "cnr_lattice"
-        return self.features | {LATTICE, RICE} if is_lattice else self.features
+        if self.codec is None or self.codec.get("id") != "cnr_lattice":
+            return self.features
+        is_relative = self.kind == "delta" and self.codec.get("relative") is True
+        return self.features | {LATTICE, RICE} | ({RELATIVE} if is_relative else set())
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""

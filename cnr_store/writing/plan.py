@@ -6,16 +6,19 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from cnr_codecs import RowCodec, array_dtype
+from cnr_codecs.protocol import encode_chunks
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
+from cnr_store.writing.row_codes import RowCodes
 
 Array = np.ndarray[Any, Any]
 
@@ -72,6 +75,8 @@ class RowsWrite:
         What this rank has of the array; None where it has all of it, and no other rank has any.
     is_live
         Whether the rows are still in the model, so that training waits until they are encoded.
+    codes
+        Those of rows that may be relative to the base; None where none may be.
     """
 
     path: str
@@ -85,6 +90,34 @@ class RowsWrite:
     boundaries: tuple[int, ...] = ()
     held: Held | None = None
     is_live: bool = False
+    codes: RowCodes | None = None
+
+    def encode(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
+        """The payloads of chunks that follow one another.
+
+        Parameters
+        ----------
+        begin, end
+            Positions in the write's ids of the first chunk's first row, and behind the last one's last.
+        firsts
+            Position of each chunk's first row.
+        seals
+            Each chunk's, as for `RowCodec.encode_rows`.
+        """
+        rows, element = self.grid.chunk_rows, self.element
+        values = self.source.values(begin, end)
+        # Chunks begin at multiples of their rows.
+        offsets = None if self.ids is None else self.ids[begin:end] % rows
+        edges = [*(first - begin for first in firsts), end - begin]
+        if self.codes is None:
+            return encode_chunks(self.codec, values, offsets, edges, rows, element=element, seals=seals)
+        return [
+            self.codes.encode(
+                *(self.codec, values[first:last], begin + first),
+                *(None if offsets is None else offsets[first:last], rows, element, seal),
+            )
+            for (first, last), seal in zip(pairwise(edges), seals, strict=True)
+        ]
 
     @property
     def columns(self) -> int:

@@ -19,7 +19,6 @@ import numpy as np
 
 from cnr_backends import Backend, Transfer, build_shard
 from cnr_codecs import array_dtype, zarr_codecs
-from cnr_codecs.protocol import encode_chunks
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
     Doc,
@@ -162,16 +161,8 @@ class _Chunks:
         rows, grid, (begin, *_, end) = self.rows, self.grid, self.edges
         slots = [slot for slot, (first, last) in enumerate(pairwise(self.edges)) if first < last]
         first_row = self.shard * grid.shard_rows + self.first_slot * grid.chunk_rows
-        encoded = encode_chunks(
-            rows.codec,
-            rows.source.values(begin, end),
-            # Chunks begin at multiples of their rows.
-            None if rows.ids is None else rows.ids[begin:end] % grid.chunk_rows,
-            [*(self.edges[slot] - begin for slot in slots), end - begin],
-            grid.chunk_rows,
-            element=rows.element,
-            seals=[home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots],
-        )
+        seals = [home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots]
+        encoded = rows.encode(begin, end, [self.edges[slot] for slot in slots], seals)
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 

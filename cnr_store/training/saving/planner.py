@@ -26,6 +26,7 @@ from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
+from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
 
 _Past = tuple[Lineage, Bitmaps]
@@ -50,6 +51,7 @@ class Planner:
         self._costs = options.costs
         self._staging = Staging(options.snapshot_bytes)
         self._tally = tally
+        self._code_cache = CodeCache()
 
     @property
     def lineage(self) -> Lineage:
@@ -63,6 +65,7 @@ class Planner:
     def close(self) -> None:
         """Give the memory of snapshots back."""
         self._staging.clear()
+        self._code_cache.clear()
 
     def compile_steps(self) -> Iterator[None]:
         """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
@@ -81,6 +84,7 @@ class Planner:
         since_whole
             Per table, packed: the rows that changed since its whole version was saved.
         """
+        self._code_cache.clear()
         self._past = lineage, since_whole
 
     def begin_after(self, version: str | None, restores: int) -> None:
@@ -100,6 +104,7 @@ class Planner:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
             foreseen = self._past, record, self._following(self._past, record, dirty)
+        self._code_cache.commit(record.id, foreseen[2][0].steps_of(record))
         self._past = foreseen[2]
 
     def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:
@@ -111,7 +116,7 @@ class Planner:
         since_whole = self._since_whole
         if version == self.lineage.version:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
-        self.continue_from(self.lineage.folded(version, nbytes), since_whole)
+        self._past = self.lineage.folded(version, nbytes), since_whole
 
     def count(self, dirty: Bitmaps, full: bool) -> Changed:
         """Count the rows that the next version may have to hold; every rank counts at once."""
@@ -281,7 +286,10 @@ class Planner:
                 f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
                 "stored by rows; split the table's columns"
             )
-        written, codec = None if line is None else ids, self._codec(array)
+        written = None if line is None else ids
+        base = None if line is None or ids is None else line.base(decision.since)
+        codec = keep_step(self._codec(array), None if line is None or base is None else line.lattice)
+        held = self._held(array, None if written is None else counts)
         source = (None if written is None else staged.get(array.path)) or self._staging.stage(
             array, written, pending, in_place=takes_changing_rows(codec)
         )
@@ -289,14 +297,20 @@ class Planner:
             path=array.path,
             shape=array.shape,
             element=array.element,
-            base=None if line is None or ids is None else line.base(decision.since),
+            base=base,
             ids=None if written is None else written + table.first_row,
             source=source,
-            codec=codec if line is None or ids is None else keep_step(codec, line.lattice),
+            codec=codec,
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
-            held=self._held(array, None if written is None else counts),
+            held=held,
             is_live=isinstance(source, LiveRows),
+            codes=self._code_cache.for_write(
+                *(array.path, codec, base, written, table.first_row),
+                (table.local_rows, (*array.shape, 1)[1]),
+                parts=() if held is None else held.columns,
+                is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
+            ),
         )
 
     def _held(self, array: RowArray, counts: Counts | None) -> Held | None:

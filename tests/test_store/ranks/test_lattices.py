@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import cnr_store
 from cnr_store.format import grid
-from tests.test_store.ranks.support.spread_model import TableKind, draw_cut
+from cnr_store.ranks.placement import Piece
+from tests.test_store.chains.test_relative import count_relative
+from tests.test_store.ranks.support.spread_model import Cut, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
 from tests.test_store.support.places import quick_folder
 
@@ -33,7 +37,9 @@ def quick() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
-@pytest.mark.parametrize("codec", [{"rms_step": RMS_STEP}, {"step": 0.0625}])
+@pytest.mark.parametrize(
+    "codec", [{"rms_step": RMS_STEP}, {"step": 0.0625}, {"rms_step": RMS_STEP, "relative": True}]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, policy: str) -> None:
     random = np.random.default_rng(seed)
@@ -66,3 +72,41 @@ def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, pol
             assert np.abs(found[world][key][finite] - values[finite]).max() <= step / 2
     for key, values in found[1].items():
         np.testing.assert_array_equal(found[4][key], values)
+
+
+def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
+    """Bands that end within chunks, one of them on two ranks: of its rows each knows those that it encoded itself."""
+    codec = {"id": "cnr_lattice", "step": 0.1875, "relative": True}
+    found, counts = {}, {}
+    for world in (1, 4):
+        random = np.random.default_rng(5)
+        edges = [0, 1001, 1777] if world == 4 else [0]
+        cuts = {kind.name: _bands([*edges, kind.rows], kind.dim, world) for kind in KINDS}
+        url = str(Path(quick) / str(world))
+        with ThreadJob(url, world, KINDS, cuts, codec=codec, policy="consecutive") as job:
+            truth = job.new_truth(random)
+            job.fill(truth)
+            job.save(1)
+            for step in range(2, 6):
+                for kind in KINDS:
+                    ids = np.flatnonzero(random.random(kind.rows) < 0.05)
+                    truth = changed(truth, kind.name, ids, random, job)
+                    job.change(kind.name, ids, truth, np.random.default_rng(0))
+                job.save(step)
+        counts[world] = [count_relative(url, each.id) for each in cnr_store.versions(url)]
+        cuts = {kind.name: _bands([0, 2000, kind.rows], kind.dim, 2) for kind in KINDS}
+        with ThreadJob(url, 2, KINDS, cuts, codec=codec, policy="consecutive") as job:
+            job.load()
+            found[world] = job.found()
+        assert not cnr_store.verify(url, deep=True).problems
+    for key, values in found[1].items():
+        np.testing.assert_array_equal(found[4][key], values)
+    assert counts[1][0] == counts[4][0] == 0
+    assert all(0 < many <= one for one, many in zip(counts[1][1:], counts[4][1:], strict=True))
+
+
+def _bands(edges: list[int], dim: int, world: int) -> Cut:
+    pieces = [Piece(begin, end - begin, 0, dim, rank) for rank, (begin, end) in enumerate(pairwise(edges))]
+    last = pieces[-1]
+    pieces += [last._replace(rank=rank) for rank in range(len(pieces), world)]
+    return Cut((0,), tuple(pieces))

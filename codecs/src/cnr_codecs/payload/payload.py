@@ -30,8 +30,9 @@ GRID = struct.Struct("<BBHI")
 # Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
 # it gives.
 NARROW_DIM, NARROW_LINE = 4, 32
-# The greatest magnitude of a lattice code.
+# The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
+MAX_DIFFERENCE = 2 * MAX_CODE
 # Codes are widened for their checksum so many at a time, so that they stay in the cache.
 _CHECKED_CODES = 1 << 15
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
@@ -50,6 +51,11 @@ class Scheme(IntEnum):
     CODEBOOK = 4
     SHARED = 5
     LATTICE = 6
+    RELATIVE = 7
+
+
+# Entropy-coded integers on one step: codes, or what is to be added to those of the same rows in an older payload.
+CODED = frozenset({Scheme.LATTICE, Scheme.RELATIVE})
 
 
 class ParameterType(IntEnum):
@@ -69,16 +75,16 @@ PARAMETERS_PER_ROW = {Scheme.ABSENT: 0, Scheme.RAW: 0, Scheme.ASYMMETRIC: 2, Sch
 
 @dataclass(frozen=True, eq=False)
 class CodedRows:
-    """The codes of a lattice segment as they are stored.
+    """The codes of a lattice segment as they are stored, or the differences of a relative one.
 
     Attributes
     ----------
     lines
-        The codes, entropy-coded.
+        These integers, entropy-coded.
     line_rows
         Rows of a line.
     check
-        crc32c of all codes as int32, row after row.
+        crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with.
     """
 
     lines: CodedLines
@@ -86,13 +92,16 @@ class CodedRows:
     check: int
 
     @classmethod
-    def encode(cls, codes: npt.NDArray[np.int16]) -> CodedRows:
-        """Code rows (count, dim), of at least one value."""
+    def encode(
+        cls, codes: npt.NDArray[np.int16], differences: npt.NDArray[np.int32] | None = None
+    ) -> CodedRows:
+        """Code rows (count, dim), of at least one value; their differences in place of them, where these are given."""
         line_rows = NARROW_LINE // codes.shape[1] if codes.shape[1] <= NARROW_DIM else 1
         flat, check = codes.reshape(-1), 0
         for first in range(0, flat.size, _CHECKED_CODES):
             check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
-        return cls(CodedLines.encode(flat, line_rows * codes.shape[1]), line_rows, check)
+        stored = flat if differences is None else differences.reshape(-1)
+        return cls(CodedLines.encode(stored, line_rows * codes.shape[1]), line_rows, check)
 
     def decode(self) -> npt.NDArray[np.int16]:
         """Return all codes, flat.
@@ -128,16 +137,16 @@ def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
     return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
 
 
-def check_codes(zigzag: int) -> None:
-    """Check the greatest zigzag code of a lattice segment.
+def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
+    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`.
 
     Raises
     ------
     PayloadError
         It is none that the scheme has.
     """
-    if zigzag > 2 * MAX_CODE:
-        raise PayloadError(f"a code is beyond {MAX_CODE}")
+    if zigzag > 2 * most:
+        raise PayloadError(f"a code is beyond {most}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +168,11 @@ class Segment:
         offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step.
     codes
         uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, or
-        none, (0, bytes a row), where they are in `coded`.
+        none, (0, bytes a row), where they are in `coded`. Relative: none.
     books
         uint32 (count,): the codebook of each row, where rows share codebooks. Otherwise None.
     coded
-        The codes of a lattice segment as they are stored. Otherwise None.
+        The codes of a lattice segment as they are stored, and the differences of a relative one. Otherwise None.
     """
 
     scheme: Scheme
@@ -233,7 +242,7 @@ def book_dtype(count: int) -> np.dtype[Any]:
 
 def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
     """Return the bytes of one row's codes. Rows take whole bytes; an absent row takes none."""
-    if scheme is Scheme.LATTICE:
+    if scheme in CODED:
         return 2 * dim  # in memory, before they are coded
     return 0 if scheme is Scheme.ABSENT else (dim * bits + 7) // 8
 
@@ -261,7 +270,7 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     sizes: list[int] = []
     bodies: list[bytes | memoryview] = []
     for segment in held:
-        body = _lattice_body(segment) if segment.scheme is Scheme.LATTICE else _body(segment)
+        body = _lattice_body(segment) if segment.scheme in CODED else _body(segment)
         sizes.append(sum(len(part) for part in body))
         bodies += body
     return b"".join([encode_head(rows, dim, element, held, sizes, seal), *bodies])
