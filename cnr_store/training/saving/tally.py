@@ -27,17 +27,6 @@ class Changed:
         return int(self.counts[since][table].sum())
 
 
-@dataclass(frozen=True)
-class Changed:
-    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
-
-    counts: Mapping[Since, Mapping[str, Counts]]
-
-    def rows(self, since: Since, table: str) -> int:
-        """Rows of a table."""
-        return int(self.counts[since][table].sum())
-
-
 class Tally:
     """Joins and counts the flags of all ranks. Every rank calls the same methods in the same order.
 
