@@ -15,7 +15,8 @@ from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kernels.lattice import quantize
 from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
-from cnr_codecs.payload.payload import MAX_CODE, ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.coded import MAX_CODE
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows

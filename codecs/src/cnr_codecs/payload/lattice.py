@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.entropy.lines import BLOCK_LINES, block_room
+from cnr_codecs.kernels.floating import place_floating
 from cnr_codecs.kernels.lattice import place_rows
-from cnr_codecs.payload.payload import CodedRows, Payload, Segment, check_codes, checksum
+from cnr_codecs.payload.coded import MANTISSA_BITS, CodedRows, checksum, floating_values
+from cnr_codecs.payload.payload import Payload, Segment
 from cnr_codecs.payload.target import Target
 
 Codes = npt.NDArray[np.int32]
@@ -25,8 +29,7 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     PayloadError
         The codes are damaged. Rows may have been written nevertheless.
     """
-    step = np.float32(segment.parameters[0, 0])
-    coded = segment.coded or CodedRows.encode(np.ascontiguousarray(segment.codes).view(np.int16))
+    coded = segment.coded_rows()
     blocks, block_rows = _Blocks(coded), BLOCK_LINES * coded.line_rows
     end_row = target.first_row + len(target.need)
     written = 0
@@ -38,7 +41,7 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
             wanted = rows[begin:stop]
             if target.need[wanted.astype(np.int64) - target.first_row].any():
                 codes = blocks.read(number)
-                written += _place(payload, codes, first * payload.dim, step, wanted, target)
+                written += _place(payload, segment, codes, first * payload.dim, wanted, target)
             begin = stop
     blocks.prove()
     return written
@@ -55,8 +58,7 @@ class _Blocks:
 
     def read(self, number: int) -> Codes:
         if number != self._number:
-            self._codes, most = self._coded.lines.decode_block(number, self._room)
-            check_codes(most)
+            self._codes = self._coded.decode_block(number, self._room)
             self._number = number
             self._read += 1
             self._check = checksum(self._check, self._codes)
@@ -68,21 +70,32 @@ class _Blocks:
 
 
 def _place(
-    payload: Payload, codes: Codes, first: int, step: np.float32, rows: RowNumbers, target: Target
+    payload: Payload, segment: Segment, codes: Codes, first: int, rows: RowNumbers, target: Target
 ) -> int:
-    """Write rows whose codes begin at `first`. step * code is exact, and then rounded to the element type."""
+    """Write rows whose codes begin at `first`."""
+    step, mantissa = np.float32(segment.parameters[0, 0]), segment.bits
+    place = (rows, target.first_row, target.need)
+    if mantissa and target.out.dtype == np.float32:
+        bits = target.flat.view(np.uint32)
+        where = (codes, first, payload.dim, MANTISSA_BITS - mantissa)
+        return int(place_floating(*where, *place, bits, target.stride))
     if payload.element == "float32":
-        place = (rows, target.first_row, target.need, target.flat, target.stride)
-        return int(place_rows(codes, first, payload.dim, step, *place))
+        return int(place_rows(codes, first, payload.dim, step, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero(target.need[places])
     held = codes[first : first + len(rows) * payload.dim].reshape(len(rows), payload.dim)[chosen]
-    values = step * held.astype(np.float32)
     places = places[chosen]
-    if payload.element == "bfloat16":
-        target.out[places] = round_to_bfloat16(values)
-    else:
-        with np.errstate(over="ignore", under="ignore"):
-            target.out[places] = values.astype(np.float16)
+    target.out[places] = _values(held, step, mantissa, payload.element)
     target.need[places] = 0
     return len(places)
+
+
+def _values(codes: Codes, step: np.float32, mantissa: int, element: str) -> npt.NDArray[Any]:
+    """Return the values of codes. step * code is exact, and then rounded to the element type."""
+    if mantissa:
+        return floating_values(codes, mantissa, element)
+    values = step * codes.astype(np.float32)
+    if element == "bfloat16":
+        return round_to_bfloat16(values)
+    with np.errstate(over="ignore", under="ignore"):
+        return values.astype(np.float16)
