@@ -24,6 +24,8 @@ ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
 LATTICE, RICE = "lattice", "rice"
 """Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps."""
+FLOATING = "floating"
+"""The feature of versions and folds with values on a floating grid. They require those of lattices, too."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 """Features of versions that several ranks saved, and in which slots follow column shards."""
 
@@ -32,6 +34,7 @@ FEATURES = frozenset(
         COLUMN_BOUNDARIES,
         COMPACT_RECORD,
         ESCAPED_NAMES,
+        FLOATING,
         LATTICE,
         NO_DOCUMENTS,
         PAYLOAD_2,

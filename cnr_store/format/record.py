@@ -15,6 +15,7 @@ from cnr_store.format.arrays import Doc
 from cnr_store.format.layout import (
     COLUMN_BOUNDARIES,
     COMPACT_RECORD,
+    FLOATING,
     FOLDS,
     LATTICE,
     NO_DOCUMENTS,
@@ -27,6 +28,12 @@ from cnr_store.format.layout import (
     version_key,
 )
 from cnr_store.format.stored_paths import moved_nodes
+
+# Features that readers of a codec's payloads must know, by its id.
+_CODEC_FEATURES = {
+    "cnr_lattice": frozenset({LATTICE, RICE}),
+    "cnr_floating": frozenset({FLOATING, LATTICE, RICE}),
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,7 @@ class ArrayEntry:
     @property
     def payload_features(self) -> frozenset[str]:
         """Features that a reader of its payloads must know."""
-        is_lattice = self.codec is not None and self.codec.get("id") == "cnr_lattice"
-        return self.features | {LATTICE, RICE} if is_lattice else self.features
+        return self.features | _CODEC_FEATURES.get(str((self.codec or {}).get("id")), frozenset())
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cnr_codecs import (
+    FloatingRows,
     LatticeRows,
     LosslessRows,
     RowCodec,
@@ -251,7 +252,7 @@ class Exchange:
 def _encodes_row_by_row(codec: RowCodec) -> bool:
     """Whether rows that were encoded apart can be put together: the codes of each depend on no other."""
     on_known_step = isinstance(codec, LatticeRows) and codec.step is not None
-    return on_known_step or isinstance(codec, UniformRows | LosslessRows)
+    return on_known_step or isinstance(codec, UniformRows | FloatingRows | LosslessRows)
 
 
 def positions_of(rows: RowsWrite, first_rows: Array) -> Array:
