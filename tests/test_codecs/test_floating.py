@@ -298,3 +298,13 @@ def test_codes_that_are_not_those_of_the_check_are_damage() -> None:
     for payload in (parse(spoiled(8, b"\1\2\3\4")), parse(spoiled(0, b"\1\1"))):
         with pytest.raises(PayloadError, match=r"crc32c differs|a code is none"):
             cnr_codecs.decode_into(payload, np.empty((50, 5), np.float32), np.ones(50, np.uint8))
+
+
+def test_the_error_report_measures_grids() -> None:
+    values = squares(1000, 16)
+    reports = cnr_codecs.error_report(values, codecs=[FloatingRows(bits) for bits in range(1, 8)])
+    assert [each.config["mantissa_bits"] for each in reports] == list(range(1, 8))
+    for bits, report in enumerate(reports, 1):
+        assert 2.0 ** -(bits + 4) < report.mean_relative_error < 2.0 ** -(bits + 1)
+    sizes = [report.row_bytes for report in reports]
+    assert sizes == sorted(sizes)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
-from cnr_codecs.kernels.floating import quantize_floating
+from cnr_codecs.kernels.lattice import quantize_floating
 from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_MANTISSA, code_range, has_floating_codes
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, array_dtype
 from cnr_codecs.entropy.lines import CodedLines, block_room
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.floating import center_lines, find_centers, restore_lines
+from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
 
 Codes = npt.NDArray[np.int32]
 

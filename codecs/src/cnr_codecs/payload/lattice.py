@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.entropy.lines import BLOCK_LINES, block_room
-from cnr_codecs.kernels.floating import place_floating
-from cnr_codecs.kernels.lattice import place_rows
+from cnr_codecs.kernels.lattice import place_floating, place_rows
 from cnr_codecs.payload.coded import MANTISSA_BITS, CodedRows, checksum, floating_values
 from cnr_codecs.payload.payload import Payload, Segment
 from cnr_codecs.payload.target import Target
