@@ -95,11 +95,11 @@ def quantize_floating(
     mask, half = (_1 << top) - _1, (_1 << (below - _1)) - _1
     for i in range(raw.size):
         start, place = np.uintp(i * dim), np.uintp(held * dim)
-        bad = False
+        bad: Any = False
         for j in range(width):
             number = np.uint64(bits[start + j])
             size = number & mask
-            magnitude = np.int64((size + half + ((size >> below) & _1)) >> below) - bias
+            magnitude: Any = np.int64((size + half + ((size >> below) & _1)) >> below) - bias
             magnitude = magnitude if size else 0
             bad |= size != 0 and (magnitude < least or magnitude > most)
             codes[place + j] = np.int16(-magnitude if number >> top else magnitude)
@@ -149,7 +149,7 @@ def restore_lines(symbols: Any, line: int, shift: int, floor: int, least: int, m
     A code other than 0 has a magnitude from `least` to `most`. `codes` may be `symbols`.
     """
     source, place, end = np.uintp(0), np.uintp(0), np.uintp(symbols.size)
-    bad = False
+    bad: Any = False
     while source < end:
         first = np.int64(symbols[source])
         center = first + floor if first else 0
