@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.link import Link, open_link
+from cnr_store.chains.link import Link
+from cnr_store.chains.written_link import open_link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
 

@@ -1,9 +1,10 @@
 """The one way to read rows: composes them from the links of an array's chain.
 
 An array's chain is the version itself, then its `base`, that one's `base`, and so on to a whole one. The value of
-a row is the newest one along the chain, so a walk goes newest first and decodes each row once. Where a version was
-folded, its fold is whole and holds the same rows, so the walk stops there. A version may be folded while it is read,
-and what it depended on be removed. So what is missing is looked for in newer folds before it counts as lost.
+a row is the newest one along the chain, so a walk goes newest first and decodes each link's payload at most once. A row
+that is relative to its base is added up until a link has its codes. Where a version was folded, its fold is whole and
+holds the same rows, so the walk stops there. A version may be folded while it is read, and what it depended on be
+removed. So what is missing is looked for in newer folds before it counts as lost.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import TypeVar
 import numpy as np
 
 from cnr_backends import Transfer
-from cnr_codecs import Segment, array_dtype
+from cnr_codecs import ParentError, Pending, Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
-from cnr_store.chains.link import Link, open_link
+from cnr_store.chains.link import PENDING, CompositionError, Link
 from cnr_store.chains.payload_cache import PayloadCache
+from cnr_store.chains.written_link import open_link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
+from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import ArrayEntry, Record
 
 T = TypeVar("T")
@@ -94,15 +97,16 @@ class ArrayReader:
         return self._reading(lambda links: self._read(links, first_row, out))
 
     def _read(self, links: Sequence[Link], first_row: int, out: Array) -> Array:
-        need = np.ones(len(out), np.uint8)
+        need, pending = np.ones(len(out), np.uint8), self._pending(links, len(out))
         whole = np.zeros(len(out), bool)
         for link in links:
             if link.entry.kind == "whole":
-                whole = need != 0
-            link.fill(first_row, out, need)
+                whole = need == 1  # a row of 2 is relative in a delta
+            link.fill(first_row, out, need, pending)
             if not need.any():
                 break
         self._check_complete(links, first_row, need)
+        self._prove(pending)
         # A fold does not say which rows the deltas in it wrote, and the caller goes by the chain as it was.
         return ~whole if links is self._first_links else np.ones_like(whole)
 
@@ -114,7 +118,7 @@ class ArrayReader:
         CorruptionError, VersionNotFoundError
             As `read` does.
         """
-        self._walk(first_row, need, lambda link: link.fill(first_row, out, need))
+        self._walk(first_row, need, lambda link, pending: link.fill(first_row, out, need, pending))
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
@@ -126,20 +130,34 @@ class ArrayReader:
         FormatError
             A link's chunks split columns.
         """
-        taken = self._walk(first_row, need, lambda link: link.take(first_row, need))
+        taken = self._walk(first_row, need, lambda link, pending: link.take(first_row, need, pending))
         return [segment for segments in taken for segment in segments]
 
-    def _walk(self, first_row: int, need: Array, visit: Callable[[Link], T]) -> list[T]:
+    def _walk(self, first_row: int, need: Array, visit: Callable[[Link, Pending | None], T]) -> list[T]:
         """What `visit` returns for each link, newest first, until it has cleared every `need`."""
         wanted = need.copy()
 
         def walk(links: Sequence[Link]) -> list[T]:
-            need[:] = wanted
-            visited = [visit(link) for link in links if need.any()]
+            need[:] = wanted != 0
+            pending = self._pending(links, len(need))
+            visited = [visit(link, pending) for link in links if need.any()]
             self._check_complete(links, first_row, need)
+            self._prove(pending)
             return visited
 
         return self._reading(walk)
+
+    def _pending(self, links: Sequence[Link], rows: int) -> Pending | None:
+        """What adds up relative rows; None if no link may have any."""
+        is_relative = any(RELATIVE in link.record.requires for link in links)
+        return Pending(rows, self.columns) if is_relative else None
+
+    def _prove(self, pending: Pending | None) -> None:
+        try:
+            if pending is not None:
+                pending.prove()
+        except ParentError as error:
+            raise CompositionError(f"{error}; read for version {self.version}") from error
 
     def _reading(self, read: Callable[[Sequence[Link]], T]) -> T:
         """What `read` finds in the links. Retries once if a fold replaced the chain meanwhile."""
@@ -193,6 +211,12 @@ class ArrayReader:
             )
 
     def _check_complete(self, links: Sequence[Link], first_row: int, need: Array) -> None:
+        if (need == PENDING).any():
+            row = first_row + int(np.flatnonzero(need == PENDING)[0])
+            raise CompositionError(
+                f"version {self.version}, {self.path}: row {row} is relative to older ones, and is in no link beneath "
+                f"({', '.join(link.version for link in links)})"
+            )
         if need.any():
             lost = first_row + int(np.flatnonzero(need)[0])
             raise CorruptionError(

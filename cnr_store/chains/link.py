@@ -1,37 +1,23 @@
-"""One link of a chain: the rows of one array that one version wrote, or that its fold holds.
-
-`open_link` finds it. A version that wrote no row of an array is a plain `Link`, from which nothing is read; one that
-did is a `WrittenLink`, which finds rows in its shards, proves that a payload is the one of its place, and decodes it.
-"""
+"""One link of a chain of which a version wrote no row: what all links have in common."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from cnr_codecs import (
-    CodecError,
-    Payload,
-    Segment,
-    Unpacker,
-    UnsupportedPayloadError,
-    array_dtype,
-    decode_into,
-    most_packed_bytes,
-    parse,
-    take_rows,
-)
-from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.allocation import Array, allocate
-from cnr_store.chains.damaged_chunk import rows_at_most
-from cnr_store.chains.payload_cache import PayloadCache
-from cnr_store.chains.shard_reader import Chunk, ShardReader
-from cnr_store.errors import CorruptionError, FormatError
-from cnr_store.format.arrays import parse_rows_document, parse_unpacker
+from cnr_codecs import Pending, Segment
+from cnr_store.chains.allocation import Array
+from cnr_store.errors import CorruptionError
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
+
+PENDING = 2
+"""Of `need`: the row is relative in a newer link, and waits for its codes."""
+
+
+class CompositionError(CorruptionError):
+    """Rows that are relative do not fit what lies beneath them."""
 
 
 class Link:
@@ -57,7 +43,7 @@ class Link:
         self.entry: ArrayEntry = record.arrays[path]
         self.parts = parts
 
-    def fill(self, first_row: int, out: Array, need: Array) -> None:
+    def fill(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
 
         Parameters
@@ -65,16 +51,24 @@ class Link:
         out
             (n, columns): rows first_row ... first_row + n - 1, in the array's dtype.
         need
-            (n,) uint8, non-zero where the row is still to be found.
+            (n,) uint8, 1 where the row is still to be found; relative rows become `PENDING`, and stay until their codes
+            are found.
+        pending
+            Adds up the n rows that are relative. None where no row may be.
+
+        Raises
+        ------
+        CorruptionError
+            What is pending is then undefined.
         """
 
-    def take(self, first_row: int, need: Array) -> list[Segment]:
+    def take(self, first_row: int, need: Array, pending: Pending | None = None) -> list[Segment]:
         """The rows that are needed and written here, as they are stored; clears their `need`.
 
         Parameters
         ----------
-        need
-            (n,) uint8, non-zero where one of rows first_row ... first_row + n - 1 is still to be found.
+        need, pending
+            As for `fill`.
 
         Returns
         -------
@@ -87,17 +81,20 @@ class Link:
         """
         return []
 
-    def fill_sound(self, first_row: int, out: Array, need: Array) -> Array:
+    def fill_sound(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> Array:
         """As `fill`, but passes over what is damaged or lost.
 
         Returns
         -------
         (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those that are
-        written here where their payloads still prove which these are, else all rows of a chunk.
+        written here where their payloads still prove which these are, else all rows of a chunk. What is pending of
+        them is undefined.
         """
         return np.zeros(len(need), bool)
 
-    def take_sound(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+    def take_sound(
+        self, first_row: int, need: Array, pending: Pending | None = None
+    ) -> tuple[list[Segment], Array]:
         """As `take`, but passes over what is damaged or lost, and returns it as `fill_sound` does.
 
         Raises
@@ -106,245 +103,3 @@ class Link:
             As `take` does.
         """
         return [], np.zeros(len(need), bool)
-
-
-class WrittenLink(Link):
-    """A link with rows.
-
-    Parameters
-    ----------
-    shards
-        What reads its objects.
-    unpacker
-        What undoes the codecs that follow the row codec.
-    payloads
-        Keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        path: str,
-        shards: ShardReader,
-        unpacker: Unpacker,
-        payloads: PayloadCache | None,
-    ) -> None:
-        super().__init__(record, path, shards.parts)
-        self.shards, self.grid = shards, shards.grid
-        self.most_rows, self.chunk_rows = shards.most_rows, shards.grid.chunk_rows
-        self._unpacker, self._payloads = unpacker, payloads
-
-    def fill(self, first_row: int, out: Array, need: Array) -> None:
-        wanted = self._wanted(first_row, need)
-        if not wanted:
-            return
-        # One `need` for each column of chunks: every column of a row that is written is written, so they end alike.
-        needs = [need.copy() for _ in range(self.grid.column_chunks)]
-        for shard, chunks in wanted.items():
-            for chunk, payload in self._proven(shard, chunks):
-                self._decode(payload, chunk, first_row, out, needs[chunk.column // self.grid.chunk_columns])
-        if any(not np.array_equal(needs[0], other) for other in needs[1:]):
-            raise CorruptionError(
-                f"{self.shards.where(first_row, first_row + len(out) - 1)}: columns of one row were not all written"
-            )
-        need[:] = needs[0]
-
-    def take(self, first_row: int, need: Array) -> list[Segment]:
-        self._check_width(first_row, need)
-        segments: list[Segment] = []
-        for shard, chunks in self._wanted(first_row, need).items():
-            for chunk, data in self.shards.read(shard, chunks):
-                segments += self._take(self._prove(chunk, data), chunk, first_row, need)
-        return segments
-
-    def _take(self, payload: Payload, chunk: Chunk, first_row: int, need: Array) -> list[Segment]:
-        try:
-            return take_rows(payload, need, first_row - chunk.row)
-        except CodecError as error:
-            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
-
-    def _check_width(self, first_row: int, need: Array) -> None:
-        if self.grid.chunk_columns != self.grid.columns:
-            raise FormatError(
-                f"{self.shards.where(first_row, first_row + len(need) - 1)}: chunks of {self.grid.chunk_columns} "
-                f"columns for {self.grid.columns}; only rows in one piece can be moved as they are stored"
-            )
-
-    def fill_sound(self, first_row: int, out: Array, need: Array) -> Array:
-        return self._visit_sound(
-            first_row,
-            need,
-            lambda chunk, payload, still: self._decode(payload, chunk, first_row, out, still),
-        )
-
-    def take_sound(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
-        self._check_width(first_row, need)
-        segments: list[Segment] = []
-
-        def take(chunk: Chunk, payload: Payload, still: Array) -> None:
-            segments.extend(self._take(payload, chunk, first_row, still))
-
-        return segments, self._visit_sound(first_row, need, take)
-
-    def _visit_sound(
-        self, first_row: int, need: Array, visit: Callable[[Chunk, Payload, Array], None]
-    ) -> Array:
-        """Give each payload that is sound to `visit`, which clears a `need`. Returns the rows of the others."""
-        lost = np.zeros(len(need), bool)
-        by_row: dict[int, list[tuple[int, Chunk]]] = {}
-        for shard, chunks in self._wanted(first_row, need).items():
-            for chunk in chunks:
-                by_row.setdefault(chunk.row, []).append((shard, chunk))
-        for places in by_row.values():
-            sound: list[Array] = []
-            damaged: list[Array] = []
-            for shard, chunk in places:
-                written, is_sound = self._visit_chunk(shard, chunk, first_row, need, visit)
-                (sound if is_sound else damaged).append(written)
-            # Every column of a row that is written is written, so one sound chunk tells the rows of those beside it.
-            any_written = np.logical_or.reduce(sound) if sound else np.logical_and.reduce(damaged)
-            if damaged or not np.logical_and.reduce(sound)[any_written].all():
-                lost |= any_written
-            else:
-                need[any_written] = 0
-        return lost
-
-    def _visit_chunk(
-        self,
-        shard: int,
-        chunk: Chunk,
-        first_row: int,
-        need: Array,
-        visit: Callable[[Chunk, Payload, Array], None],
-    ) -> tuple[Array, bool]:
-        """Which of the rows needed a chunk may hold, and whether it is sound: then `visit` has had its payload."""
-        still = need.copy()
-        try:
-            for _, data in self.shards.read(shard, [chunk]):
-                visit(chunk, self._prove(chunk, data), still)
-            return still != need, True
-        except CorruptionError:
-            seal = self.record.seal(self.path, chunk.row, chunk.column)
-            rows = range(first_row, first_row + len(need))
-            may_hold = rows_at_most(self.shards, shard, chunk, rows, self._unpacker, self.entry.element, seal)
-            return may_hold & (need != 0), False
-
-    def _wanted(self, first_row: int, need: Array) -> dict[int, list[Chunk]]:
-        """By shard, all chunks that may hold rows needed."""
-        grid = self.grid
-        last_row = min(first_row + len(need), grid.rows)
-        wanted: dict[int, list[Chunk]] = {}
-        if last_row <= first_row:
-            return wanted
-        for row_chunk in range(first_row // grid.chunk_rows, -(-last_row // grid.chunk_rows)):
-            row = row_chunk * grid.chunk_rows
-            begin = row - first_row
-            if not need[max(begin, 0) : begin + grid.chunk_rows].any():
-                continue
-            for column_chunk in range(grid.column_chunks):
-                shard, slot = grid.locate(row_chunk, column_chunk)
-                if shard in self.parts:
-                    chunk = Chunk(slot, row, column_chunk * grid.chunk_columns)
-                    wanted.setdefault(shard, []).append(chunk)
-        return wanted
-
-    def _proven(self, shard: int, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Payload]]:
-        """The payloads of the chunks that a shard holds, each proven to be that chunk's."""
-        cache, key = self._payloads, self.shards.key(shard)
-        if cache is None:
-            for chunk, data in self.shards.read(shard, chunks):
-                yield chunk, self._prove(chunk, data)
-            return
-        missing = []
-        for chunk in chunks:
-            payload = cache.get((key, chunk.slot))
-            if payload is None:
-                missing.append(chunk)
-            else:
-                yield chunk, payload
-        missing = self.shards.present(shard, missing) if missing else []
-        if len(missing) == 1:  # many readers want the same one at once: that chunk spans many of theirs
-            read = self.shards.read(shard, missing)
-            yield missing[0], cache.fetch((key, missing[0].slot), lambda: self._prove(*next(read)))
-        elif missing:
-            for chunk, data in self.shards.read(shard, missing):
-                # Copied: what is kept must not hold on to all that came with one request.
-                payload = self._prove(chunk, memoryview(bytes(data)))
-                cache.put((key, chunk.slot), payload)
-                yield chunk, payload
-
-    def _prove(self, chunk: Chunk, data: memoryview) -> Payload:
-        """The payload in the bytes of a chunk, which must say that it is that chunk's."""
-        grid, element = self.grid, self.entry.element
-        try:
-            max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element)
-            payload = parse(self._unpacker.unpack(data, max_bytes))
-        except UnsupportedPayloadError as error:
-            raise FormatError(f"{self._where(chunk)}: {error}") from error
-        except CodecError as error:
-            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
-        if payload.seal != self.record.seal(self.path, chunk.row, chunk.column):
-            raise CorruptionError(
-                f"{self._where(chunk)}: the payload belongs to another place (seal differs)"
-            )
-        if (payload.rows, payload.dim, payload.element) != (grid.chunk_rows, grid.chunk_columns, element):
-            raise CorruptionError(
-                f"{self._where(chunk)}: the payload holds {payload.rows} x {payload.dim} {payload.element}, the "
-                f"record says {grid.chunk_rows} x {grid.chunk_columns} {element}"
-            )
-        return payload
-
-    def _decode(self, payload: Payload, chunk: Chunk, first_row: int, out: Array, need: Array) -> None:
-        begin, end = max(chunk.row - first_row, 0), min(chunk.row + payload.rows - first_row, len(out))
-        width, skipped = min(payload.dim, self.grid.columns - chunk.column), first_row + begin - chunk.row
-        target, wanted = out[begin:end, chunk.column : chunk.column + width], need[begin:end]
-        try:
-            if width == payload.dim:
-                decode_into(payload, target, wanted, skipped)
-                return
-            # A chunk at the right edge is stored in its full width.
-            padded = allocate((end - begin, payload.dim), out.dtype, self._where(chunk))
-            before = wanted.copy()
-            decode_into(payload, padded, wanted, skipped)
-        except CodecError as error:
-            raise CorruptionError(f"{self._where(chunk)}: {error}") from error
-        rows = before != wanted
-        target[rows] = padded[rows, :width]
-
-    def _where(self, chunk: Chunk) -> str:
-        return self.shards.where(chunk.row, chunk.row + self.grid.chunk_rows - 1)
-
-
-def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None) -> Link:
-    """The link of an array of rows under a record, which may be a fold's.
-
-    Parameters
-    ----------
-    payloads
-        See `WrittenLink`.
-
-    Raises
-    ------
-    CorruptionError, FormatError
-        Its metadata, its manifest and its entry in the record contradict each other, or one of them is not sound.
-    """
-    # All that readers rely on is proven here, before an object is read or memory is taken for its rows.
-    where, entry, parts = f"{record.home}, {path}", record.arrays[path], catalog.manifest(record).parts(path)
-    link = Link(record, path, parts)
-    if path in record.nodes:
-        document = record.nodes[path]
-        shape, grid = parse_rows_document(document, where)
-        if shape != entry.shape:
-            raise CorruptionError(f"{where}: shapes {shape} and {entry.shape} in one record")
-        unpacker = parse_unpacker(document, where)
-        if document["data_type"] != array_dtype(entry.element).name:
-            raise CorruptionError(f"{where}: types {document['data_type']} and {entry.element} in one record")
-        if any(shard >= math.prod(grid.shard_grid) for shard in parts):
-            raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
-        shards = ShardReader(catalog.backend, record, path, grid, parts)
-        link = WrittenLink(record, path, shards, unpacker, payloads)
-    if entry.rows > link.most_rows:
-        raise CorruptionError(
-            f"{where}: {entry.rows} rows are recorded, its metadata and manifest know objects for {link.most_rows}"
-        )
-    return link

@@ -4,7 +4,8 @@ A row's value lies in the newest link that holds the row. If that can't be read,
 the row had in the version that the link's version continued, its `previous`. So a walk takes links newest first, and
 sends rows on: those that a link does not hold to its base; those that it may hold and can't give to its previous
 version, or to its base where that is gone. Of a damaged fold, rows are first looked for in its version's own chain,
-which holds the same values.
+which holds the same values. A row that is relative is composed where it is found, from what lies beneath: it is lost
+there if a part of it is, or if it does not come out as it was written.
 """
 
 from __future__ import annotations
@@ -14,23 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from cnr_codecs import Segment, array_dtype
+from cnr_codecs import Pending, Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.objects import list_ids
 from cnr_store.chains.allocation import Array
-from cnr_store.chains.ancestry import Ancestry, Place
+from cnr_store.chains.ancestry import Ancestry
 from cnr_store.chains.array_reader import ArrayReader, region_rows
-from cnr_store.chains.link import Link
+from cnr_store.chains.link import PENDING, Link
+from cnr_store.chains.salvage_walk import Distrusted, Mask, Rows, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
+from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
-
-Rows = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-_Visit = Callable[[Link, Array], Mask]
-"""Takes the rows needed from a link, clears their `need`, and returns those that it may hold and can't give."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +199,8 @@ class SalvageReader:
                 self._ancestry.note(error)
         taken: list[Segment] = []
 
-        def take(link: Link, need: Array) -> Mask:
-            segments, lost = link.take_sound(first_row, need)
+        def take(link: Link, need: Array, pending: Pending) -> Mask:
+            segments, lost = link.take_sound(first_row, need, pending)
             taken.extend(segments)
             return lost
 
@@ -212,7 +209,9 @@ class SalvageReader:
         return taken
 
     def _fill(self, first_row: int, out: Array, need: Array) -> None:
-        def fill(link: Link, need: Array) -> Mask:
+        def fill(link: Link, need: Array, pending: Pending) -> Mask:
+            if RELATIVE in link.record.requires or (need == PENDING).any():
+                return link.fill_sound(first_row, out, need, pending)
             try:
                 link.fill(first_row, out, need)
             except CorruptionError as error:
@@ -223,17 +222,17 @@ class SalvageReader:
         self._salvage(first_row, need, fill)
 
     def _salvage(
-        self, first_row: int, need: Array, visit: _Visit, restart: Callable[[], None] = lambda: None
+        self, first_row: int, need: Array, visit: Visit, restart: Callable[[], None] = lambda: None
     ) -> None:
         """Find every row needed; once more if a version was folded meanwhile."""
-        backend = self._catalog.backend
+        backend, distrusted = self._catalog.backend, Distrusted()
         while True:
             # What a fold replaces may be removed, and must not count as lost.
             folds = list_ids(backend, layout.FOLDS)
             self._catalog.look_for_folds()
             restart()
-            walk = _Walk(self._ancestry, need, visit)
-            if list_ids(backend, layout.FOLDS) == folds:
+            walk = Walk(self._ancestry, need, visit, self.columns, distrusted)
+            if walk.is_trusted and list_ids(backend, layout.FOLDS) == folds:
                 break
         if self._catalog.is_gone(self._record.id):
             raise VersionNotFoundError(
@@ -260,73 +259,6 @@ class SalvageReader:
             f"version {self._record.id}, {self.path}: {self.shape[0]} rows are recorded, and what can be read has room "
             f"for {room}: {self.damage}"
         ) from self.damage
-
-
-class _Walk:
-    """One walk over an array's links, newest first, until each row needed is found.
-
-    Attributes
-    ----------
-    missing
-        (n,) bool: rows that no link can give.
-    """
-
-    def __init__(self, ancestry: Ancestry, need: Array, visit: _Visit) -> None:
-        self._ancestry, self._visit = ancestry, visit
-        # By place: rows to look for there; lost rows, which may also be looked for there.
-        self._pending: dict[Place, Mask] = {ancestry.newest(): need != 0}
-        self._spare: dict[Place, Mask] = {}
-        self._is_old = np.zeros(len(need), bool)
-        self._source = np.full(len(need), -1, np.int64)
-        self._versions: list[str] = []
-        self.missing: Mask = np.zeros(len(need), bool)
-        # Whatever rows are sent on goes to an older place, so each place is visited once, and the walk ends.
-        while self._pending:
-            place = max(self._pending)
-            self._visit_place(place, self._pending.pop(place))
-
-    def salvaged(self) -> Iterator[tuple[str, Rows]]:
-        """(version, offsets of the rows that have its value instead of a newer one)."""
-        for number, version in enumerate(self._versions):
-            rows = np.flatnonzero(self._is_old & (self._source == number))
-            if rows.size:
-                yield version, rows
-
-    def _visit_place(self, place: Place, rows: Mask) -> None:
-        link, need = self._ancestry.link(place), rows.astype(np.uint8)
-        lost = rows if link is None else self._visit(link, need)
-        absent = (need != 0) & ~lost
-        self._source[rows & (need == 0)] = len(self._versions)
-        self._versions.append(place[0])
-        if not (lost.any() or absent.any()):
-            return
-        version, is_fold = place
-        if is_fold:
-            self._send((version, False), lost | absent)
-            return
-        base, previous = self._ancestry.base(place), self._ancestry.previous(place)
-        if base is None:
-            lost = lost | absent
-        else:
-            self._send(base, absent)
-            if previous is not None:
-                self._spare[base] = self._spare.get(base, False) | lost
-        self._is_old |= lost
-        self._send_lost(place, previous or base, lost)
-
-    def _send(self, place: Place, rows: Mask) -> None:
-        if rows.any():
-            self._pending[place] = self._pending.get(place, False) | rows
-
-    def _send_lost(self, place: Place, older: Place | None, lost: Mask) -> None:
-        if older is not None:
-            self._send(older, lost)
-            return
-        for spare in sorted(self._spare, reverse=True):
-            if spare < place:
-                self._send(spare, lost & self._spare[spare])
-                lost = lost & ~self._spare[spare]
-        self.missing |= lost
 
 
 def salvaged_by_label(readers: Iterable[SalvageReader]) -> dict[str, SalvagedRows | None]:

@@ -22,8 +22,9 @@ NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
 """Features of every version and fold that this release writes."""
 ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
-LATTICE, RICE = "lattice", "rice"
-"""Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps."""
+LATTICE, RICE, RELATIVE = "lattice", "rice", "relative"
+"""Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps; of versions with rows
+that are relative to their base."""
 FLOATING = "floating"
 """The feature of versions and folds with values on a floating grid. They require those of lattices, too."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
@@ -38,6 +39,7 @@ FEATURES = frozenset(
         LATTICE,
         NO_DOCUMENTS,
         PAYLOAD_2,
+        RELATIVE,
         RICE,
         STATE_PARTS,
     }

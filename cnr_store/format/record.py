@@ -20,6 +20,7 @@ from cnr_store.format.layout import (
     LATTICE,
     NO_DOCUMENTS,
     PAYLOAD_2,
+    RELATIVE,
     RICE,
     VERSIONS,
     is_shared,
@@ -80,7 +81,10 @@ class ArrayEntry:
     @property
     def payload_features(self) -> frozenset[str]:
         """Features that a reader of its payloads must know."""
-        return self.features | _CODEC_FEATURES.get(str((self.codec or {}).get("id")), frozenset())
+        codec = self.codec or {}
+        is_relative = self.kind == "delta" and codec.get("relative") is True
+        features = self.features | _CODEC_FEATURES.get(str(codec.get("id")), frozenset())
+        return features | {RELATIVE} if is_relative and codec.get("id") == "cnr_lattice" else features
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""

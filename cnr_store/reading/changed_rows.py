@@ -19,10 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnr_backends import Transfer
+from cnr_codecs import Pending
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import ArrayReader, region_rows
-from cnr_store.chains.link import Link, WrittenLink, open_link
+from cnr_store.chains.link import PENDING, Link
+from cnr_store.chains.written_link import WrittenLink, open_link
+from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
 
 Rows = tuple[Array, Array]
@@ -99,19 +102,28 @@ def changed_rows(
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
         out = reader.new_rows(rows)
-        missing = np.ones(rows, np.uint8)
+        missing, relative = np.ones(rows, np.uint8), np.zeros(rows, np.uint8)
         for link in own:
-            link.fill(first_row, out, missing)
+            relative |= _fill(link, first_row, out, missing)
         unwritten = missing.copy()
         for link in others:
-            link.fill(first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
-        elsewhere = missing & (unwritten ^ 1)
+            _fill(link, first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
+        elsewhere = (missing & (unwritten ^ 1)) | relative
         ids = np.flatnonzero((missing ^ 1) | elsewhere)
         reader.read_rows(first_row, out, elsewhere)
         return ids + first_row, out[ids]
 
     for ids, values in transfer.map(read, _regions(reader, [*own, *others])):
         yield from _blocks(ids, values)
+
+
+def _fill(link: Link, first_row: int, out: Array, need: Array) -> Array:
+    """As `Link.fill`, and clears `need` of relative rows, too. Returns these, (n,) uint8: they have no value yet."""
+    pending = Pending(len(out), out.shape[1]) if RELATIVE in link.record.requires else None
+    link.fill(first_row, out, need, pending)
+    relative: Array = (need == PENDING).astype(np.uint8)
+    need[relative != 0] = 0
+    return relative
 
 
 def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:

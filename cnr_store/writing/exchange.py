@@ -233,13 +233,8 @@ class Exchange:
                 offsets = _offsets(rows, slice(start, stop), chunk)
                 is_whole = begin <= chunk and chunk_end <= end
                 if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):
-                    payload = rows.codec.encode_rows(
-                        values,
-                        None if rows.ids is None and is_whole else offsets,
-                        grid.chunk_rows,
-                        element=rows.element,
-                        seal=seal(rows.path, chunk),
-                    )
+                    places = None if rows.ids is None and is_whole else offsets
+                    payload = rows.encode(values, start, places, seal(rows.path, chunk))
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
                 for span in spans:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from cnr_codecs import LatticeRows
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.chains.link import WrittenLink
+from cnr_store.chains.written_link import WrittenLink
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Past, Since, past_after
 from cnr_store.writing.steps import lattice_of
@@ -82,6 +82,14 @@ class Lineage:
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
+
+    def steps_of(self, record: Record) -> dict[str, float | None]:
+        """By path of each array of which `record`, the last one, wrote rows: their step, None without one of all."""
+        return {
+            path: None if line.lattice is None else line.lattice.step
+            for path, line in self.lines.items()
+            if record.arrays[path].rows
+        }
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:

@@ -16,6 +16,7 @@ from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
+from cnr_store.writing.row_codes import RowCodes
 
 Array = np.ndarray[Any, Any]
 
@@ -70,6 +71,8 @@ class RowsWrite:
         As in `ArrayEntry`.
     held
         What this rank has of the array; None where it has all of it, and no other rank has any.
+    codes
+        Those of rows that may be relative to the base; None where none may be.
     """
 
     path: str
@@ -82,6 +85,22 @@ class RowsWrite:
     aliases: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
     held: Held | None = None
+    codes: RowCodes | None = None
+
+    def encode(self, values: Array, begin: int, offsets: Array | None, seal: int) -> bytes:
+        """The payload of a chunk.
+
+        Parameters
+        ----------
+        values
+            The rows at positions from `begin` on of the write's ids.
+        offsets, seal
+            As for `RowCodec.encode_rows`.
+        """
+        rows, element = self.grid.chunk_rows, self.element
+        if self.codes is None:
+            return self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
+        return self.codes.encode(self.codec, values, begin, offsets, rows, element, seal)
 
     @property
     def columns(self) -> int:

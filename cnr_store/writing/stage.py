@@ -161,9 +161,7 @@ class _Chunks:
                 continue
             offsets = None if rows.ids is None else rows.ids[begin:end] - first_row
             values, seal = rows.source.values(begin, end), home.seal(rows.path, first_row)
-            chunks.append(
-                rows.codec.encode_rows(values, offsets, grid.chunk_rows, element=rows.element, seal=seal)
-            )
+            chunks.append(rows.encode(values, begin, offsets, seal))
         return chunks
 
     def assemble(self, home: _Home, chunks: list[bytes | None]) -> _Object:

@@ -13,6 +13,7 @@ import resource
 import struct
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ INTERESTING = (
 )
 SPECIAL_FLOATS = ("0000", "0080", "007c", "00fc", "007e", "ff7b", "0100", "ffffff7f", "0000807f", "0000c07f")
 CODEBOOKS = {4, 5} & set(Scheme)
-LATTICE, GAPS = 6, 4
+LATTICE, RELATIVE, GAPS = 6, 7, 4
+CODED = (LATTICE, RELATIVE)
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,9 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
             if payload.rows < 1 << 17
             else np.arange(count)
         )
-    if segment.scheme == LATTICE:
+    if segment.scheme in CODED:
         size = count, min(payload.dim, 256)
-        on_floats = 1 <= segment.bits <= 7
+        on_floats = segment.scheme == LATTICE and 1 <= segment.bits <= 7
         grid, coded = floating(rng, segment.bits, *size) if on_floats else lattice(rng, *size)
         rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
         return replace(segment, row_set=rows, parameters=grid, codes=coded)
@@ -223,15 +225,17 @@ def sound(rng: Rng) -> Payload:
             continue
         offsets = np.sort(part)
         prefix = offsets[-1] == len(offsets) - 1
-        quantized = [int(each) for each in Scheme if payload.version > 1 or each != LATTICE]
+        quantized = [int(each) for each in Scheme if payload.version > 1 or each not in CODED]
         quantized += 2 * quantized[6:]  # most spoiled ones are refused: their codes have a checksum
         doubles = [0, 1, LATTICE] if element == 4 and payload.version > 1 else [0, 1]
         scheme = int(rng.choice(quantized if element <= 3 else doubles))
-        bits = 0 if scheme == 0 else 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
-        if scheme == LATTICE:
-            bits = int(rng.integers(1, 8)) if element == 4 or rng.random() < 0.5 else 0
+        bits = 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
+        if scheme in (0, *CODED):
+            bits = 0
+        if scheme == LATTICE and (element == 4 or rng.random() < 0.5):
+            bits = int(rng.integers(1, 8))
         kind = int(rng.integers(0 if prefix else 1, 3 + payload.version))
-        parameter_type = 0 if scheme < 2 else 2 if scheme == LATTICE else int(rng.integers(1, 3))
+        parameter_type = 0 if scheme < 2 else 2 if scheme in CODED else int(rng.integers(1, 3))
         head = Segment(scheme, bits, parameter_type, kind, len(part))
         segments.append(fitted(rng, head, payload, offsets))
     return replace(payload, declared=len(segments), segments=tuple(segments))
@@ -366,10 +370,12 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
     out = np.empty((payload.rows, payload.dim), dtype)
     need = np.ones(payload.rows, np.uint8)
     present = cnr_codecs.present_rows(payload)
+    pending = cnr_codecs.Pending(payload.rows, payload.dim)
     try:
-        written = cnr_codecs.decode_into(payload, out, need)
+        written = cnr_codecs.decode_into(payload, out, need, 0, pending)
+        written += settled(payload, out, need, pending)
     except CodecError:
-        assert LATTICE in {segment.scheme for segment in payload.segments}
+        assert {LATTICE, RELATIVE} & {segment.scheme for segment in payload.segments}
         assert need.all()
         return "segments", frozenset()
     assert written == len(present) == payload.rows - np.count_nonzero(need)
@@ -382,6 +388,20 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
         np.testing.assert_array_equal(at_once.view(np.uint32), out.view(np.uint32))
         return "decoded at once", frozenset({int(payload.segments[0].scheme)})
     return "decoded", frozenset(int(segment.scheme) for segment in payload.segments)
+
+
+def settled(payload: cnr_codecs.Payload, out: Any, need: Any, pending: cnr_codecs.Pending) -> int:
+    """How many rows are relative; these are composed with rows of zeros on the step of the first."""
+    rows = np.flatnonzero(need == 2)
+    if len(rows):
+        values = np.zeros((len(rows), payload.dim), cnr_codecs.array_dtype(payload.element))
+        codec = cnr_codecs.LatticeRows(step=float(pending.steps[rows[0]]))
+        older = codec.encode_rows(values, rows, payload.rows, element=payload.element)
+        with suppress(CodecError):
+            cnr_codecs.decode_into(cnr_codecs.parse(older), out, need, 0, pending)
+            pending.prove()
+        need[rows] = 0
+    return len(rows)
 
 
 def memory_bytes(field: str) -> int:

@@ -22,11 +22,13 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
-from cnr_store.chains.link import Link, WrittenLink
+from cnr_store.chains.link import Link
 from cnr_store.chains.salvage import SalvageReader
+from cnr_store.chains.written_link import WrittenLink
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
+from cnr_store.format.layout import RELATIVE
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry, Record
 
@@ -95,7 +97,7 @@ class FoldedArray:
             aliases=written.aliases,
             boundaries=written.boundaries,
             stored=written.stored,
-            features=frozenset().union(*(link.entry.payload_features for link in reader.links)),
+            features=frozenset().union(*(link.entry.payload_features for link in reader.links)) - {RELATIVE},
         )
         try:
             packer = Packer.of(config)

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from cnr_backends import Transfer
-from cnr_codecs import array_dtype
+from cnr_codecs import Pending, array_dtype
 from cnr_store.catalog.state_parts import count_parts, read_state_part
-from cnr_store.chains.allocation import allocate
-from cnr_store.chains.array_reader import region_rows
+from cnr_store.chains.allocation import Array, allocate
+from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.dense import dense_object
-from cnr_store.chains.link import WrittenLink
-from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.chains.link import PENDING, CompositionError
+from cnr_store.chains.written_link import WrittenLink
+from cnr_store.errors import CheckpointError, CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
 from cnr_store.format.state import decode_state
@@ -126,9 +127,11 @@ class DeepCheck:
         try:
             what = self._check.at(path, rows, key)
             out = allocate((count, link.grid.columns), array_dtype(link.entry.element), what)
-            link.fill(rows[0], out, need)
+            link.fill(rows[0], out, need, Pending(count, link.grid.columns))
+            self._check_composed(path, rows[0], out, need)
         except CorruptionError as error:
-            row_count = min(_count_lost(link, rows), link.entry.rows)
+            row_count = max(_count_lost(link, rows), int((need == PENDING).sum()))
+            row_count = min(row_count, link.entry.rows)
             return _Outcome(nbytes, str(error), key, path, rows, row_count)
         except FormatError as error:
             return _Outcome(nbytes, str(error), key, path, rows)
@@ -139,6 +142,19 @@ class DeepCheck:
             what = self._check.at(path, place, f"{len(lost)} rows are not in {key}")
             return _Outcome(nbytes, what, key, path, place, len(lost))
         return _Outcome(nbytes, path=path, present=count - int(need.sum()), own=count - shared)
+
+    def _check_composed(self, path: str, first_row: int, out: Array, need: Array) -> None:
+        """Compose the rows that are relative, and clear their `need`. Damage beneath is another version's."""
+        relative = (need == PENDING).astype(np.uint8)
+        if relative.any():
+            composed = relative.copy()
+            try:
+                ArrayReader(self._check.catalog, self._record, path).read_rows(first_row, out, composed)
+            except CompositionError:
+                raise
+            except CheckpointError:
+                pass
+            need[relative != 0] = 0
 
     def _first_own_row(self, path: str) -> int:
         """The first row of an array that no older version can hold."""
@@ -199,6 +215,7 @@ def _count_lost(link: WrittenLink, rows: Rows) -> int:
     count = rows[1] + 1 - rows[0]
     try:
         out = allocate((count, link.grid.columns), array_dtype(link.entry.element), link.record.home)
-        return int(link.fill_sound(rows[0], out, np.ones(count, np.uint8)).sum())
+        pending = Pending(count, link.grid.columns)
+        return int(link.fill_sound(rows[0], out, np.ones(count, np.uint8), pending).sum())
     except (CorruptionError, FormatError):
         return count

@@ -12,7 +12,8 @@ from cnr_store.catalog.catalog import Catalog, VersionInfo
 from cnr_store.catalog.objects import read_object
 from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.dense import dense_layout
-from cnr_store.chains.link import Link, WrittenLink, open_link
+from cnr_store.chains.link import Link
+from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, Doc, document_bytes, group_document

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -21,25 +21,15 @@ from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, Staging
-from cnr_store.training.saving.tally import Tally
+from cnr_store.training.saving.tally import Changed, Tally
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Held, Plan, RowsWrite
+from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
-
-
-@dataclass(frozen=True)
-class Changed:
-    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
-
-    counts: Mapping[Since, Mapping[str, Counts]]
-
-    def rows(self, since: Since, table: str) -> int:
-        """Rows of a table."""
-        return int(self.counts[since][table].sum())
 
 
 class Planner:
@@ -58,6 +48,7 @@ class Planner:
         self._costs = options.costs
         self._staging = Staging(options.snapshot_bytes)
         self._tally = tally
+        self._code_cache = CodeCache()
 
     @property
     def lineage(self) -> Lineage:
@@ -71,6 +62,7 @@ class Planner:
     def close(self) -> None:
         """Give the memory of snapshots back."""
         self._staging.clear()
+        self._code_cache.clear()
 
     def compile_steps(self) -> Iterator[None]:
         """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
@@ -89,6 +81,7 @@ class Planner:
         since_whole
             Per table, packed: the rows that changed since its whole version was saved.
         """
+        self._code_cache.clear()
         self._past = lineage, since_whole
 
     def begin_after(self, version: str | None, restores: int) -> None:
@@ -104,19 +97,18 @@ class Planner:
         for table in self._tables:
             line = lineage.lines[table.path]
             # A table that this version holds whole starts over; any other still lacks what it lacked.
-            flagged = dirty[table.name]
-            is_whole = line.links == (record.id,)
-            since_whole[table.name] = (
-                np.zeros_like(flagged) if is_whole else self._since_whole[table.name] | flagged
-            )
-        self.continue_from(lineage, since_whole)
+            flags = dirty[table.name]
+            whole = line.links == (record.id,)
+            since_whole[table.name] = np.zeros_like(flags) if whole else self._since_whole[table.name] | flags
+        self._code_cache.commit(record.id, lineage.steps_of(record))
+        self._past = lineage, since_whole
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
         since_whole = self._since_whole
         if version == self.lineage.version:
             since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
-        self.continue_from(self.lineage.folded(version, nbytes), since_whole)
+        self._past = self.lineage.folded(version, nbytes), since_whole
 
     def count(self, dirty: Bitmaps, full: bool) -> Changed:
         """Count the rows that the next version may have to hold; every rank counts at once."""
@@ -281,18 +273,27 @@ class Planner:
                 f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
                 "stored by rows; split the table's columns"
             )
-        written, codec = None if line is None else ids, self._codec(array)
+        written = None if line is None else ids
+        base = None if line is None or ids is None else line.base(decision.since)
+        codec = keep_step(self._codec(array), None if line is None or base is None else line.lattice)
+        held = self._held(array, None if written is None else counts)
         return RowsWrite(
             path=array.path,
             shape=array.shape,
             element=array.element,
-            base=None if line is None or ids is None else line.base(decision.since),
+            base=base,
             ids=None if written is None else written + table.first_row,
             source=self._staging.stage(array, written, pending),
-            codec=codec if line is None or ids is None else keep_step(codec, line.lattice),
+            codec=codec,
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
-            held=self._held(array, None if written is None else counts),
+            held=held,
+            codes=self._code_cache.for_write(
+                *(array.path, codec, base, written, table.first_row),
+                (table.local_rows, (*array.shape, 1)[1]),
+                parts=() if held is None else held.columns,
+                is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
+            ),
         )
 
     def _held(self, array: RowArray, counts: Counts | None) -> Held | None:

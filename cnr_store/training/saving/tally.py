@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cnr_store.format.grid import BLOCK_ROWS, Counts, block_count
+from cnr_store.policies.past import Since
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, add_counts, full_bitmap
+
+
+@dataclass(frozen=True)
+class Changed:
+    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
+
+    counts: Mapping[Since, Mapping[str, Counts]]
+
+    def rows(self, since: Since, table: str) -> int:
+        """Rows of a table."""
+        return int(self.counts[since][table].sum())
 
 
 class Tally:

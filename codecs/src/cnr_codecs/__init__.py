@@ -7,6 +7,7 @@ from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import (
     CodecConfigError,
     CodecError,
+    ParentError,
     PayloadError,
     PayloadLimitError,
     RowsError,
@@ -22,6 +23,7 @@ from cnr_codecs.payload.head import reseal, rows_written
 from cnr_codecs.payload.moving import merge_segments, split_segments, take_rows
 from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.payload import build as build_payload
+from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
@@ -56,6 +58,7 @@ __all__ = [
     "decode_into",
     "reseal",
     "Payload",
+    "Pending",
     "Segment",
     "Scheme",
     "ParameterType",
@@ -80,6 +83,7 @@ __all__ = [
     "CodecConfigError",
     "RowsError",
     "PayloadError",
+    "ParentError",
     "PayloadLimitError",
     "UnsupportedPayloadError",
 ]

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cnr_codecs.compressed import Followed
 from cnr_codecs.elements import ELEMENTS, array_dtype, element_named
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.decode import decode_into
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import parse
-from cnr_codecs.protocol import RowCodec
+from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
@@ -62,6 +65,19 @@ def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
     yield
     _decode(payload, element, dim)
     yield
+    own = codec.codec if isinstance(codec, Followed) else codec
+    if isinstance(own, LatticeRows) and own.relative:
+        _compile_relative(own, rows, element)
+        yield
+
+
+def _compile_relative(codec: LatticeRows, rows: Rows, element: str) -> None:
+    codec, zeros, known = codec.with_step(0.5), np.zeros(rows.shape, np.int8), np.ones(len(rows), np.bool_)
+    payload, *_ = codec.encode_over(rows, None, len(rows), zeros, known, element=element)
+    older = codec.encode_rows(np.zeros_like(rows), None, len(rows), element=element)
+    out, need, pending = np.empty_like(rows), np.ones(len(rows), np.uint8), Pending(*rows.shape)
+    for each in (payload, older):
+        decode_into(parse(each), out, need, 0, pending)
 
 
 def compile_all() -> Iterator[None]:

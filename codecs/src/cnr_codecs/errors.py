@@ -5,6 +5,7 @@ CodecError
 ├── RowsError (ValueError)                 the rows or arrays don't fit the call: change the call
 └── PayloadError (ValueError)              the bytes are not a payload: they are damaged or foreign
     ├── PayloadLimitError (OverflowError)  it decodes to more bytes than allowed: raise the limit if you trust it
+    ├── ParentError                        rows relative to it, or its own, don't fit those of another payload
     └── UnsupportedPayloadError            a newer release wrote it: upgrade
 """
 
@@ -29,6 +30,10 @@ class PayloadError(CodecError, ValueError):
 
 class PayloadLimitError(PayloadError, OverflowError):
     """A payload decodes to more bytes than the caller allows."""
+
+
+class ParentError(PayloadError):
+    """Rows that are relative to others do not fit these."""
 
 
 class UnsupportedPayloadError(PayloadError):

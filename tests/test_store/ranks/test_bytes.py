@@ -13,7 +13,7 @@ import torch
 from cnr_backends import Backend, index_nbytes, open_backend, parse_index
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.chains.link import WrittenLink
+from cnr_store.chains.written_link import WrittenLink
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
 from cnr_store.writing import writer

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+import cnr_store
 from cnr_store.format import grid
 from tests.test_store.ranks.support.spread_model import TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
 from tests.test_store.support.places import quick_folder
+from tests.test_store.support.relative_rows import count_relative
 
 KINDS = [TableKind(name, 3000 + 77 * place, 16, torch.float32, {}) for place, name in enumerate("ABC")]
 RMS_STEP = 0.05
@@ -33,7 +35,9 @@ def quick() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
-@pytest.mark.parametrize("codec", [{"rms_step": RMS_STEP}, {"step": 0.0625}])
+@pytest.mark.parametrize(
+    "codec", [{"rms_step": RMS_STEP}, {"step": 0.0625}, {"rms_step": RMS_STEP, "relative": True}]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, policy: str) -> None:
     random = np.random.default_rng(seed)
@@ -64,5 +68,9 @@ def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, pol
             rms = np.sqrt(np.mean(values[finite].astype(np.float64) ** 2))
             step = codec.get("step", 1.2 * RMS_STEP * rms)  # deltas keep the step of the whole
             assert np.abs(found[world][key][finite] - values[finite]).max() <= step / 2
+    if codec.get("relative") and policy == "consecutive":
+        for world in (1, 4):
+            url = str(Path(quick) / str(world))
+            assert count_relative(url, cnr_store.versions(url)[-1].id) > 100
     for key, values in found[1].items():
         np.testing.assert_array_equal(found[4][key], values)

@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
-from cnr_codecs import UniformRows, decode_into, parse
+from cnr_codecs import LatticeRows, LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, versions
 from cnr_store.training.tracking import bitmap
 from tests.test_store.support.fork_server import fork_jobs
 
 TABLES = {"user": (4096, 24), "item": (3000, 16), "ad": (2048, 32)}
 LOOKUPS = 48
+RELATIVE = 1
+"""Stands for the bits of a lattice whose deltas are relative."""
 
 
 class Job(TypedDict):
@@ -67,10 +69,17 @@ def state_arrays(model: Model, optimizer: torch.optim.Adagrad) -> dict[str, np.n
     return arrays
 
 
+def codec_of(bits: int) -> RowCodec:
+    if bits == RELATIVE:
+        return LatticeRows(step=2.0**-6, relative=True)
+    return LosslessRows() if bits == 32 else UniformRows(bits=bits)
+
+
 def train(job: Job) -> None:
     """Resume, then train and save without end."""
     model, optimizer = make_training(job["seed"])
-    checkpointer = Checkpointer(job["url"], model, optimizer, policy=job["policy"], bits=job["bits"])
+    codec = codec_of(job["bits"])
+    checkpointer = Checkpointer(job["url"], model, optimizer, policy=job["policy"], codec=codec)
     step = 0
     if versions(job["url"]):
         restored = checkpointer.load()

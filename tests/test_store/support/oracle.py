@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs import FloatingRows, UniformRows, decode_into, parse
+from cnr_codecs import FloatingRows, LatticeRows, UniformRows, decode_into, parse
 from cnr_store.training.saving.never_below_codec import CeilingRows
 from tests.test_store.support.small_model import SHAPES, Array
 
-Codec = UniformRows | CeilingRows | FloatingRows | None
+Codec = UniformRows | CeilingRows | FloatingRows | LatticeRows | None
 Row = tuple[Codec, bytes]
 """A row at its last save: what it was saved by, None for lossless, and its bytes."""
 
 Bits = int | str | dict[str, int | str]
+RELATIVE = LatticeRows(step=2.0**-6, relative=True)
+"""The codec of tables whose `bits` are "relative"."""
 StateBits = int | str | dict[str, int | str]
 
 
@@ -211,6 +213,8 @@ def codec_of(path: str, bits: Bits, state_bits: StateBits) -> Codec:
         return None if width == 32 else CeilingRows(width)
     unnamed = bits if is_large and not isinstance(bits, dict) else 8 if is_large else 32
     chosen = bits.get(table, unnamed) if isinstance(bits, dict) else unnamed
+    if chosen == "relative":
+        return RELATIVE
     width = 8 if chosen == "auto" else int(chosen)
     return None if width == 32 else UniformRows(scheme="adaptive", bits=width)
 

@@ -18,7 +18,7 @@ from cnr_store.format.arrays import parse_rows_document
 from cnr_store.format.layout import record_key, version_key
 from cnr_store.format.record import Record
 from tests.test_store.support.faults import Spoil, Weather
-from tests.test_store.support.oracle import Attempt, Bits, Content, Expected, StateBits, restored
+from tests.test_store.support.oracle import RELATIVE, Attempt, Bits, Content, Expected, StateBits, restored
 from tests.test_store.support.small_model import (
     SHAPES,
     Ids,
@@ -84,7 +84,8 @@ class Job:
             model,
             optimizers,
             policy=self.setting.policy,
-            bits=self.setting.bits,
+            bits="auto" if self.setting.bits == "relative" else self.setting.bits,
+            codec=RELATIVE if self.setting.bits == "relative" else None,
             state_bits=self.setting.state_bits,
             restores_per_save=self.setting.restores_per_save,
             workers=self.setting.workers,

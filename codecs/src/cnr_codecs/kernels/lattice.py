@@ -187,3 +187,79 @@ def place_floating(
             code = np.int64(codes[source + j])
             flat[to + j] = np.uint32((abs(code) << shift) | ((code < 0) << 31))
     return written
+
+
+@kernel
+def add_rows(
+    codes: Any,
+    first: int,
+    dim: int,
+    step: Any,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    sums: Any,
+    place: int,
+    stride: int,
+    steps: Any,
+    base: int,
+) -> int:
+    """Add the differences of the wanted ones of `rows` (uint32) to their sums, and return the number of rows added.
+
+    Return -1 if a sum has another step. `rows`, `first` and `need` are as for `place_rows`; marks of 1 become 2, which
+    says that there is a sum. Row i of the output has the sum (int32) from `place` + i * `stride` on, and the step
+    `steps[base + i]` (float32).
+    """
+    added, width = 0, np.uintp(dim)
+    for i in range(rows.size):
+        row = np.int64(rows[i]) - first_row
+        if need[row] == 0:
+            continue
+        source, to = np.uintp(first + i * dim), np.uintp(place + row * stride)
+        if need[row] == 1:
+            need[row] = 2
+            steps[base + row] = step
+            for j in range(width):
+                sums[to + j] = codes[source + j]
+        elif steps[base + row] != step:
+            return -1
+        else:
+            for j in range(width):
+                sums[to + j] += codes[source + j]
+        added += 1
+    return added
+
+
+@kernel
+def settle_rows(
+    codes: Any,
+    first: int,
+    dim: int,
+    step: Any,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    sums: Any,
+    place: int,
+    stride: int,
+    steps: Any,
+    base: int,
+) -> Any:
+    """Add codes to the sums of those of `rows` that have any, and the sums to these codes.
+
+    Return the greatest magnitude of a sum, or -1 if a sum has another step. The arguments are as for `add_rows`.
+    """
+    most, width = np.int64(0), np.uintp(dim)
+    for i in range(rows.size):
+        row = np.int64(rows[i]) - first_row
+        if need[row] != 2:
+            continue
+        if steps[base + row] != step:
+            return -1
+        source, to = np.uintp(first + i * dim), np.uintp(place + row * stride)
+        for j in range(width):
+            code = np.int64(codes[source + j]) + np.int64(sums[to + j])
+            most = max(most, abs(code))
+            codes[source + j] = np.int32(code)
+            sums[to + j] = np.int32(code)
+    return most

@@ -6,16 +6,17 @@ A row's codes depend on that row and the step alone. Its bytes depend on the row
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cnr_codecs.elements import Element, quantizable_element
-from cnr_codecs.errors import CodecConfigError
+from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
 from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
-from cnr_codecs.payload.coded import MAX_CODE
+from cnr_codecs.payload.coded import MAX_CODE, CodedRows
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import valid_step
@@ -31,6 +32,9 @@ _NORMAL_WIDTH = math.sqrt(2 * math.pi * math.e)
 # What rows that differ in size add to that.
 _CLASSES_BITS = 0.4
 
+Codes: TypeAlias = npt.NDArray[np.int16]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class LatticeRows:
@@ -44,6 +48,9 @@ class LatticeRows:
     step
         The step itself, which must have 8 significant bits and be from 2**-100 to 2**100; `lattice_step` rounds others.
         With both, `rms_step` only says where the step is from.
+    relative
+        Whether a store may write rows that changed as differences from their integers in the version before. Payloads
+        by themselves are not relative: `encode_over` makes such.
 
     Raises
     ------
@@ -53,8 +60,11 @@ class LatticeRows:
 
     rms_step: float | None = None
     step: float | None = None
+    relative: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.relative) is not bool:
+            raise CodecConfigError(f"relative must be true or false, got {self.relative!r}")
         if self.rms_step is None and self.step is None:
             object.__setattr__(self, "rms_step", DEFAULT_RMS_STEP)
         if self.rms_step is not None:
@@ -73,10 +83,11 @@ class LatticeRows:
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration that `row_codec` takes."""
-        return {"id": "cnr_lattice", **self._options()}
+        relative = {"relative": True} if self.relative else {}
+        return {"id": "cnr_lattice", **self._options(), **relative}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`."""
+        """Return the entry of a Zarr v3 array's `codecs`, which has no relative rows."""
         return {"name": "cnr.lattice", "configuration": self._options()}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
@@ -97,6 +108,62 @@ class LatticeRows:
         segments = self._segments(values, offsets, rows, kind) if len(values) else []
         return build(rows, values.shape[1], kind, segments, seal)
 
+    def encode_over(
+        self,
+        values: Rows,
+        offsets: Offsets | None,
+        rows: int,
+        parent: npt.NDArray[np.signedinteger[Any]],
+        known: Mask,
+        *,
+        element: str,
+        seal: int = 0,
+    ) -> tuple[bytes, Codes, Mask]:
+        """Return the payload of a chunk whose rows are relative to older ones, their codes, and which rows have any.
+
+        A row is stored as the difference of its codes and the older ones where these are known, else as `encode_rows`
+        does. Readers add it to the codes that the row has beneath the payload, which must be on the same step.
+
+        Parameters
+        ----------
+        values, offsets, rows, element, seal
+            As for `encode_rows`.
+        parent
+            (n, dim) integers: the codes that each row has beneath, of magnitudes up to 32,767.
+        known
+            bool (n,): which of these are known.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or the codec has no `step`.
+
+        Returns
+        -------
+        payload, codes, coded
+            The payload; int16 (n, dim), the codes; bool (n,), the rows that have codes: those of others are 0.
+        """
+        if self.step is None:
+            raise RowsError("rows can be relative to others on a known step only: give one by with_step")
+        kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
+        if parent.shape != values.shape or known.shape != values.shape[:1]:
+            raise RowsError(
+                f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
+            )
+        held, raw = _quantize(values, self.step, kind)
+        codes = held
+        if len(held) < len(raw):
+            codes = np.zeros(values.shape, np.int16)
+            codes[~raw] = held
+        segments = []
+        for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
+            if chosen.any():
+                base = parent[chosen] if is_relative else None
+                segments.append(_segment(codes[chosen], offsets[chosen], rows, self.step, base))
+        if raw.any():
+            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), kind))
+        return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
+
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.
 
@@ -105,7 +172,7 @@ class LatticeRows:
         step
             As the option of that name.
         """
-        return LatticeRows(self.rms_step, step)
+        return replace(self, step=step)
 
     def step_of(self, rms: float) -> float:
         """Return the step of rows.
@@ -125,22 +192,48 @@ class LatticeRows:
         return {name: value for name, value in values.items() if value is not None}
 
     def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        wide = np.ascontiguousarray(values, np.float32).view()
-        wide.flags.writeable = False
-        step = self.step if self.step is not None else self.step_of(root_mean_square(block_sums(wide)))
-        count, dim = wide.shape
-        codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
-        held = quantize(wide.reshape(-1), dim, 1 / step, most_code(step, element), codes.reshape(-1), raw)
+        step = self.step
+        if step is None:
+            step = self.step_of(root_mean_square(block_sums(_wide(values))))
+        codes, raw = _quantize(values, step, element)
         segments = []
-        if held:
-            chosen = offsets if held == count else offsets[raw == 0]
-            row_set = RowSet.of(chosen, rows, gaps=True)
-            grid = np.full((1, 1), step, np.float32)
-            stored = codes[:held].view(np.uint8)
-            segments.append(Segment(Scheme.LATTICE, 0, ParameterType.FLOAT32, row_set, grid, stored))
-        if held < count:
+        if len(codes):
+            segments.append(_segment(codes, offsets if len(codes) == len(raw) else offsets[~raw], rows, step))
+        if len(codes) < len(raw):
             segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
         return segments
+
+
+def _wide(values: Rows) -> npt.NDArray[np.float32]:
+    wide = np.ascontiguousarray(values, np.float32).view()
+    wide.flags.writeable = False
+    return wide
+
+
+def _quantize(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]:
+    """Return the codes of the rows that have any, and which rows have none."""
+    count, dim = values.shape
+    codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
+    held = quantize(
+        _wide(values).reshape(-1), dim, 1 / step, most_code(step, element), codes.reshape(-1), raw
+    )
+    return codes[:held], raw.view(np.bool_)
+
+
+def _segment(
+    codes: Codes,
+    offsets: Offsets,
+    rows: int,
+    step: float,
+    parent: npt.NDArray[np.signedinteger[Any]] | None = None,
+) -> Segment:
+    """Return the segment of rows of these codes, relative to those of the same rows in `parent` if there is one."""
+    row_set, grid = RowSet.of(offsets, rows, gaps=True), np.full((1, 1), step, np.float32)
+    kinds = 0, ParameterType.FLOAT32, row_set, grid
+    if parent is None:
+        return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
+    coded = CodedRows.encode(codes, differences=codes.astype(np.int32) - parent)
+    return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
 
 
 def most_code(step: float, element: Element) -> int:

@@ -25,8 +25,9 @@ Codes = npt.NDArray[np.int32]
 # Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
 # it gives.
 NARROW_DIM, NARROW_LINE = 4, 32
-# The greatest magnitude of a lattice code.
+# The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
+MAX_DIFFERENCE = 2 * MAX_CODE
 # Codes are widened for their checksum so many at a time, so that they stay in the cache.
 _CHECKED_CODES = 1 << 15
 MAX_MANTISSA = 7
@@ -95,16 +96,16 @@ class FloatingGrid:
 
 @dataclass(frozen=True, eq=False)
 class CodedRows:
-    """The codes of a lattice segment as they are stored.
+    """The codes of a lattice segment as they are stored, or the differences of a relative one.
 
     Attributes
     ----------
     lines
-        The codes, entropy-coded. On a floating grid a center stands before each line of them.
+        These integers, entropy-coded. On a floating grid a center stands before each line of them.
     line_rows
         Rows of a line.
     check
-        crc32c of all codes as int32, row after row.
+        crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with.
     grid
         The floating grid of the codes. None: they are multiples of a step.
     """
@@ -115,15 +116,24 @@ class CodedRows:
     grid: FloatingGrid | None = None
 
     @classmethod
-    def encode(cls, codes: npt.NDArray[np.int16], mantissa: int = 0) -> CodedRows:
-        """Code rows (count, dim), of at least one value, on a floating grid of so many bits if there are any."""
+    def encode(
+        cls,
+        codes: npt.NDArray[np.int16],
+        mantissa: int = 0,
+        differences: npt.NDArray[np.int32] | None = None,
+    ) -> CodedRows:
+        """Code rows (count, dim), of at least one value, on a floating grid of so many bits if there are any.
+
+        Their differences are coded in place of them, where these are given.
+        """
         line_rows = NARROW_LINE // codes.shape[1] if codes.shape[1] <= NARROW_DIM else 1
         flat, check = codes.reshape(-1), 0
         for first in range(0, flat.size, _CHECKED_CODES):
             check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
         line = line_rows * codes.shape[1]
         if mantissa == 0:
-            return cls(CodedLines.encode(flat, line), line_rows, check)
+            stored = flat if differences is None else differences.reshape(-1)
+            return cls(CodedLines.encode(stored, line), line_rows, check)
         grid, symbols = FloatingGrid.center(flat, line, mantissa)
         return cls(CodedLines.encode(symbols, line + 1), line_rows, check, grid)
 
@@ -146,18 +156,20 @@ class CodedRows:
         self.prove(check)
         return codes
 
-    def decode_block(self, number: int, room: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the codes of a block, a view of `room`, which is as `block_room` makes it.
+    def decode_block(
+        self, number: int, room: npt.NDArray[np.int32], most: int = MAX_CODE
+    ) -> npt.NDArray[np.int32]:
+        """Return the codes of a block, of magnitudes up to `most`: a view of `room`, which is as `block_room` makes it.
 
         Raises
         ------
         PayloadError
             They are damaged.
         """
-        codes, most = self.lines.decode_block(number, room)
+        codes, zigzag = self.lines.decode_block(number, room)
         if self.grid is not None:
             return self.grid.restore(codes, self.lines.line - 1)
-        check_codes(most)
+        check_codes(zigzag, most)
         return codes
 
     def prove(self, check: int) -> None:
@@ -177,16 +189,16 @@ def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
     return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
 
 
-def check_codes(zigzag: int) -> None:
-    """Check the greatest zigzag code of a lattice segment.
+def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
+    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`.
 
     Raises
     ------
     PayloadError
         It is none that the scheme has.
     """
-    if zigzag > 2 * MAX_CODE:
-        raise PayloadError(f"a code is beyond {MAX_CODE}")
+    if zigzag > 2 * most:
+        raise PayloadError(f"a code is beyond {most}")
 
 
 def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:

@@ -13,8 +13,9 @@ from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
-from cnr_codecs.payload.lattice import decode_lattice
-from cnr_codecs.payload.payload import ParameterType, Payload, Scheme, Segment
+from cnr_codecs.payload.lattice import add_relative, check_not_wanted, decode_lattice
+from cnr_codecs.payload.payload import CODED, ParameterType, Payload, Scheme, Segment
+from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSetKind, rows_of
 from cnr_codecs.payload.target import Need, Target
 
@@ -38,10 +39,17 @@ def present_rows(payload: Payload) -> npt.NDArray[np.int64]:
     return rows_of([segment.row_set for segment in payload.segments])
 
 
-def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int = 0) -> int:
+def decode_into(
+    payload: Payload,
+    out: npt.NDArray[Any],
+    need: Need,
+    first_row: int = 0,
+    pending: Pending | None = None,
+) -> int:
     """Decode the wanted rows of a payload into `out`, and clear their marks.
 
     Return how many rows were written. Evicted rows count: the fill value is written for them. The GIL is released.
+    Relative rows are added to what is pending, and wait for an older payload.
 
     Parameters
     ----------
@@ -53,18 +61,22 @@ def decode_into(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: 
         uint8 (n,), non-zero where a row of `out` is wanted. Marks of written rows are set to 0.
     first_row
         The row of the chunk that is row 0 of `out`. It may be negative.
+    pending
+        What newer payloads have of rows relative to this one. None: a relative row is an error.
 
     Raises
     ------
     RowsError
         `out` or `need` is not as above.
     PayloadError
-        Entropy-coded codes are damaged. `need` is as it was, and `out` is undefined where rows are wanted.
+        Entropy-coded codes are damaged, a relative row is wanted and nothing may be pending, or pending rows do not fit
+        those of the payload. `need` is as it was; `out` and what is pending are undefined where rows are wanted.
     """
     target = _target(payload, out, need, first_row)
+    target.pending = pending
     if first_row >= payload.rows or first_row + len(out) <= 0:
         return 0
-    if all(segment.scheme is not Scheme.LATTICE for segment in payload.segments):
+    if pending is None and all(segment.scheme not in CODED for segment in payload.segments):
         return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
     before = need.copy()
     try:
@@ -94,6 +106,14 @@ def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int)
 
 
 def _decode_segment(payload: Payload, segment: Segment, target: Target) -> int:
+    if segment.scheme is Scheme.RELATIVE:
+        if target.pending is None:
+            check_not_wanted(segment, target.need, target.first_row)
+        else:
+            add_relative(payload, segment, target.need, target.first_row, target.pending)
+        return 0
+    if target.pending is not None and segment.scheme is not Scheme.LATTICE:
+        target.pending.check_none(segment.row_set, target.need, target.first_row)
     if segment.scheme is Scheme.ABSENT:
         return _fill(payload, segment, target)
     if segment.scheme is Scheme.RAW:

@@ -19,6 +19,7 @@ from cnr_codecs.errors import PayloadError, PayloadLimitError, UnsupportedPayloa
 from cnr_codecs.payload.coded import MAX_MANTISSA, has_floating_codes
 from cnr_codecs.payload.payload import (
     CHECKSUM,
+    CODED,
     ENTRY,
     HEAD_BYTES,
     HEADER,
@@ -44,8 +45,6 @@ DEFAULT_MAX_DECODED_BYTES = 64 << 20
 FIRST_VERSION = 1
 _FIRST_ENTRY = struct.Struct("<BBBBI")
 _ENTRIES = HEADER.size + HEAD_BYTES.size
-# The numbers that are reserved for later releases.
-_RESERVED_SCHEMES = {7: " (relative)"}
 # A look-up in a dict is cheaper than a call of an enumeration.
 _SCHEMES = {int(each): each for each in Scheme}
 _PARAMETER_TYPES = {int(each): each for each in ParameterType}
@@ -293,10 +292,12 @@ def _validate_entry(
     scheme, bits, parameter, kind, count = kinds
     known, row_set_kind = _SCHEMES.get(scheme), _ROW_SET_KINDS.get(kind)
     older = header.version == FIRST_VERSION
-    if known is None or (older and known is Scheme.LATTICE):
-        raise _unknown(header, f"{where}: scheme {scheme}{_RESERVED_SCHEMES.get(scheme, '')}")
+    if known is None or (older and known in CODED):
+        raise _unknown(header, f"{where}: scheme {scheme}")
     if row_set_kind is None or (older and row_set_kind is RowSetKind.GAPS):
         raise _unknown(header, f"{where}: row-set kind {kind}")
+    if known is Scheme.RELATIVE and 1 <= bits <= MAX_MANTISSA:
+        raise _unknown(header, f"{where}: a floating grid of {bits} bits")
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
     return known, bits, _parameter_type(known, bits, parameter, header.element, where), row_set_kind, count
@@ -318,12 +319,12 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
     quantized = scheme is not Scheme.ABSENT and scheme is not Scheme.RAW
     if quantized != (kind is not ParameterType.NONE):
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
-    if scheme is Scheme.LATTICE and kind is not ParameterType.FLOAT32:
+    if scheme in CODED and kind is not ParameterType.FLOAT32:
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
     plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
-    least, most = plain_bits, plain_bits
-    if quantized:
-        least, most = (0, MAX_MANTISSA) if scheme is Scheme.LATTICE else (1, 8)
+    least, most = (1, 8) if quantized else (plain_bits, plain_bits)
+    if scheme in CODED:
+        least, most = 0, MAX_MANTISSA
     if not least <= bits <= most:
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
     floating = scheme is Scheme.LATTICE and bits > 0

@@ -1,7 +1,8 @@
-"""Decodes wanted rows of lattice segments, block by block."""
+"""Decodes wanted rows of lattice and of relative segments, block by block."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,24 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.entropy.lines import BLOCK_LINES, block_room
-from cnr_codecs.kernels.lattice import place_floating, place_rows
-from cnr_codecs.payload.coded import MANTISSA_BITS, CodedRows, checksum, floating_values
+from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.lattice import add_rows, place_floating, place_rows, settle_rows
+from cnr_codecs.payload.coded import (
+    MANTISSA_BITS,
+    MAX_CODE,
+    MAX_DIFFERENCE,
+    CodedRows,
+    checksum,
+    floating_values,
+)
 from cnr_codecs.payload.payload import Payload, Segment
+from cnr_codecs.payload.pending import Need, Pending
 from cnr_codecs.payload.target import Target
 
 Codes = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.uint32]
+# Codes of a block, where those of the wanted rows begin, and these rows.
+_Run = tuple[Codes, int, RowNumbers]
 
 
 def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
@@ -26,41 +38,98 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     Raises
     ------
     PayloadError
-        The codes are damaged. Rows may have been written nevertheless.
+        The codes are damaged, or pending rows can't be added to them. Rows may have been written nevertheless.
     """
-    coded = segment.coded_rows()
-    blocks, block_rows = _Blocks(coded), BLOCK_LINES * coded.line_rows
-    end_row = target.first_row + len(target.need)
-    written = 0
-    for start, rows in segment.row_set.blocks():
-        begin, end = np.searchsorted(rows, (max(target.first_row, 0), max(end_row, 0))).tolist()
-        while begin < end:
-            number, first = divmod(start + begin, block_rows)
-            stop = min(end, begin + block_rows - first)
-            wanted = rows[begin:stop]
-            if target.need[wanted.astype(np.int64) - target.first_row].any():
-                codes = blocks.read(number)
-                written += _place(payload, segment, codes, first * payload.dim, wanted, target)
-            begin = stop
+    step = np.float32(segment.parameters[0, 0])
+    blocks, written = _Blocks(segment.coded_rows(), MAX_CODE), 0
+    for codes, first, rows in _runs(segment, blocks, payload.dim, target.need, target.first_row):
+        if target.pending is not None:
+            place = rows, target.first_row, target.need, *target.pending.place()
+            most = settle_rows(codes, first, payload.dim, step, *place)
+            target.pending.check_settled(most, float(step))
+        written += _place(payload, segment, codes, first, rows, target)
     blocks.prove()
     return written
 
 
-class _Blocks:
-    """The blocks of coded rows, to be read in order. The last one read is kept."""
+def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int, pending: Pending) -> None:
+    """Add the wanted rows of a relative segment to what is pending, and mark them.
 
-    def __init__(self, coded: CodedRows) -> None:
-        self._coded = coded
+    Parameters
+    ----------
+    need, first_row
+        As for `decode_into`.
+
+    Raises
+    ------
+    PayloadError
+        The differences are damaged, or a row is pending on another step. Rows may have been added nevertheless.
+    """
+    assert segment.coded is not None
+    step = np.float32(segment.parameters[0, 0])
+    if payload.dim != pending.sums.shape[1]:
+        raise PayloadError("it has rows relative to older ones, and not all of their columns")
+    pending.expect(segment, need, first_row)
+    blocks = _Blocks(segment.coded, MAX_DIFFERENCE)
+    for codes, first, rows in _runs(segment, blocks, payload.dim, need, first_row):
+        if add_rows(codes, first, payload.dim, step, rows, first_row, need, *pending.place()) < 0:
+            pending.check_settled(-1, float(step))
+
+
+def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
+    """Check that none of the rows of a relative segment is wanted, where nothing older can be read.
+
+    Raises
+    ------
+    PayloadError
+        One is.
+    """
+    rows = segment.row_set.offsets() - first_row
+    begin, end = np.searchsorted(rows, (0, len(need)))
+    if need[rows[begin:end]].any():
+        raise PayloadError(
+            f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
+            "doesn't have; read the version through cnr_store.view or cnr_store.open"
+        )
+
+
+def _runs(segment: Segment, blocks: _Blocks, dim: int, need: Need, first_row: int) -> Iterator[_Run]:
+    """Yield the rows of a segment that lie in blocks with wanted ones, as far as `need` reaches."""
+    block_rows, end_row = BLOCK_LINES * blocks.line_rows, first_row + len(need)
+    for start, rows in segment.row_set.blocks():
+        begin, end = np.searchsorted(rows, (max(first_row, 0), max(end_row, 0))).tolist()
+        while begin < end:
+            number, first = divmod(start + begin, block_rows)
+            stop = min(end, begin + block_rows - first)
+            wanted = rows[begin:stop]
+            if need[wanted.astype(np.int64) - first_row].any():
+                yield blocks.read(number), first * dim, wanted
+            begin = stop
+
+
+class _Blocks:
+    """The blocks of coded rows, to be read in order. The last one read is kept.
+
+    Parameters
+    ----------
+    most
+        The greatest magnitude of a code.
+    """
+
+    def __init__(self, coded: CodedRows, most: int) -> None:
+        self._coded, self._most = coded, most
+        self.line_rows = coded.line_rows
         self._room = block_room(coded.lines)
         self._number, self._codes = -1, self._room[:0]
         self._read, self._check = 0, 0
 
     def read(self, number: int) -> Codes:
         if number != self._number:
-            self._codes = self._coded.decode_block(number, self._room)
+            self._codes = self._coded.decode_block(number, self._room, self._most)
             self._number = number
             self._read += 1
-            self._check = checksum(self._check, self._codes)
+            if self._most == MAX_CODE:
+                self._check = checksum(self._check, self._codes)
         return self._codes
 
     def prove(self) -> None:

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
+from cnr_codecs.payload.lattice import add_relative, check_not_wanted
 from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Scheme, Segment
+from cnr_codecs.payload.pending import PENDING, Pending
 from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
@@ -24,7 +26,9 @@ Need = npt.NDArray[np.uint8]
 _Part = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], npt.NDArray[np.uint32] | None]
 
 
-def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]:
+def take_rows(
+    payload: Payload, need: Need, first_row: int = 0, pending: Pending | None = None
+) -> list[Segment]:
     """Return the wanted rows of a payload as segments of another chunk, and clear their marks.
 
     Parameters
@@ -36,20 +40,37 @@ def take_rows(payload: Payload, need: Need, first_row: int = 0) -> list[Segment]
         are set to 0.
     first_row
         The row of the payload's chunk that is row 0 of the other chunk. It may be negative.
+    pending
+        As for `decode_into`. Relative rows are added to it, and are returned with the codes of an older payload: no
+        segment that is returned is relative.
 
     Raises
     ------
     RowsError
         `need` is not as above.
+    PayloadError
+        As `decode_into`.
     """
     if need.ndim != 1 or need.dtype != np.uint8 or not need.flags.writeable:
         raise RowsError(f"need must be writable uint8 (rows,); got {need.dtype} {need.shape}")
-    taken = (_take(segment, need, first_row) for segment in payload.segments)
+    taken = []
+    for segment in payload.segments:
+        if segment.scheme is Scheme.RELATIVE:
+            if pending is None:
+                check_not_wanted(segment, need, first_row)
+            else:
+                add_relative(payload, segment, need, first_row, pending)
+            continue
+        if pending is not None and segment.scheme is not Scheme.LATTICE:
+            pending.check_none(segment.row_set, need, first_row)
+        taken.append(_take(segment, need, first_row, pending))
     return [segment for segment in taken if segment is not None]
 
 
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     """Return one segment for each scheme, bits and parameter type, and of lattices for each step.
+
+    Relative segments stay as they are: each has the checksum of what its own rows end up with.
 
     Parameters
     ----------
@@ -62,9 +83,11 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
         The chunks differ in rows or columns, or two segments of one kind have the same row.
     """
     kinds: dict[tuple[int, int, int, float], list[Segment]] = {}
-    for segment in segments:
-        step = float(segment.parameters[0, 0]) if segment.scheme is Scheme.LATTICE else 0.0
-        kind = segment.scheme, segment.bits, segment.parameter_type, step
+    for number, segment in enumerate(segments):
+        apart = float(segment.parameters[0, 0]) if segment.scheme is Scheme.LATTICE else 0.0
+        if segment.scheme is Scheme.RELATIVE:
+            apart = float(number)
+        kind = segment.scheme, segment.bits, segment.parameter_type, apart
         kinds.setdefault(kind, []).append(segment)
     return [alike[0] if len(alike) == 1 else _merge(alike) for _, alike in sorted(kinds.items())]
 
@@ -75,7 +98,7 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
     Parameters
     ----------
     segments
-        Segments of one chunk, at least one. The yielded segments are views of them.
+        Segments of one chunk, at least one, none of them relative. The yielded segments are views of them.
     rows
         Rows of a chunk, at least 1.
     """
@@ -98,6 +121,8 @@ def _decoded(segment: Segment) -> Segment:
     """Return the segment with its codes as integers, if it is coded."""
     if segment.coded is None:
         return segment
+    if segment.scheme is Scheme.RELATIVE:
+        raise RowsError("rows that are relative to older ones can't be moved without these")
     codes = segment.coded.decode().view(np.uint8).reshape(segment.row_set.count, -1)
     return replace(segment, codes=codes, coded=None)
 
@@ -106,7 +131,7 @@ def _row_set(segment: Segment, places: npt.NDArray[np.integer[Any]], rows: int) 
     return RowSet.of(places, rows, gaps=segment.scheme is Scheme.LATTICE)
 
 
-def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
+def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None) -> Segment | None:
     if segment.coded is not None:
         places = segment.row_set.offsets() - first_row
         begin, end = np.searchsorted(places, (0, len(need)))
@@ -123,13 +148,26 @@ def _take(segment: Segment, need: Need, first_row: int) -> Segment | None:
         wanted = np.flatnonzero(need[place])
         if len(wanted):
             taken[place[wanted]] = True
-            parts.append(_stored(segment, wanted + (start + int(begin))))
+            part = _stored(segment, wanted + (start + int(begin)))
+            if pending is not None and segment.scheme is Scheme.LATTICE:
+                _settle(part[0], place[wanted], need, float(segment.parameters[0, 0]), pending)
+            parts.append(part)
     if not parts:
         return None
     need[taken] = 0
     if segment.scheme is Scheme.LATTICE:
         return _joined(segment, parts, _row_set(segment, np.flatnonzero(taken), len(taken)))
     return _joined(segment, parts, RowSet.marked(taken))
+
+
+def _settle(
+    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, step: float, pending: Pending
+) -> None:
+    """Add to the codes of rows, a copy of those stored, what is pending of these."""
+    chosen = np.flatnonzero(need[rows] == PENDING)
+    if len(chosen):
+        held = codes.view(np.int16)
+        held[chosen] = pending.settle(held[chosen], rows[chosen], step)
 
 
 def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:

@@ -45,6 +45,11 @@ class Scheme(IntEnum):
     CODEBOOK = 4
     SHARED = 5
     LATTICE = 6
+    RELATIVE = 7
+
+
+# Entropy-coded integers on one step: codes, or what is to be added to those of the same rows in an older payload.
+CODED = frozenset({Scheme.LATTICE, Scheme.RELATIVE})
 
 
 class ParameterType(IntEnum):
@@ -82,11 +87,11 @@ class Segment:
         0 on a floating grid.
     codes
         uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, or
-        none, (0, bytes a row), where they are in `coded`.
+        none, (0, bytes a row), where they are in `coded`. Relative: none.
     books
         uint32 (count,): the codebook of each row, where rows share codebooks. Otherwise None.
     coded
-        The codes of a lattice segment as they are stored. Otherwise None.
+        The codes of a lattice segment as they are stored, and the differences of a relative one. Otherwise None.
     """
 
     scheme: Scheme
@@ -160,7 +165,7 @@ def book_dtype(count: int) -> np.dtype[Any]:
 
 def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
     """Return the bytes of one row's codes. Rows take whole bytes; an absent row takes none."""
-    if scheme is Scheme.LATTICE:
+    if scheme in CODED:
         return 2 * dim  # in memory, before they are coded
     return 0 if scheme is Scheme.ABSENT else (dim * bits + 7) // 8
 
@@ -188,7 +193,7 @@ def build(rows: int, dim: int, element: Element, segments: Iterable[Segment], se
     sizes: list[int] = []
     bodies: list[bytes | memoryview] = []
     for segment in held:
-        body = _lattice_body(segment) if segment.scheme is Scheme.LATTICE else _body(segment)
+        body = _lattice_body(segment) if segment.scheme in CODED else _body(segment)
         sizes.append(sum(len(part) for part in body))
         bodies += body
     return b"".join([encode_head(rows, dim, element, held, sizes, seal), *bodies])

@@ -25,6 +25,7 @@ from cnr_codecs.payload.head import (
 )
 from cnr_codecs.payload.payload import (
     BOOK_COUNT,
+    CODED,
     GRID,
     HEADER,
     PARAMETER_DTYPES,
@@ -83,7 +84,7 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
 
 def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return the segment of an entry, whose body the reader stands at."""
-    if entry.scheme is Scheme.LATTICE:
+    if entry.scheme in CODED:
         return _read_lattice(reader, entry, header)
     begin, count, where = reader.position, entry.row_set.count, entry.where
     parameters, books = _read_parameters(reader, entry)
@@ -100,7 +101,7 @@ def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
 
 
 def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
-    """Return a lattice segment. Its codes are proven when they are decoded."""
+    """Return a lattice or a relative segment. Its codes are proven when they are decoded."""
     where, count, dim = entry.where, entry.row_set.count, header.dim
     stored = reader.read(4 + GRID.size, where, "grid").tobytes()
     step = np.frombuffer(stored, "<f4", 1).reshape(1, 1)

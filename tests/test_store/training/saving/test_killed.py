@@ -17,12 +17,19 @@ import numpy as np
 import pytest
 
 import cnr_store
-from cnr_codecs import LosslessRows, RowCodec, UniformRows, decode_into, parse
+from cnr_codecs import decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
 from tests.nightly import by_day
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import ForkServer
-from tests.test_store.support.killed_trainer import TABLES, Job, make_training, state_arrays
+from tests.test_store.support.killed_trainer import (
+    RELATIVE,
+    TABLES,
+    Job,
+    codec_of,
+    make_training,
+    state_arrays,
+)
 from tests.test_store.support.same_arrays import assert_same_arrays
 
 pytestmark = pytest.mark.slow
@@ -38,6 +45,7 @@ CASES = [
     ("consecutive", 32),
     ("intermittent", 3),
     ("intermittent", 8),
+    ("consecutive", RELATIVE),
 ]
 AT_NIGHT = [("consecutive", 2), ("intermittent", 8)]
 KILLS, LEFTOVERS, MOST_KILLS = 8, 5, 40
@@ -118,7 +126,7 @@ class Oracle:
 
 
 def _stored(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
-    codec: RowCodec = LosslessRows() if bits == 32 else UniformRows(bits=bits)
+    codec = codec_of(bits)
     payload = parse(codec.encode_rows(values, None, len(values), element="float32"))
     out = np.empty_like(values)
     decode_into(payload, out, np.ones(len(out), np.uint8))

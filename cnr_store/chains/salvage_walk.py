@@ -1,0 +1,128 @@
+"""Walks the links of an array whose chain is damaged, and sends each row on to where it can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs import Pending
+from cnr_store.chains.allocation import Array
+from cnr_store.chains.ancestry import Ancestry, Place
+from cnr_store.chains.link import PENDING, Link
+from cnr_store.errors import CorruptionError
+
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Visit = Callable[[Link, Array, Pending], Mask]
+"""Takes the rows needed from a link, clears their `need`, and returns those that it may hold and can't give."""
+Distrusted = dict[Place, Mask]
+"""Rows that a place has relative to what does not lie beneath it."""
+
+
+class Walk:
+    """One walk over an array's links, newest first, until each row needed is found.
+
+    Attributes
+    ----------
+    missing
+        (n,) bool: rows that no link can give.
+    is_trusted
+        Whether no row was composed that does not come out as it was written. Such rows were added to `distrusted`, and
+        must be looked for again.
+    """
+
+    def __init__(
+        self, ancestry: Ancestry, need: Array, visit: Visit, columns: int, distrusted: Distrusted
+    ) -> None:
+        self._ancestry, self._visit = ancestry, visit
+        self._columns, self._distrusted = columns, distrusted
+        self.is_trusted = True
+        # By place: rows to look for there; lost rows, which may also be looked for there.
+        self._pending: dict[Place, Mask] = {ancestry.newest(): need != 0}
+        self._spare: dict[Place, Mask] = {}
+        self._is_old = np.zeros(len(need), bool)
+        self._source = np.full(len(need), -1, np.int64)
+        self._versions: list[str] = []
+        self.missing: Mask = np.zeros(len(need), bool)
+        # Whatever rows are sent on goes to an older place, so each place is visited once, and the walk ends.
+        while self._pending:
+            place = max(self._pending)
+            self._visit_place(place, self._pending.pop(place))
+
+    def salvaged(self) -> Iterator[tuple[str, Rows]]:
+        """(version, offsets of the rows that have its value instead of a newer one)."""
+        for number, version in enumerate(self._versions):
+            rows = np.flatnonzero(self._is_old & (self._source == number))
+            if rows.size:
+                yield version, rows
+
+    def _visit_place(self, place: Place, rows: Mask) -> None:
+        distrusted = rows & self._distrusted.get(place, False)
+        link, need = self._ancestry.link(place), (rows & ~distrusted).astype(np.uint8)
+        pending = Pending(len(need), self._columns)
+        lost = rows if link is None else distrusted | self._visit(link, need, pending)
+        lost = lost | self._compose(place, need, lost, pending)
+        absent = (need != 0) & ~lost
+        self._source[rows & (need == 0) & ~lost] = len(self._versions)
+        self._versions.append(place[0])
+        if not (lost.any() or absent.any()):
+            return
+        version, is_fold = place
+        if is_fold:
+            self._send((version, False), lost | absent)
+            return
+        base, previous = self._ancestry.base(place), self._ancestry.previous(place)
+        if base is None:
+            lost = lost | absent
+        else:
+            self._send(base, absent)
+            if previous is not None:
+                self._spare[base] = self._spare.get(base, False) | lost
+        self._is_old |= lost
+        self._send_lost(place, previous or base, lost)
+
+    def _compose(self, place: Place, need: Array, lost: Mask, pending: Pending) -> Mask:
+        """Compose the rows that a place has relative, and clear their `need`. Returns those that can't be composed."""
+        relative: Mask = (need == PENDING) & ~lost
+        found, still = np.zeros_like(relative), np.where(relative, PENDING, 0).astype(np.uint8)
+        beneath = self._ancestry.base(place)
+        while still.any() and beneath is not None:
+            link, before, sums = self._ancestry.link(beneath), still != 0, pending.sums
+            if beneath[1]:
+                sums = sums.copy()  # if the fold is damaged, its version's own chain has the same rows
+            failed = before if link is None else self._visit(link, still, pending)
+            found |= before & (still == 0) & ~failed
+            still[failed] = PENDING if beneath[1] else 0
+            if beneath[1] and failed.any():
+                pending.sums[failed] = sums[failed]
+                beneath = beneath[0], False
+            else:
+                beneath = self._ancestry.base(beneath)
+        for where, rows in pending.wrong(~found):
+            self._ancestry.note(
+                CorruptionError(f"{where}: relative rows do not come out as they were written")
+            )
+            found[rows] = False
+            wrong = np.zeros_like(found)
+            wrong[rows] = True
+            self._distrusted[place] = self._distrusted.get(place, False) | wrong
+            self.is_trusted = False
+        need[found] = 0
+        relative &= ~found
+        return relative
+
+    def _send(self, place: Place, rows: Mask) -> None:
+        if rows.any():
+            self._pending[place] = self._pending.get(place, False) | rows
+
+    def _send_lost(self, place: Place, older: Place | None, lost: Mask) -> None:
+        if older is not None:
+            self._send(older, lost)
+            return
+        for spare in sorted(self._spare, reverse=True):
+            if spare < place:
+                self._send(spare, lost & self._spare[spare])
+                lost = lost & ~self._spare[spare]
+        self.missing |= lost

@@ -1,0 +1,199 @@
+"""Codes of rows on a lattice: those that rows have in the version that a delta depends on, and those that a save gives.
+
+They stand in memory as int8, a quarter of a float32 table, and outlive no process. A row whose codes are wider, or were
+not encoded here, is unknown: its next delta is not relative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs import Followed, LatticeRows, Packer, RowCodec
+
+Codes = npt.NDArray[np.int8]
+Rows = npt.NDArray[np.int64]
+Array = np.ndarray[Any, Any]
+_UNKNOWN = -128
+"""In the first column: the row's codes are not known. Codes that are known are within 127."""
+_MAX_CODE = 127
+
+
+@dataclass(frozen=True, eq=False)
+class RowCodes:
+    """The codes of the rows of one write.
+
+    Attributes
+    ----------
+    made
+        (n, columns): those that they get, noted as they are encoded; None where nobody asks for them.
+    parent
+        The codes of all rows held, as the delta's base has them; None if no row may be relative.
+    rows
+        (n,): where the rows lie in `parent`.
+    """
+
+    made: Codes | None
+    parent: Codes | None = None
+    rows: Rows | None = None
+
+    def encode(
+        self,
+        codec: RowCodec,
+        values: Array,
+        begin: int,
+        offsets: Array | None,
+        chunk_rows: int,
+        element: str,
+        seal: int,
+    ) -> bytes:
+        """The payload of a chunk, as `RowCodec.encode_rows` makes it, with rows relative to their parents.
+
+        Parameters
+        ----------
+        codec
+            That of the write.
+        values, offsets, chunk_rows, element, seal
+            As for `encode_rows`.
+        begin
+            Position of the first of these rows in the write.
+        """
+        lattice = relative_lattice(codec)
+        if lattice is None or lattice.step is None:
+            return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
+        end = begin + len(values)
+        if self.parent is None or self.rows is None:
+            parent: Codes = np.broadcast_to(np.int8(_UNKNOWN), values.shape)
+        else:
+            parent = self.parent[self.rows[begin:end]]
+        data, codes, coded = lattice.encode_over(
+            *(values, offsets, chunk_rows, parent, parent[:, 0] != _UNKNOWN), element=element, seal=seal
+        )
+        if self.made is not None:
+            fits = np.flatnonzero(coded & (np.abs(codes) <= _MAX_CODE).all(axis=1))
+            self.made[begin:end][fits] = codes[fits]
+        then = tuple(codec.then) if isinstance(codec, Followed) else ()
+        return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """What a save writes of an array."""
+
+    codes: RowCodes
+    base: str | None
+    rows: Rows | None
+    first_row: int
+    shape: tuple[int, int]
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is known of an array in one version: the step, and the codes of the rows from `first_row` on."""
+
+    version: str | None
+    step: float
+    first_row: int
+    codes: Codes
+
+    def fits(self, base: str | None, step: float | None, first_row: int, shape: tuple[int, int]) -> bool:
+        """Whether these are the codes of such rows in the version `base`."""
+        found = self.version, self.step, self.first_row, self.codes.shape
+        return base is not None and found == (base, step, first_row, shape)
+
+
+class CodeCache:
+    """The codes that this process knows of rows, by path of their array.
+
+    They belong to a version by its id, and are used by deltas over that version alone: so no failed save, rollback or
+    fold can put other rows beneath a delta.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._writes: dict[str, _Write] = {}
+
+    def clear(self) -> None:
+        """Forget all codes: the next deltas are not relative."""
+        self._known, self._writes = {}, {}
+
+    def for_write(
+        self,
+        path: str,
+        codec: RowCodec,
+        base: str | None,
+        rows: Rows | None,
+        first_row: int,
+        shape: tuple[int, int],
+        *,
+        parts: Sequence[tuple[int, int]] = (),
+        is_kept: bool,
+    ) -> RowCodes | None:
+        """The codes for a write of an array; None if its codec has no relative rows, or rows are held in part only.
+
+        Parameters
+        ----------
+        path, codec, base
+            Of the write.
+        rows
+            (n,): the rows written, of those held; None for all.
+        first_row, shape
+            The first row held; how many rows and columns are.
+        parts
+            First column and number of columns of what is held; () where no other rank has any.
+        is_kept
+            Whether later deltas may depend on the version that is written.
+        """
+        self._writes.pop(path, None)  # of a save that was not committed
+        lattice = relative_lattice(codec)
+        if lattice is None or parts not in ((), ((0, shape[1]),)):
+            return None
+        known, parent = self._known.get(path), None
+        if known is not None and rows is not None and known.fits(base, lattice.step, first_row, shape):
+            parent = known.codes
+        made = _unknown((shape[0] if rows is None else len(rows), shape[1])) if is_kept else None
+        codes = RowCodes(made, parent, rows)
+        self._writes[path] = _Write(codes, base, rows, first_row, shape)
+        return codes
+
+    def commit(self, version: str, steps: Mapping[str, float | None]) -> None:
+        """Keep the codes of a save that was committed. A second call may only forget some.
+
+        Parameters
+        ----------
+        version
+            What it was committed as.
+        steps
+            By path of an array of which rows were written: their step, None if they have no step in common.
+        """
+        for path, write in self._writes.items():
+            made, step = write.codes.made, steps.get(path)
+            if made is None or path not in steps:
+                continue
+            if step is None:
+                self._known.pop(path, None)
+            elif write.base is None or write.rows is None:
+                self._known[path] = _Known(version, step, write.first_row, made)
+            else:
+                known = self._known.get(path)
+                if known is None or not known.fits(write.base, step, write.first_row, write.shape):
+                    known = self._known[path] = _Known(None, step, write.first_row, _unknown(write.shape))
+                known.version = None  # an interrupt must not leave codes of two versions under one id
+                known.codes[write.rows] = made
+                known.version = version
+
+
+def relative_lattice(codec: RowCodec) -> LatticeRows | None:
+    """The lattice of a codec whose rows may be relative."""
+    own = codec.codec if isinstance(codec, Followed) else codec
+    return own if isinstance(own, LatticeRows) and own.relative else None
+
+
+def _unknown(shape: tuple[int, int]) -> Codes:
+    codes = np.empty(shape, np.int8)
+    codes[:, 0] = _UNKNOWN
+    return codes

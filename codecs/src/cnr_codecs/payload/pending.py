@@ -1,0 +1,185 @@
+"""Rows whose differences are added up until an older payload has their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.errors import ParentError
+from cnr_codecs.payload.coded import MAX_CODE, checksum
+from cnr_codecs.payload.payload import Segment
+from cnr_codecs.payload.rowset import RowSet
+
+Need = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+# Of `need`: the row is wanted, and what was found of it so far is a difference.
+PENDING = 2
+_PROVEN_ROWS = 1 << 12
+
+
+class Pending:
+    """The sums of rows on their way down a chain of payloads, from the newest one on.
+
+    `decode_into` and `take_rows` add the differences of relative rows to them, and mark these rows with 2 in `need`.
+    The payload that has the codes of such a row ends it: the row is then the sum of them all.
+
+    Parameters
+    ----------
+    rows, columns
+        Of all that is read in one walk.
+
+    Attributes
+    ----------
+    sums
+        int32 (rows, columns). They are defined where rows are pending, or were.
+    steps
+        float32 (rows,): the step of each of these.
+    row, column
+        Where row 0 and column 0 of the payload that is read now lie.
+    where
+        What messages call that payload.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.sums, self.steps = np.empty((rows, columns), np.int32), np.empty(rows, np.float32)
+        self.row, self.column, self.where = 0, 0, ""
+        self._proofs: list[tuple[str, npt.NDArray[np.int64], int]] = []
+        self._newer: dict[str, None] = {}
+
+    def part(self, row: int, column: int = 0, where: str = "") -> Pending:
+        """The same sums for a payload whose rows and columns lie elsewhere.
+
+        Parameters
+        ----------
+        row, column, where
+            As the attributes.
+        """
+        part = copy(self)
+        part.row, part.column, part.where = row, column, where
+        return part
+
+    def widened(self, rows: int, width: int, columns: int) -> Pending:
+        """The sums of some rows from `row` on, and of `width` columns from `column` on, with zeros behind them.
+
+        Parameters
+        ----------
+        rows, columns
+            Of the sums that are returned.
+        width
+            Columns that are copied.
+        """
+        wide = Pending(rows, columns)
+        wide.sums[:, :width] = self.sums[self.row : self.row + rows, self.column : self.column + width]
+        wide.sums[:, width:] = 0
+        wide.steps[:] = self.steps[self.row : self.row + rows]
+        wide._newer = self._newer
+        return wide
+
+    def place(self) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.float32], int]:
+        """Return what kernels take: the sums, flat, where they begin and how far rows are apart; steps, and where."""
+        columns = self.sums.shape[1]
+        first = self.row * columns + self.column
+        return self.sums.reshape(-1), first, columns, self.steps, self.row
+
+    def expect(self, segment: Segment, need: Need, first_row: int) -> None:
+        """Remember the checksum of a relative segment if all its rows are read as it has them, to `prove` it.
+
+        Parameters
+        ----------
+        segment
+            It is not added yet.
+        need, first_row
+            As for `decode_into`.
+        """
+        assert segment.coded is not None
+        self._newer[self.where] = None
+        rows = segment.row_set.offsets() - first_row
+        if rows[0] >= 0 and rows[-1] < len(need) and (need[rows] == 1).all():
+            self._proofs.append((self.where, rows + self.row, segment.coded.check))
+
+    def settle(
+        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], step: float
+    ) -> npt.NDArray[np.int16]:
+        """Return the codes (n, dim) of pending rows that a segment of that step has, with their sums added.
+
+        Raises
+        ------
+        ParentError
+            A row has another step, or a code is beyond what codes can be.
+        """
+        rows = rows + self.row
+        sums = self.sums[rows] + codes
+        self.check_settled(-1 if (self.steps[rows] != step).any() else int(np.abs(sums).max()), step)
+        self.sums[rows] = sums
+        narrow: npt.NDArray[np.int16] = sums.astype(np.int16)
+        return narrow
+
+    def prove(self) -> None:
+        """Compare the checksums of all relative segments that were read whole, once no row is pending any more.
+
+        Raises
+        ------
+        ParentError
+            One differs.
+        """
+        for where, _ in self.wrong():
+            raise ParentError(
+                f"{where}: the rows that it has relative to older ones do not come out as they were written "
+                "(crc32c differs)"
+            )
+
+    def wrong(self, left_out: Mask | None = None) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield what messages call a payload, and rows, of each relative segment whose checksum differs.
+
+        Parameters
+        ----------
+        left_out
+            bool (rows,): rows that were not found. Segments that have one are passed over.
+        """
+        for where, rows, expected in self._proofs:
+            if left_out is not None and left_out[rows].any():
+                continue
+            check = 0
+            for first in range(0, len(rows), _PROVEN_ROWS):
+                check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
+            if check != expected:
+                yield where, rows
+
+    def check_settled(self, most: int, step: float) -> None:
+        """Check the greatest magnitude of codes with what was pending; it is -1 if that has another step.
+
+        Raises
+        ------
+        ParentError
+            It is none that a lattice has.
+        """
+        if most < 0:
+            raise ParentError(f"{self._relative()} has rows relative to it on another step than {step!r}")
+        if most > MAX_CODE:
+            raise ParentError(f"with what {self._relative()} has relative to it, a code is beyond {MAX_CODE}")
+
+    def check_none(self, row_set: RowSet, need: Need, first_row: int) -> None:
+        """Check that no row of a segment without integers is pending.
+
+        Raises
+        ------
+        ParentError
+            One is.
+        """
+        for _, rows in row_set.blocks():
+            places = rows.astype(np.int64) - first_row
+            begin, end = np.searchsorted(places, (0, len(need)))
+            found = np.flatnonzero(need[places[begin:end]] == PENDING)
+            if len(found):
+                row = int(rows[begin + found[0]])
+                raise ParentError(
+                    f"row {row} of it is not on a lattice, and {self._relative()} has it relative"
+                )
+
+    def _relative(self) -> str:
+        """What messages call the newer payloads."""
+        return " or ".join([*self._newer][-2:]) or "a newer payload"

@@ -1,0 +1,324 @@
+"""Tables whose deltas are relative: what versions give back, by every reader, however the saves between them went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import cnr_store
+from cnr_codecs import PayloadError
+from cnr_store import Checkpointer
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format import layout
+from tests.test_store.chains.test_lattice import (
+    DIM,
+    PATH,
+    ROWS,
+    Job,
+    array_of,
+    assert_reads,
+    held,
+    recorded,
+    required,
+    step_of,
+)
+from tests.test_store.support.relative_rows import count_relative
+
+RELATIVE: dict[str, Any] = {"id": "cnr_lattice", "rms_step": 0.2, "relative": True}
+
+
+def relative_rows(url: Path, version: str) -> int:
+    return count_relative(str(url), version)
+
+
+def no_findings(url: Path) -> None:
+    assert not cnr_store.verify(str(url), deep=True).problems
+
+
+@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent", "auto"])
+def test_many_saves_and_folds_do_not_drift(tmp_path: Path, policy: str) -> None:
+    """Each version gives back the codes that were written; a fold changes no bit."""
+    job, random = Job(tmp_path, RELATIVE, policy=policy, max_chain=64), np.random.default_rng(3)
+    with job.checkpointer() as checkpointer:
+        for seed in range(40):
+            job.train(seed)
+            version = job.save(checkpointer)
+            if random.random() < 0.1:
+                cnr_store.compact(str(tmp_path), version)
+        versions = [*job.expected]
+        values = job.weight.detach().numpy().copy()
+    count = sum(relative_rows(tmp_path, version) for version in versions)
+    assert (count > 0) == (policy != "full")
+    for version in random.choice(versions, 13, replace=False):
+        np.testing.assert_array_equal(held(tmp_path, version), job.expected[version])
+    half = max(step_of(recorded(tmp_path, each)[PATH]) for each in versions) / 2
+    version = versions[-1]
+    assert np.abs(job.expected[version] - values).max() <= half
+    assert_reads(tmp_path, version, job.expected[version])
+    before = held(tmp_path, version)
+    cnr_store.compact(str(tmp_path), version)
+    np.testing.assert_array_equal(held(tmp_path, version), before)
+    if policy != "full":
+        assert "relative" in required(tmp_path, version)
+        folds = [path.name for path in (tmp_path / "folds").iterdir()]
+        assert not any("relative" in required(tmp_path, fold, "folds") for fold in folds)
+    no_findings(tmp_path)
+
+
+def test_after_a_load_deltas_are_absolute_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, RELATIVE, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        job.train(1)
+        assert relative_rows(tmp_path, job.save(checkpointer)) == 100
+    with job.checkpointer() as checkpointer:
+        checkpointer.load()
+        job.train(2)
+        assert relative_rows(tmp_path, job.save(checkpointer)) == 0
+        job.train(2)
+        last = job.save(checkpointer)
+        assert relative_rows(tmp_path, last) == 100
+    assert_reads(tmp_path, last, job.expected[last])
+    no_findings(tmp_path)
+
+
+def test_a_rollback_and_a_fold_between_saves(tmp_path: Path) -> None:
+    job = Job(tmp_path, RELATIVE, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        for seed in range(3):
+            job.train(seed)
+            job.save(checkpointer)
+        _, second, _ = job.expected
+        checkpointer.load(second)
+        job._stored, job._saved = job.expected[second].copy(), job.weight.detach().numpy().copy()
+        for seed in range(3, 6):
+            job.train(seed)
+            last = job.save(checkpointer)
+            cnr_store.compact(str(tmp_path), last)
+        assert relative_rows(tmp_path, last) == 100
+    for version, expected in job.expected.items():
+        np.testing.assert_array_equal(held(tmp_path, version), expected)
+    no_findings(tmp_path)
+
+
+def test_a_failed_save_leaves_the_codes_beneath_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, RELATIVE, policy="consecutive", retry_seconds=0)
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        job.train(1)
+        job.save(checkpointer)
+        job.train(2)
+        with monkeypatch.context() as patched:
+
+            def fail(*_: Any) -> Any:
+                raise OSError("no record today")
+
+            patched.setattr("cnr_store.writing.writer.finish_record", fail)
+            with pytest.raises(cnr_store.SaveError):
+                checkpointer.save(99).result()
+        job.train(3)
+        last = job.save(checkpointer)
+    assert relative_rows(tmp_path, last) > 150
+    assert_reads(tmp_path, last, job.expected[last])
+    no_findings(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tables_of_16_bits_and_rows_without_codes(tmp_path: Path, dtype: torch.dtype) -> None:
+    job = Job(tmp_path, RELATIVE, dtype, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        for seed in range(4):
+            job.train(seed)
+            with torch.no_grad():
+                job.weight[seed] = float("nan")
+                job.weight[7, 2] = 300 if seed % 2 else 0.25
+            checkpointer.touch("songs", [seed, 7])
+            version = job.save(checkpointer)
+            assert relative_rows(tmp_path, version) >= 90
+    for version, expected in job.expected.items():
+        np.testing.assert_array_equal(held(tmp_path, version).astype(np.float32), expected)
+    no_findings(tmp_path)
+
+
+def test_codecs_that_follow(tmp_path: Path) -> None:
+    job = Job(tmp_path, RELATIVE | {"then": [{"id": "zlib", "level": 1}]}, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        for seed in range(3):
+            job.train(seed)
+            version = job.save(checkpointer)
+    assert relative_rows(tmp_path, version) == 100
+    np.testing.assert_array_equal(held(tmp_path, version), job.expected[version])
+
+
+def test_wide_codes_are_not_relative(tmp_path: Path) -> None:
+    """int8 holds codes to 127."""
+    job = Job(tmp_path, {"id": "cnr_lattice", "step": 2.0**-7, "relative": True}, policy="consecutive")
+    with torch.no_grad():
+        job.weight[: ROWS // 2] *= 10
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        with torch.no_grad():
+            job.weight[::3] += 0.01
+        checkpointer.touch("songs", np.arange(0, ROWS, 3))
+        version = job.save(checkpointer)
+    wide = (np.abs(job.expected[version][::3] - 0.01) > 127.5 * 2.0**-7).any(axis=1)
+    assert 0 < relative_rows(tmp_path, version) < ROWS // 3
+    assert relative_rows(tmp_path, version) <= (~wide).sum() + 20
+    np.testing.assert_array_equal(held(tmp_path, version), job.expected[version])
+
+
+def chain_of(url: Path, saves: int = 4) -> tuple[Job, list[str]]:
+    job = Job(url, RELATIVE, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        for seed in range(saves):
+            job.train(seed % 2)
+            job.save(checkpointer)
+    return job, [*job.expected]
+
+
+def spoil(url: Path, version: str) -> None:
+    for shard in (url / "versions" / version / PATH / "c").rglob("*"):
+        if shard.is_file():
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 255
+            shard.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("way", ["damaged", "lost", "swapped"])
+def test_a_parent_that_is_not_there_is_an_error_and_salvage_goes_on(tmp_path: Path, way: str) -> None:
+    job, versions = chain_of(tmp_path)
+    first, second, third, fourth = versions
+    folder = tmp_path / "versions"
+    if way == "damaged":
+        spoil(tmp_path, second)
+    else:
+        for shard in (folder / second / PATH / "c").rglob("*"):
+            if shard.is_file() and way == "lost":
+                shard.unlink()
+            elif shard.is_file():
+                place = shard.relative_to(folder / second)
+                shard.write_bytes((folder / third / place).read_bytes())
+    for version in (second, fourth):
+        with pytest.raises(CorruptionError):
+            held(tmp_path, version)
+    assert {each.version for each in cnr_store.verify(str(tmp_path), deep=True).problems} >= {second}
+    with job.checkpointer() as checkpointer:
+        restored = checkpointer.load(salvage=True)
+    found = job.weight.detach().numpy()
+    assert restored.salvaged
+    possible = [job.expected[each] for each in versions]
+    assert all((found == each).all(axis=1).any() for each in possible)
+    assert np.logical_or.reduce([(found == each).all(axis=1) for each in possible]).all()
+    changed = (job.expected[fourth] != job.expected[first]).any(axis=1)
+    np.testing.assert_array_equal(found[~changed], job.expected[fourth][~changed])
+    cnr_store.repair(str(tmp_path))
+    np.testing.assert_array_equal(held(tmp_path, "latest"), found)
+
+
+def test_another_parent_is_told_by_the_check(tmp_path: Path) -> None:
+    """As if one byte of the codes in memory had been another: a read of the version it was written for finds it."""
+    job = Job(tmp_path, RELATIVE, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        first = job.save(checkpointer)
+        checkpointer._saves.finish_latest()
+        known = checkpointer._saves.planner._code_cache._known[PATH]
+        job.train(1)
+        row = int(np.flatnonzero((job.weight.detach().numpy() != job._saved).any(axis=1))[5])
+        known.codes[row, 3] += 1
+        second = job.save(checkpointer)
+    with pytest.raises(CorruptionError, match=rf"version {second}.*do not come out as they were written"):
+        held(tmp_path, second)
+    report = cnr_store.verify(str(tmp_path), deep=True)
+    assert [(each.version, "crc32c differs" in each.what) for each in report.problems] == [(second, True)]
+    with job.checkpointer() as checkpointer:
+        restored = checkpointer.load(salvage=True)
+    assert restored.salvaged
+    found = job.weight.detach().numpy()
+    np.testing.assert_array_equal(found, job.expected[first])
+
+
+def test_older_readers_refuse_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, versions = chain_of(tmp_path)
+    older = layout.FEATURES - {"relative"}
+    monkeypatch.setattr("cnr_store.format.record_document.FEATURES", older)
+    with pytest.raises(FormatError, match="requires relative: install a newer cnr-store"):
+        held(tmp_path, versions[1])
+    np.testing.assert_array_equal(held(tmp_path, versions[0]).shape, (ROWS, DIM))
+
+
+def test_one_delta_alone_through_plain_zarr_names_the_view(tmp_path: Path) -> None:
+    _, versions = chain_of(tmp_path)
+    array = zarr.open_group(tmp_path / "versions" / versions[1], mode="r")[PATH]
+    with pytest.raises(PayloadError, match=r"cnr_store\.view"):
+        np.asarray(array[:])  # type: ignore[index]
+
+
+def test_follow_diff_and_export_compose(tmp_path: Path) -> None:
+    job, versions = chain_of(tmp_path / "store")
+    url = str(tmp_path / "store")
+    found = job.expected[versions[0]].copy()
+    for update in cnr_store.follow(url, since=versions[0]):
+        for each in update.blocks():
+            if each.name == "songs.weight":
+                found[each.rows] = each.values
+        np.testing.assert_array_equal(found, job.expected[update.version.id])
+    (diff,) = (each for each in cnr_store.diff(url, versions[0], versions[3]) if each.path == PATH)
+    changed = (job.expected[versions[0]] != job.expected[versions[3]]).any(axis=1)
+    assert diff.rows_changed == changed.sum()
+    state = cnr_store.state_dict(url, versions[2])
+    np.testing.assert_array_equal(state["songs.weight"], job.expected[versions[2]])
+    ids = np.flatnonzero(changed)[:5]
+    rows = array_of(tmp_path / "store", versions[3]).oindex[ids]
+    np.testing.assert_array_equal(np.asarray(rows), job.expected[versions[3]][ids])
+
+
+def test_retention_keeps_what_relative_rows_need(tmp_path: Path) -> None:
+    """A delta all of whose rows were written again is still beneath them."""
+    job = Job(tmp_path, RELATIVE, policy="consecutive", keep_last=1)
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        for _ in range(4):
+            job.train(1)
+            last = job.save(checkpointer)
+    np.testing.assert_array_equal(held(tmp_path, last), job.expected[last])
+    assert relative_rows(tmp_path, last) == 100
+    cnr_store.gc(str(tmp_path), keep_last=1)
+    np.testing.assert_array_equal(held(tmp_path, last), job.expected[last])
+    no_findings(tmp_path)
+
+
+def test_checkpointers_of_other_options_go_on(tmp_path: Path) -> None:
+    """A codec without steps ends the chain's step, so that rows are relative again above the next whole table."""
+    job, _ = chain_of(tmp_path)
+    for codec, count in (
+        (RELATIVE | {"relative": False}, 0),
+        (RELATIVE, 100),
+        ({"id": "cnr_uniform", "bits": 8}, 0),
+    ):
+        with Checkpointer(
+            str(tmp_path), job.model, job.optimizer, codec=codec, policy="consecutive"
+        ) as other:
+            other.load()
+            for seed in (7, 7):
+                job.train(seed)
+                version = other.save(seed).result().id
+        assert relative_rows(tmp_path, version) == count
+    with job.checkpointer() as checkpointer:
+        checkpointer.load()
+        found = {}
+        for full in (False, False, True, False):
+            job.train(8)
+            version = checkpointer.save(9, full=full).result().id
+            found[version] = job.weight.detach().numpy().copy()
+            assert relative_rows(tmp_path, version) == (100 if len(found) == 4 else 0)
+    for version, values in found.items():
+        assert np.abs(held(tmp_path, version) - values).max() < 0.2
+    no_findings(tmp_path)
