@@ -101,7 +101,7 @@ def run(
 
 
 def sizes(features: Features, optimizer: str, steps: int) -> Iterator[dict[str, Any]]:
-    """Bits a value of each width, by slot: of the rows of large tables that were trained, row sets left out."""
+    """Bits a value of each width, by slot: of the rows of large tables that were trained."""
     model, optimizers = training(features, optimizer, 1)
     train(model, optimizers, features, TimeOrderedReader(features.train, BATCH), steps)
     tables = [parameter for parameter in model.parameters() if parameter.numel() >= LEAST_VALUES]

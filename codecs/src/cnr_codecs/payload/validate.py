@@ -129,8 +129,9 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     words = reader.read(nbytes, where, "coded rows").tobytes()
     line, size = line_rows * dim, count * dim
     # A center stands before each line of codes of a floating grid.
-    layout = (size, line) if grid is None else (size + -(-size // line), line + 1)
-    coded = CodedRows(CodedLines.parse(words, *layout, where), line_rows, check, grid)
+    if grid is not None:
+        size, line = size + -(-size // line), line + 1
+    coded = CodedRows(CodedLines.parse(words, size, line, where), line_rows, check, grid)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, dim)), np.uint8)
     return Segment(entry.scheme, entry.bits, entry.parameter_type, entry.row_set, step, no_codes, coded=coded)
 

@@ -40,6 +40,11 @@ def requires(url: Path, version: str, room: str = "versions") -> set[str]:
     return set(attributes["cnr" if room == "versions" else "cnr_fold"]["requires"])
 
 
+def held(url: Path, version: str) -> Any:
+    array: Any = cnr_store.open(str(url), version)[PATH]
+    return np.asarray(array[:])
+
+
 def entry_of(url: Path, version: str, path: str = PATH) -> Any:
     record = Catalog(open_backend(str(url))).find_record(version)
     assert record is not None
@@ -50,9 +55,9 @@ def saved(url: Path, policy: str, saves: int = 3, **options: Any) -> tuple[Model
     """A model with its optimizer, and the state that each version should hold."""
     model = Model()
     optimizer = Adagrad(model.parameters())
-    options = {"policy": policy, "bits": 32, "state_bits": "m3"} | options
+    asked: dict[str, Any] = {"policy": policy, "bits": 32, "state_bits": "m3", **options}
     expected = {}
-    with Checkpointer(str(url), model, optimizer, **options) as checkpointer:
+    with Checkpointer(str(url), model, optimizer, **asked) as checkpointer:
         for step in range(saves):
             train(model, optimizer, 1, seed=step)
             version = checkpointer.save(step).result().id
@@ -84,7 +89,7 @@ def test_wrong_grids(wrong: Any) -> None:
 def test_versions_give_back_the_codes(tmp_path: Path, policy: str) -> None:
     model, optimizer, expected = saved(tmp_path, policy)
     for version, values in expected.items():
-        np.testing.assert_array_equal(cnr_store.open(str(tmp_path), version)[PATH][:], values)
+        np.testing.assert_array_equal(held(tmp_path, version), values)
         assert {"floating", "lattice", "rice"} <= requires(tmp_path, version)
     assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3}
     assert not cnr_store.verify(str(tmp_path), deep=True).problems
@@ -98,7 +103,7 @@ def test_versions_give_back_the_codes(tmp_path: Path, policy: str) -> None:
     before = np.asarray(slots(model, optimizer)["sum"])
     assert (np.abs(values - before) <= before / 16).all()
     cnr_store.compact(str(tmp_path), version)
-    np.testing.assert_array_equal(cnr_store.open(str(tmp_path), version)[PATH][:], values)
+    np.testing.assert_array_equal(held(tmp_path, version), values)
     if entry_of(tmp_path, version).base is not None:
         assert {"floating", "lattice", "rice"} <= requires(tmp_path, version, "folds")
 
@@ -156,12 +161,12 @@ def test_rows_that_were_saved_with_a_width_or_none_are_followed_by_a_grid(tmp_pa
             now = slots(model, optimizer)["sum"].numpy()
             changed = (now != before).any(axis=1)
             version = checkpointer.save(step).result().id
-            expected = np.asarray(cnr_store.open(str(tmp_path), version)[PATH][:])
+            expected = held(tmp_path, version)
             np.testing.assert_array_equal(expected[~changed], before[~changed])
             if isinstance(width, str):
                 np.testing.assert_array_equal(expected[changed], on_grid(now[changed], int(width[1])))
     cnr_store.compact(str(tmp_path), version)
-    np.testing.assert_array_equal(cnr_store.open(str(tmp_path), version)[PATH][:], expected)
+    np.testing.assert_array_equal(held(tmp_path, version), expected)
 
 
 def test_an_older_release_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +184,7 @@ def test_damaged_state_is_an_error_and_salvage_finds_older_rows(tmp_path: Path) 
     data[len(data) // 2] ^= 255
     shard.write_bytes(bytes(data))
     with pytest.raises(CorruptionError, match=r"crc32c|damaged"):
-        cnr_store.open(str(tmp_path), version)[PATH][:]
+        held(tmp_path, version)
     assert cnr_store.verify(str(tmp_path), deep=True).problems
     with Checkpointer(str(tmp_path), model, optimizer, state_bits="m3") as checkpointer:
         assert checkpointer.load(salvage=True).salvaged
