@@ -9,7 +9,8 @@ from cnr_codecs.compressed import MAX_FOLLOWERS
 from cnr_codecs.entropy.lines import BLOCK_LINES
 from cnr_codecs.entropy.models import MAX_TOKENS
 from cnr_codecs.kernels.rans import CLASSES, DIRECT, PRECISION
-from cnr_codecs.payload.payload import HEADER, MAX_CODE, MAX_SEGMENTS, MAX_U32, NARROW_DIM, NARROW_LINE
+from cnr_codecs.payload.coded import MAX_CODE, NARROW_DIM, NARROW_LINE
+from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
 from cnr_codecs.payload.rowset import MAX_SHIFT
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS, STEP_BITS
 from cnr_store.format import (

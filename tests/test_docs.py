@@ -128,6 +128,26 @@ def test_the_reader_of_the_page_reads_lattices(
         np.testing.assert_array_equal(held, out[ids])
 
 
+@pytest.mark.parametrize("element", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(("dim", "mantissa", "sign"), [(1, 3, 1), (5, 7, -1), (24, 1, 1)])
+def test_the_reader_of_the_page_reads_floating_grids(
+    reader: Reader, dim: int, mantissa: int, sign: int, element: str
+) -> None:
+    values = np.random.default_rng(2).normal(size=(3000, dim)).astype(cnr_codecs.array_dtype(element))
+    if element == "bfloat16":
+        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    values = np.maximum(values, 0) if sign > 0 else values
+    values[::7], values[::11] = 0, np.inf
+    data = cnr_codecs.FloatingRows(mantissa).encode_rows(values, None, 3000, element=element, seal=9)
+    out = np.zeros((3000, dim), values.dtype)
+    cnr_codecs.decode_into(cnr_codecs.parse(data), out, np.ones(3000, np.uint8))
+    found = list(reader["segments"](data, 9, 3000, dim, element))
+    assert sum(len(ids) for ids, _ in found) == 3000
+    for ids, held in found:
+        assert held.dtype == out.dtype
+        np.testing.assert_array_equal(held, out[ids])
+
+
 def test_the_codec_writes_the_payload_of_the_example() -> None:
     rows = np.array([(0, 0.5, 1.5), (-1, 0, 2), (1, np.inf, -3)], np.float32)
     codec = cnr_codecs.UniformRows("asymmetric", 4)

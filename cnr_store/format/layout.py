@@ -26,6 +26,8 @@ ESCAPED_NAMES = "escaped-names"
 LATTICE, RICE, RELATIVE = "lattice", "rice", "relative"
 """Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps; of versions with rows
 that are relative to their base."""
+FLOATING = "floating"
+"""The feature of versions and folds with values on a floating grid. They require those of lattices, too."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 """Features of versions that several ranks saved, and in which slots follow column shards."""
 
@@ -34,6 +36,7 @@ FEATURES = frozenset(
         COLUMN_BOUNDARIES,
         COMPACT_RECORD,
         ESCAPED_NAMES,
+        FLOATING,
         LATTICE,
         NO_DOCUMENTS,
         PAYLOAD_2,

@@ -15,6 +15,7 @@ from cnr_store.format.arrays import Doc
 from cnr_store.format.layout import (
     COLUMN_BOUNDARIES,
     COMPACT_RECORD,
+    FLOATING,
     FOLDS,
     LATTICE,
     NO_DOCUMENTS,
@@ -28,6 +29,12 @@ from cnr_store.format.layout import (
     version_key,
 )
 from cnr_store.format.stored_paths import moved_nodes
+
+# Features that readers of a codec's payloads must know, by its id.
+_CODEC_FEATURES = {
+    "cnr_lattice": frozenset({LATTICE, RICE}),
+    "cnr_floating": frozenset({FLOATING, LATTICE, RICE}),
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,10 @@ class ArrayEntry:
     @property
     def payload_features(self) -> frozenset[str]:
         """Features that a reader of its payloads must know."""
-        if self.codec is None or self.codec.get("id") != "cnr_lattice":
-            return self.features
-        is_relative = self.kind == "delta" and self.codec.get("relative") is True
-        return self.features | {LATTICE, RICE} | ({RELATIVE} if is_relative else set())
+        codec = self.codec or {}
+        is_relative = self.kind == "delta" and codec.get("relative") is True
+        features = self.features | _CODEC_FEATURES.get(str(codec.get("id")), frozenset())
+        return features | {RELATIVE} if is_relative and codec.get("id") == "cnr_lattice" else features
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""

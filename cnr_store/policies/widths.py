@@ -12,9 +12,11 @@ from cnr_store.errors import OptionError
 from cnr_store.policies.checks import number
 
 Bits = int | str | Mapping[str, int | str]
-StateBits = int | Mapping[str, int]
+StateBits = int | str | Mapping[str, int | str]
 WIDTHS = (2, 3, 4, 8, 32)
 LOSSLESS = 32
+MANTISSAS = {f"m{bits}": bits for bits in range(1, 8)}
+"""Bits of the mantissa, by the widths of state on a floating grid."""
 LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
@@ -155,8 +157,9 @@ class StateWidths:
     Parameters
     ----------
     given
-        2, 3, 4, 8, 32 (lossless), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means
-        all slots of the tables that it fits. There is no ``"auto"``: the paper counts restores for weights alone.
+        2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), or a mapping from patterns of
+        ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of the tables that it fits. There is no
+        ``"auto"``: the paper counts restores for weights alone.
 
     Raises
     ------
@@ -165,13 +168,13 @@ class StateWidths:
     """
 
     def __init__(self, given: StateBits = LOSSLESS) -> None:
-        _check_widths("state_bits", given, "'user*/exp_avg'")
+        _check_widths("state_bits", given, "'user*/exp_avg'", words=tuple(MANTISSAS))
         self._width = LOSSLESS if isinstance(given, Mapping) else given
         self._by_pattern = dict(given) if isinstance(given, Mapping) else {}
         self._unmatched = {pattern for pattern in self._by_pattern if "/" in pattern}
 
     @property
-    def quantized(self) -> set[int]:
+    def quantized(self) -> set[int | str]:
         """The widths that rows may get, without lossless."""
         return {self._width, *self._by_pattern.values()} - {LOSSLESS}
 
@@ -214,7 +217,7 @@ class StateWidths:
                 unknown[pattern] = slots
         return unknown
 
-    def of(self, table: str, slot: str, nbytes: int) -> int:
+    def of(self, table: str, slot: str, nbytes: int) -> int | str:
         """Width for one array. Arrays under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""
         for pattern, width in self._by_pattern.items():
             of_table, of_slot = _table_and_slot(pattern)

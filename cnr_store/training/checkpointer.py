@@ -94,8 +94,9 @@ class Checkpointer:
     codec
         Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these.
     state_bits
-        Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), or a mapping to these from
-        patterns of ``TABLE/SLOT``, such as ``"users/exp_avg*"``. State that no pattern fits is lossless.
+        Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), ``"m1"`` to ``"m7"`` (that
+        many bits of the mantissa, entropy-coded), or a mapping to these from patterns of ``TABLE/SLOT``, such as
+        ``"users/exp_avg*"``. State that no pattern fits is lossless.
     expected_restores
         Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` chooses by them.
     restores_per_save

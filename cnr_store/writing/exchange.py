@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cnr_codecs import (
+    FloatingRows,
     LatticeRows,
     LosslessRows,
     RowCodec,
@@ -246,7 +247,7 @@ class Exchange:
 def _encodes_row_by_row(codec: RowCodec) -> bool:
     """Whether rows that were encoded apart can be put together: the codes of each depend on no other."""
     on_known_step = isinstance(codec, LatticeRows) and codec.step is not None
-    return on_known_step or isinstance(codec, UniformRows | LosslessRows)
+    return on_known_step or isinstance(codec, UniformRows | FloatingRows | LosslessRows)
 
 
 def positions_of(rows: RowsWrite, first_rows: Array) -> Array:
@@ -334,12 +335,11 @@ def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:
     """The rows of a chunk, (n,) and (n, columns), from parts that hold some rows and columns each."""
     offsets = np.unique(np.concatenate([part.offsets for part in parts]))
     values = np.empty((len(offsets), rows.columns), array_dtype(rows.element))
-    filled = 0
+    filled = sum(part.values.view(values.dtype).size for part in parts)
     for part in parts:
         cells = part.values.view(values.dtype)
         place = np.searchsorted(offsets, part.offsets)
         values[place, part.first_column : part.first_column + cells.shape[1]] = cells
-        filled += cells.size
     if filled != values.size:
         raise SaveError(f"{rows.path}: ranks gave {filled} values of rows that have {values.size}")
     return offsets.astype(np.int64), values

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import cnr_codecs
 from cnr_codecs import CodecError, Scheme
 from cnr_codecs.entropy.lines import CodedLines
+from cnr_codecs.payload.coded import FloatingGrid, code_range
 from cnr_codecs.payload.plain import decode_plain
 
 Rng = np.random.Generator
@@ -151,6 +152,20 @@ def lattice(rng: Rng, count: int, dim: int) -> tuple[bytes, bytes]:
     return grid, bytes(CodedLines.encode(codes.astype(np.int32), line_rows * dim).data) if len(codes) else b""
 
 
+def floating(rng: Rng, mantissa: int, count: int, dim: int) -> tuple[bytes, bytes]:
+    """The same of codes on a floating grid."""
+    least, most = code_range(mantissa, "float16")
+    codes = np.clip(np.rint(rng.normal(120, 4, count * dim) * 2**mantissa), least, most).astype(np.int16)
+    codes[rng.random(codes.size) < 0.3] = 0
+    if rng.random() < 0.5:
+        codes *= rng.choice(np.array([1, -1], np.int16), codes.size)
+    line_rows = int(rng.choice([1, 1, 2, 32]))
+    grid, symbols = FloatingGrid.center(codes, line_rows * dim, mantissa)
+    check = google_crc32c.value(codes.astype("<i4").tobytes())
+    head = grid.stored + struct.pack("<BBHI", 2 * grid.signed, line_rows, 0, check)
+    return head, bytes(CodedLines.encode(symbols, line_rows * dim + 1).data) if len(codes) else b""
+
+
 def floats(rng: Rng, count: int, parameter_type: int) -> npt.NDArray[np.floating[Any]]:
     """Finite numbers of at most 11 significant bits, which is what float16 has."""
     values = rng.normal(0, 3, count).astype("<f2")
@@ -184,7 +199,9 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
             else np.arange(count)
         )
     if segment.scheme in CODED:
-        grid, coded = lattice(rng, count, min(payload.dim, 256))
+        size = count, min(payload.dim, 256)
+        on_floats = segment.scheme == LATTICE and 1 <= segment.bits <= 7
+        grid, coded = floating(rng, segment.bits, *size) if on_floats else lattice(rng, *size)
         rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
         return replace(segment, row_set=rows, parameters=grid, codes=coded)
     width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8
@@ -210,14 +227,13 @@ def sound(rng: Rng) -> Payload:
         prefix = offsets[-1] == len(offsets) - 1
         quantized = [int(each) for each in Scheme if payload.version > 1 or each not in CODED]
         quantized += 2 * quantized[6:]  # most spoiled ones are refused: their codes have a checksum
-        scheme = int(rng.choice(quantized if element <= 3 else [0, 1]))
-        bits = (
-            0
-            if scheme in (0, *CODED)
-            else 8 * ITEM_BYTES[element]
-            if scheme == 1
-            else int(rng.integers(1, 9))
-        )
+        doubles = [0, 1, LATTICE] if element == 4 and payload.version > 1 else [0, 1]
+        scheme = int(rng.choice(quantized if element <= 3 else doubles))
+        bits = 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
+        if scheme in (0, *CODED):
+            bits = 0
+        if scheme == LATTICE and (element == 4 or rng.random() < 0.5):
+            bits = int(rng.integers(1, 8))
         kind = int(rng.integers(0 if prefix else 1, 3 + payload.version))
         parameter_type = 0 if scheme < 2 else 2 if scheme in CODED else int(rng.integers(1, 3))
         head = Segment(scheme, bits, parameter_type, kind, len(part))

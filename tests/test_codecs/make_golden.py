@@ -77,6 +77,14 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
         "bfloat16",
         _rows(40, 10, "bfloat16"),
     ),
+    "floating": ({"id": "cnr_floating", "mantissa_bits": 3}, "float32", _rows(70, 17) ** 2),
+    "floating-column": (
+        {"id": "cnr_floating", "mantissa_bits": 5},
+        "float64",
+        _rows(70, 3, "float64")[:, :1] ** 2,
+    ),
+    "floating-bfloat16": ({"id": "cnr_floating", "mantissa_bits": 1}, "bfloat16", _rows(40, 10, "bfloat16")),
+    "floating-gaps": ({"id": "cnr_floating", "mantissa_bits": 7}, "float16", _rows(90, 4, "float16")),
     "lattice-gaps": ({"id": "cnr_lattice", "step": 0.5}, "float16", _rows(90, 4, "float16")),
 }
 

@@ -9,6 +9,7 @@ import pytest
 from cnr_codecs import (
     CodecConfigError,
     CodecError,
+    FloatingRows,
     KMeansRows,
     LatticeRows,
     LosslessRows,
@@ -40,6 +41,8 @@ CODECS = [
         KMeansRows(1, "cluster", clusters=8),
         {"id": "cnr_kmeans", "bits": 1, "group": "cluster", "clusters": 8},
     ),
+    (FloatingRows(), {"id": "cnr_floating", "mantissa_bits": 3}),
+    (FloatingRows(7), {"id": "cnr_floating", "mantissa_bits": 7}),
     (LatticeRows(), {"id": "cnr_lattice", "rms_step": 0.35}),
     (LatticeRows(1), {"id": "cnr_lattice", "rms_step": 1.0}),
     (LatticeRows(step=0.5), {"id": "cnr_lattice", "step": 0.5}),
@@ -97,7 +100,7 @@ def test_codecs_do_not_change() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("cnr_kmean", "cnr_uniform, cnr_kmeans, cnr_lattice, cnr_rows"),
+        ("cnr_kmean", "cnr_uniform, cnr_kmeans, cnr_lattice, cnr_floating, cnr_rows"),
         ({"bits": 4}, "unknown codec None"),
         ({"id": "zstd"}, "'zstd'"),
         ({"id": "cnr_uniform", "bit": 4}, "bit"),
@@ -120,6 +123,11 @@ def test_codecs_do_not_change() -> None:
         ({"id": "cnr_kmeans", "group": "block", "block_rows": 0}, "got 0"),
         ({"id": "cnr_kmeans", "group": "cluster", "clusters": 12}, "power of two"),
         ({"id": "cnr_kmeans", "group": "cluster", "clusters": 512}, "power of two"),
+        ({"id": "cnr_floating", "mantissa_bits": 0}, "integer from 1 to 7, got 0"),
+        ({"id": "cnr_floating", "mantissa_bits": 8}, "integer from 1 to 7, got 8"),
+        ({"id": "cnr_floating", "mantissa_bits": 3.0}, "integer from 1 to 7, got 3.0"),
+        ({"id": "cnr_floating", "mantissa_bits": True}, "integer from 1 to 7, got True"),
+        ({"id": "cnr_floating", "bits": 4}, "bits"),
         ({"id": "cnr_lattice", "rms_step": 0}, "0.001 to 16.0, got 0.0"),
         ({"id": "cnr_lattice", "rms_step": 17}, "0.001 to 16.0, got 17.0"),
         ({"id": "cnr_lattice", "rms_step": float("nan")}, "a number, got nan"),

@@ -28,6 +28,7 @@ NAMES = [
 ]
 # Payloads of version 1 have none of these.
 NAMES_OF_2 = ["lattice", "lattice-column", "lattice-bfloat16", "lattice-gaps"]
+NAMES_OF_2 += ["floating", "floating-column", "floating-bfloat16", "floating-gaps"]
 # Encoders may find better parameters for the same configuration; what was written before decodes as ever.
 WRITTEN_DIFFERENTLY = {"adaptive4"}
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cnr_codecs
 from cnr_codecs import (
     CodecConfigError,
+    FloatingRows,
     Followed,
     KMeansRows,
     LatticeRows,
@@ -47,7 +48,7 @@ UNIFORM = st.builds(
 )
 KMEANS = st.builds(KMeansRows, st.sampled_from([1, 2, 4]), st.sampled_from(["row", "block", "cluster"]))
 
-LATTICE = st.builds(LatticeRows, st.sampled_from([0.05, 0.5]))
+LATTICE = st.builds(LatticeRows, st.sampled_from([0.05, 0.5])) | st.builds(FloatingRows, st.integers(1, 7))
 
 
 def values_of(element: str, rows: int, dim: int, rng: np.random.Generator) -> Rows:

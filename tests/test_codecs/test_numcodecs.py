@@ -13,7 +13,13 @@ from numcodecs.abc import Codec
 from numcodecs.zstd import Zstd
 
 from cnr_codecs import PayloadError, PayloadLimitError, RowsError, UniformRows
-from cnr_codecs.plugins.numcodecs_plugin import KMeansCodec, LatticeCodec, RowsCodec, UniformCodec
+from cnr_codecs.plugins.numcodecs_plugin import (
+    FloatingCodec,
+    KMeansCodec,
+    LatticeCodec,
+    RowsCodec,
+    UniformCodec,
+)
 
 CODECS = [
     UniformCodec(),
@@ -24,12 +30,14 @@ CODECS = [
     KMeansCodec(3, exact=True),
     KMeansCodec(4, "block", block_rows=20),
     KMeansCodec(1, "cluster", clusters=4),
+    FloatingCodec(),
+    FloatingCodec(5),
     LatticeCodec(),
     LatticeCodec(0.1, 0.015625),
     RowsCodec(),
 ]
 NAMES: dict[str, Any] = {"UniformCodec": UniformCodec, "KMeansCodec": KMeansCodec, "RowsCodec": RowsCodec}
-NAMES["LatticeCodec"] = LatticeCodec
+NAMES |= {"LatticeCodec": LatticeCodec, "FloatingCodec": FloatingCodec}
 VALUES = np.random.default_rng(2).normal(0, 0.1, (50, 12)).astype(np.float32)
 
 
@@ -47,6 +55,7 @@ def test_entry_points_find_the_codecs() -> None:
     found = {point.name: point.load() for point in entry_points(group="numcodecs.codecs")}
     assert found["cnr_uniform"] is UniformCodec
     assert found["cnr_kmeans"] is KMeansCodec
+    assert found["cnr_floating"] is FloatingCodec
     assert found["cnr_lattice"] is LatticeCodec
     assert found["cnr_rows"] is RowsCodec
 

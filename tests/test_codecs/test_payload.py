@@ -369,8 +369,8 @@ def test_malformed_bytes_are_refused(data: bytes, message: str) -> None:
 
 NEWER = {
     "version 3": (header() + RAW_ROW, 3, "version 3 is unknown.*upgrade"),
-    "floating": (
-        header() + segment(6, 3, 2, 0, 1, bytes(9)),
+    "relative floating": (
+        header() + segment(7, 3, 2, 0, 1, bytes(9)),
         2,
         "segment 0: a floating grid of 3 bits is unknown: a newer",
     ),

@@ -22,6 +22,7 @@ from zarr.storage import MemoryStore
 import cnr_codecs
 from cnr_codecs import (
     CodecConfigError,
+    FloatingRows,
     KMeansRows,
     LatticeRows,
     LosslessRows,
@@ -30,7 +31,7 @@ from cnr_codecs import (
     RowsError,
     UniformRows,
 )
-from cnr_codecs.plugins.zarr import ZarrKMeans, ZarrLattice, ZarrRows, ZarrUniform
+from cnr_codecs.plugins.zarr import ZarrFloating, ZarrKMeans, ZarrLattice, ZarrRows, ZarrUniform
 from cnr_codecs.protocol import Rows
 
 OPTIONS: dict[str, Any] = {"scheme": "adaptive", "bits": 4}
@@ -88,13 +89,17 @@ def decoded(codec: RowCodec, values: Rows) -> Rows:
         ZarrKMeans(2, exact=True),
         ZarrKMeans(4, "block", block_rows=32),
         ZarrKMeans(4, "cluster", clusters=16),
+        ZarrFloating(),
+        ZarrFloating(7),
         ZarrLattice(),
         ZarrLattice(0.1),
         ZarrLattice(step=0.25),
         ZarrRows(),
     ],
 )
-def test_metadata_round_trips(codec: ZarrUniform | ZarrKMeans | ZarrLattice | ZarrRows) -> None:
+def test_metadata_round_trips(
+    codec: ZarrUniform | ZarrKMeans | ZarrLattice | ZarrFloating | ZarrRows,
+) -> None:
     entry = json.loads(json.dumps(codec.to_dict()))
     assert type(codec).from_dict(entry) == codec
     assert get_codec_class(entry["name"]) is type(codec)
@@ -118,6 +123,8 @@ def test_default_block_rows_are_left_out_of_the_metadata() -> None:
         {"name": "cnr.uniform", "configuration": {"bitz": 4}},
         {"name": "cnr.uniform", "configuration": {"bits": 40}},
         {"name": "cnr.kmeans", "configuration": {"group": "column"}},
+        {"name": "cnr.floating", "configuration": {"mantissa_bits": 8}},
+        {"name": "cnr.floating", "configuration": {"bits": 4}},
         {"name": "cnr.lattice", "configuration": {"step": 0.1}},
         {"name": "cnr.lattice", "configuration": {"bits": 4}},
         {"name": "cnr.rows", "configuration": {"bits": 4}},
@@ -139,8 +146,8 @@ def test_k_means_arrays_read_what_the_codec_decodes(group: str) -> None:
     np.testing.assert_array_equal(zarr.open_array(array.store, mode="r")[299:301], expected[299:301])
 
 
-@pytest.mark.parametrize("codec", [LatticeRows(0.2), LatticeRows(step=0.03125)])
-def test_arrays_of_a_lattice_read_what_the_codec_decodes(codec: LatticeRows) -> None:
+@pytest.mark.parametrize("codec", [LatticeRows(0.2), LatticeRows(step=0.03125), FloatingRows()])
+def test_arrays_of_a_lattice_read_what_the_codec_decodes(codec: LatticeRows | FloatingRows) -> None:
     array = create(codec.zarr_codec(), chunks=(250, 16), shards=(500, 16))
     array[:] = VALUES
     expected = np.concatenate([decoded(codec, VALUES[row : row + 250]) for row in range(0, 1000, 250)])

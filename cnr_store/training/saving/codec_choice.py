@@ -8,6 +8,7 @@ from typing import Any
 
 from cnr_codecs import (
     CodecError,
+    FloatingRows,
     LosslessRows,
     RowCodec,
     UniformRows,
@@ -19,6 +20,7 @@ from cnr_store.errors import OptionError
 from cnr_store.policies.widths import (
     LOSSLESS,
     LOSSLESS_BELOW_BYTES,
+    MANTISSAS,
     Bits,
     ExpectedRestores,
     StateBits,
@@ -152,8 +154,8 @@ class CodecChoice:
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
         wanted |= {
-            (CeilingRows(bits), dim, element)
-            for bits in self._state.quantized
+            (_state_codec(width, element), dim, element)
+            for width in self._state.quantized
             for _, dim, element in sizes.values()
             if element in QUANTIZABLE
         }
@@ -176,5 +178,11 @@ class CodecChoice:
 
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them.
         """
-        width = self._state.of(table, slot, nbytes)
-        return LosslessRows() if width == LOSSLESS or element not in QUANTIZABLE else CeilingRows(width)
+        return _state_codec(self._state.of(table, slot, nbytes), element)
+
+
+def _state_codec(width: int | str, element: str) -> RowCodec:
+    """The codec of state of a width, lossless where the element type can't be quantized."""
+    if width == LOSSLESS or element not in QUANTIZABLE:
+        return LosslessRows()
+    return FloatingRows(MANTISSAS[width]) if isinstance(width, str) else CeilingRows(width)

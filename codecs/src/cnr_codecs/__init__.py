@@ -15,6 +15,7 @@ from cnr_codecs.errors import (
 )
 from cnr_codecs.kernels.building.compiled import cache_folders
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.lattice.steps import lattice_step
 from cnr_codecs.payload.decode import decode_into, present_rows
@@ -40,6 +41,7 @@ __all__ = [
     "UniformRows",
     "KMeansRows",
     "LatticeRows",
+    "FloatingRows",
     "LosslessRows",
     "Followed",
     "row_codec",

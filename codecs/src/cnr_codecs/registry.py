@@ -8,15 +8,18 @@ from typing import Any
 from cnr_codecs.compressed import Followed
 from cnr_codecs.errors import CodecConfigError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
-_CODECS: dict[str, type[UniformRows] | type[KMeansRows] | type[LatticeRows] | type[LosslessRows]] = {
+_Codec = UniformRows | KMeansRows | LatticeRows | FloatingRows | LosslessRows
+_CODECS: dict[str, type[_Codec]] = {
     "cnr_uniform": UniformRows,
     "cnr_kmeans": KMeansRows,
     "cnr_lattice": LatticeRows,
+    "cnr_floating": FloatingRows,
     "cnr_rows": LosslessRows,
 }
 

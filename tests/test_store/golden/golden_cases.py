@@ -167,5 +167,17 @@ _FIRST: Mapping[str, Make] = {
     "imported": golden_histories.imported,
 }
 
-CASES: Mapping[str, Make] = {**_FIRST, **{f"{name}-2": make for name, make in _FIRST.items()}}
-"""The same jobs, written in the first form of format 1 and then in the second (``requires`` tells)."""
+_FLOATING: Mapping[str, int | str] = {"by2": "m2", "by3": "m3", "by4/exp_avg": 4, "*": "m7"}
+_LATER: Mapping[str, Make] = {
+    "floating": trained(
+        "squares",
+        tuple(f"tables/by{bits}/{slot}" for bits in (2, 3, 4, 8) for slot in ("exp_avg", "exp_avg_sq")),
+        {f"by{bits}": range(0, 24, 2) for bits in (2, 3, 4, 8)},
+        bits=32,
+        state_bits=_FLOATING,
+    ),
+}
+
+CASES: Mapping[str, Make] = {**_FIRST, **{f"{name}-2": make for name, make in _FIRST.items()}, **_LATER}
+"""The same jobs, written in the first form of format 1 and then in the second (``requires`` tells), and those of what
+came later."""

@@ -63,7 +63,8 @@ FIRST = [
     "changing",
     "imported",
 ]
-NAMES = [*FIRST, *(f"{name}-2" for name in FIRST)]
+LATER = ["floating"]
+NAMES = [*FIRST, *(f"{name}-2" for name in FIRST), *LATER]
 COMPRESSED = {("followed", f"tables/{name}/weight") for name in FOLLOWED} | {("tall", "tables/tall/weight")}
 """What the reader of docs/format.md leaves out."""
 

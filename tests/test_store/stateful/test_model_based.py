@@ -25,7 +25,7 @@ def settings_of(policies: Sequence[str]) -> st.SearchStrategy[Setting]:
         Setting,
         policy=st.sampled_from(policies),
         bits=st.sampled_from([4, 2, 8, 32, "auto", "relative", "relative", {"tags": 2, "items": "auto"}]),
-        state_bits=st.sampled_from([32, 32, 8, 4, {"items/*": 2, "users/sum": 8, "tags": 4}]),
+        state_bits=st.sampled_from([32, 32, 8, 4, "m3", {"items/*": 2, "users/sum": 8, "tags": 4}]),
         restores_per_save=st.sampled_from([0.0, 0.0, 0.1]),
         workers=st.sampled_from([1, 2]),
         snapshot_bytes=st.sampled_from([ENOUGH_BYTES, ENOUGH_BYTES, 12_000, 0]),

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs import LatticeRows, UniformRows, decode_into, parse
+from cnr_codecs import FloatingRows, LatticeRows, UniformRows, decode_into, parse
 from cnr_store.training.saving.never_below_codec import CeilingRows
 from tests.test_store.support.small_model import SHAPES, Array
 
-Codec = UniformRows | CeilingRows | LatticeRows | None
+Codec = UniformRows | CeilingRows | FloatingRows | LatticeRows | None
 Row = tuple[Codec, bytes]
 """A row at its last save: what it was saved by, None for lossless, and its bytes."""
 
 Bits = int | str | dict[str, int | str]
 RELATIVE = LatticeRows(step=2.0**-6, relative=True)
 """The codec of tables whose `bits` are "relative"."""
-StateBits = int | dict[str, int]
+StateBits = int | str | dict[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,8 @@ def codec_of(path: str, bits: Bits, state_bits: StateBits) -> Codec:
     is_large = rows * dim * 4 >= 16 * 1024
     if slot != "weight":
         width = _width_of_state(state_bits, table, slot, is_large)
+        if isinstance(width, str):
+            return FloatingRows(int(width[1]))
         return None if width == 32 else CeilingRows(width)
     unnamed = bits if is_large and not isinstance(bits, dict) else 8 if is_large else 32
     chosen = bits.get(table, unnamed) if isinstance(bits, dict) else unnamed
@@ -217,8 +219,8 @@ def codec_of(path: str, bits: Bits, state_bits: StateBits) -> Codec:
     return None if width == 32 else UniformRows(scheme="adaptive", bits=width)
 
 
-def _width_of_state(bits: StateBits, table: str, slot: str, is_large: bool) -> int:
-    if isinstance(bits, int):
+def _width_of_state(bits: StateBits, table: str, slot: str, is_large: bool) -> int | str:
+    if not isinstance(bits, dict):
         return bits if is_large else 32
     names = (f"{table}/{slot}", f"{table}/*", f"*/{slot}", table)
     return next((bits[name] for name in names if name in bits), 32)

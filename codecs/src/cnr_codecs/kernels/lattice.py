@@ -1,4 +1,4 @@
-"""Rows as integers on one step: finds the integers of rows, and writes rows from them."""
+"""Rows as integers, on one step or a floating grid: finds the integers of rows, and writes rows from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cnr_codecs.kernels.building.compiled import kernel
 
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
+_1 = np.uint64(1)
 
 
 @kernel
@@ -76,6 +77,115 @@ def place_rows(
         source, to = np.uintp(first + i * dim), np.uintp(place * stride)
         for j in range(width):
             flat[to + j] = step * np.float32(codes[source + j])
+    return written
+
+
+@kernel
+def quantize_floating(
+    bits: Any, dim: int, sign: int, shift: int, bias: int, least: int, most: int, codes: Any, raw: Any
+) -> Any:
+    """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
+
+    `bits` is flat uint32 or uint64: numbers whose sign is bit `sign`. A code's magnitude is what stands above `shift`
+    bits, to which these are rounded half even, less `bias`. A row with a magnitude that is neither that of 0 nor from
+    `least` to `most` is marked in `raw` (uint8), and its codes are overwritten.
+    """
+    width, held = np.uintp(dim), np.int64(0)
+    below, top = np.uint64(shift), np.uint64(sign)
+    mask, half = (_1 << top) - _1, (_1 << (below - _1)) - _1
+    for i in range(raw.size):
+        start, place = np.uintp(i * dim), np.uintp(held * dim)
+        bad: Any = False
+        for j in range(width):
+            number = np.uint64(bits[start + j])
+            size = number & mask
+            magnitude: Any = np.int64((size + half + ((size >> below) & _1)) >> below) - bias
+            magnitude = magnitude if size else 0
+            bad |= size != 0 and (magnitude < least or magnitude > most)
+            codes[place + j] = np.int16(-magnitude if number >> top else magnitude)
+        raw[i] = bad
+        held += not bad
+    return held
+
+
+@kernel
+def find_centers(codes: Any, line: int, shift: int, centers: Any) -> None:
+    """Write the mean of each line's magnitudes that are not 0, rounded down, to `centers` (int64); 0 without any.
+
+    `codes` is flat int16. A magnitude is shifted by `shift` bits, the lowest of which is the sign.
+    """
+    for i in range(centers.size):
+        total, count = np.int64(0), np.int64(0)
+        for j in range(np.uintp(i * line), np.uintp(min((i + 1) * line, codes.size))):
+            code = np.int64(codes[j])
+            total += (abs(code) << shift) | (code < 0)
+            count += code != 0
+        centers[i] = total // count if count > 0 else 0
+
+
+@kernel
+def center_lines(codes: Any, line: int, shift: int, centers: Any, floor: int, symbols: Any) -> None:
+    """Write lines of symbols (int32): each line's center less `floor`, then its magnitudes less the center.
+
+    0 stays 0, also as a center, so differences from 0 on are raised by 1.
+    """
+    place = np.uintp(0)
+    for i in range(centers.size):
+        center = np.int64(centers[i])
+        symbols[place] = np.int32(center - floor if center > 0 else 0)
+        place += np.uintp(1)
+        for j in range(np.uintp(i * line), np.uintp(min((i + 1) * line, codes.size))):
+            code = np.int64(codes[j])
+            rest = ((abs(code) << shift) | (code < 0)) - center
+            rest += rest >= 0
+            symbols[place] = np.int32(rest if code else 0)
+            place += np.uintp(1)
+
+
+@kernel
+def restore_lines(symbols: Any, line: int, shift: int, floor: int, least: int, most: int, codes: Any) -> Any:
+    """Write the codes (int32) of lines of symbols, and return how many there are; -1 if these are no such lines.
+
+    A code other than 0 has a magnitude from `least` to `most`. `codes` may be `symbols`.
+    """
+    source, place, end = np.uintp(0), np.uintp(0), np.uintp(symbols.size)
+    bad: Any = False
+    while source < end:
+        first = np.int64(symbols[source])
+        center = first + floor if first else 0
+        bad |= first < 0
+        source += np.uintp(1)
+        for _ in range(min(np.uintp(line), end - source)):
+            rest = np.int64(symbols[source])
+            magnitude = center + rest - (rest > 0)
+            size = magnitude >> shift
+            bad |= rest != 0 and (first == 0 or size < least or size > most)
+            code = -size if magnitude & shift else size
+            codes[place] = np.int32(code if rest else 0)
+            source += np.uintp(1)
+            place += np.uintp(1)
+    return -1 if bad else np.int64(place)
+
+
+@kernel
+def place_floating(
+    codes: Any, first: int, dim: int, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+) -> int:
+    """Write the wanted ones of `rows` (uint32) to `flat`, the bits of float32, clear their marks, return their number.
+
+    As `place_rows`, with magnitudes that are shifted by `shift` bits.
+    """
+    written, width = 0, np.uintp(dim)
+    for i in range(rows.size):
+        place = np.int64(rows[i]) - first_row
+        if need[place] == 0:
+            continue
+        need[place] = 0
+        written += 1
+        source, to = np.uintp(first + i * dim), np.uintp(place * stride)
+        for j in range(width):
+            code = np.int64(codes[source + j])
+            flat[to + j] = np.uint32((abs(code) << shift) | ((code < 0) << 31))
     return written
 
 

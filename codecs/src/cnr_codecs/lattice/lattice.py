@@ -16,7 +16,8 @@ from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
 from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
-from cnr_codecs.payload.payload import MAX_CODE, CodedRows, ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.coded import MAX_CODE, CodedRows
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
@@ -231,7 +232,7 @@ def _segment(
     kinds = 0, ParameterType.FLOAT32, row_set, grid
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
-    coded = CodedRows.encode(codes, codes.astype(np.int32) - parent)
+    coded = CodedRows.encode(codes, differences=codes.astype(np.int32) - parent)
     return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
 
 

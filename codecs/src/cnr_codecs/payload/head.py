@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError, UnsupportedPayloadError
+from cnr_codecs.payload.coded import MAX_MANTISSA, has_floating_codes
 from cnr_codecs.payload.payload import (
     CHECKSUM,
     CODED,
@@ -295,7 +296,7 @@ def _validate_entry(
         raise _unknown(header, f"{where}: scheme {scheme}")
     if row_set_kind is None or (older and row_set_kind is RowSetKind.GAPS):
         raise _unknown(header, f"{where}: row-set kind {kind}")
-    if known in CODED and 1 <= bits <= 7:
+    if known is Scheme.RELATIVE and 1 <= bits <= MAX_MANTISSA:
         raise _unknown(header, f"{where}: a floating grid of {bits} bits")
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
@@ -321,9 +322,12 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
     if scheme in CODED and kind is not ParameterType.FLOAT32:
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
     plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
-    packed = quantized and scheme not in CODED
-    if not (1 <= bits <= 8 if packed else bits == plain_bits):
+    least, most = (1, 8) if quantized else (plain_bits, plain_bits)
+    if scheme in CODED:
+        least, most = 0, MAX_MANTISSA
+    if not least <= bits <= most:
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
-    if quantized and not element.quantizable:
+    floating = scheme is Scheme.LATTICE and bits > 0
+    if quantized and not (has_floating_codes(element) if floating else element.quantizable):
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {scheme.name}")
     return kind

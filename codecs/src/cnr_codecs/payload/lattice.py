@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +11,16 @@ import numpy.typing as npt
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.entropy.lines import BLOCK_LINES, block_room
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.lattice import add_rows, place_rows, settle_rows
-from cnr_codecs.payload.payload import (
+from cnr_codecs.kernels.lattice import add_rows, place_floating, place_rows, settle_rows
+from cnr_codecs.payload.coded import (
+    MANTISSA_BITS,
     MAX_CODE,
     MAX_DIFFERENCE,
     CodedRows,
-    Payload,
-    Segment,
-    check_codes,
     checksum,
+    floating_values,
 )
+from cnr_codecs.payload.payload import Payload, Segment
 from cnr_codecs.payload.pending import Need, Pending
 from cnr_codecs.payload.target import Target
 
@@ -40,14 +41,13 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
         The codes are damaged, or pending rows can't be added to them. Rows may have been written nevertheless.
     """
     step = np.float32(segment.parameters[0, 0])
-    coded = segment.coded or CodedRows.encode(np.ascontiguousarray(segment.codes).view(np.int16))
-    blocks, written = _Blocks(coded, MAX_CODE), 0
+    blocks, written = _Blocks(segment.coded_rows(), MAX_CODE), 0
     for codes, first, rows in _runs(segment, blocks, payload.dim, target.need, target.first_row):
         if target.pending is not None:
             place = rows, target.first_row, target.need, *target.pending.place()
             most = settle_rows(codes, first, payload.dim, step, *place)
             target.pending.check_settled(most, float(step))
-        written += _place(payload, codes, first, step, rows, target)
+        written += _place(payload, segment, codes, first, rows, target)
     blocks.prove()
     return written
 
@@ -126,8 +126,7 @@ class _Blocks:
 
     def read(self, number: int) -> Codes:
         if number != self._number:
-            self._codes, zigzag = self._coded.lines.decode_block(number, self._room)
-            check_codes(zigzag, self._most)
+            self._codes = self._coded.decode_block(number, self._room, self._most)
             self._number = number
             self._read += 1
             if self._most == MAX_CODE:
@@ -140,21 +139,32 @@ class _Blocks:
 
 
 def _place(
-    payload: Payload, codes: Codes, first: int, step: np.float32, rows: RowNumbers, target: Target
+    payload: Payload, segment: Segment, codes: Codes, first: int, rows: RowNumbers, target: Target
 ) -> int:
-    """Write rows whose codes begin at `first`. step * code is exact, and then rounded to the element type."""
+    """Write rows whose codes begin at `first`."""
+    step, mantissa = np.float32(segment.parameters[0, 0]), segment.bits
+    place = (rows, target.first_row, target.need)
+    if mantissa and target.out.dtype == np.float32:
+        bits = target.flat.view(np.uint32)
+        where = (codes, first, payload.dim, MANTISSA_BITS - mantissa)
+        return int(place_floating(*where, *place, bits, target.stride))
     if payload.element == "float32":
-        place = (rows, target.first_row, target.need, target.flat, target.stride)
-        return int(place_rows(codes, first, payload.dim, step, *place))
+        return int(place_rows(codes, first, payload.dim, step, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero(target.need[places])
     held = codes[first : first + len(rows) * payload.dim].reshape(len(rows), payload.dim)[chosen]
-    values = step * held.astype(np.float32)
     places = places[chosen]
-    if payload.element == "bfloat16":
-        target.out[places] = round_to_bfloat16(values)
-    else:
-        with np.errstate(over="ignore", under="ignore"):
-            target.out[places] = values.astype(np.float16)
+    target.out[places] = _values(held, step, mantissa, payload.element)
     target.need[places] = 0
     return len(places)
+
+
+def _values(codes: Codes, step: np.float32, mantissa: int, element: str) -> npt.NDArray[Any]:
+    """Return the values of codes. step * code is exact, and then rounded to the element type."""
+    if mantissa:
+        return floating_values(codes, mantissa, element)
+    values = step * codes.astype(np.float32)
+    if element == "bfloat16":
+        return round_to_bfloat16(values)
+    with np.errstate(over="ignore", under="ignore"):
+        return values.astype(np.float16)

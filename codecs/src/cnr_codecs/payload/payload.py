@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.entropy.lines import CodedLines, decoded_blocks
-from cnr_codecs.errors import PayloadError, RowsError
+from cnr_codecs.errors import RowsError
+from cnr_codecs.payload.coded import CodedRows
 from cnr_codecs.payload.rowset import RowSet
 
 MAGIC = b"CNRP"
@@ -27,14 +27,8 @@ CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
 # What follows the step of a lattice segment: flags, rows of a line, reserved, checksum of the codes.
 GRID = struct.Struct("<BBHI")
-# Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
-# it gives.
-NARROW_DIM, NARROW_LINE = 4, 32
-# The greatest magnitudes of a lattice code, and of the difference of two.
-MAX_CODE = (1 << 15) - 1
-MAX_DIFFERENCE = 2 * MAX_CODE
-# Codes are widened for their checksum so many at a time, so that they stay in the cache.
-_CHECKED_CODES = 1 << 15
+# The flag of a floating grid whose codes may be negative.
+SIGNED = 2
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
 MAX_SEGMENTS = 1024
 MAX_U32 = (1 << 32) - 1
@@ -74,82 +68,6 @@ PARAMETERS_PER_ROW = {Scheme.ABSENT: 0, Scheme.RAW: 0, Scheme.ASYMMETRIC: 2, Sch
 
 
 @dataclass(frozen=True, eq=False)
-class CodedRows:
-    """The codes of a lattice segment as they are stored, or the differences of a relative one.
-
-    Attributes
-    ----------
-    lines
-        These integers, entropy-coded.
-    line_rows
-        Rows of a line.
-    check
-        crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with.
-    """
-
-    lines: CodedLines
-    line_rows: int
-    check: int
-
-    @classmethod
-    def encode(
-        cls, codes: npt.NDArray[np.int16], differences: npt.NDArray[np.int32] | None = None
-    ) -> CodedRows:
-        """Code rows (count, dim), of at least one value; their differences in place of them, where these are given."""
-        line_rows = NARROW_LINE // codes.shape[1] if codes.shape[1] <= NARROW_DIM else 1
-        flat, check = codes.reshape(-1), 0
-        for first in range(0, flat.size, _CHECKED_CODES):
-            check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
-        stored = flat if differences is None else differences.reshape(-1)
-        return cls(CodedLines.encode(stored, line_rows * codes.shape[1]), line_rows, check)
-
-    def decode(self) -> npt.NDArray[np.int16]:
-        """Return all codes, flat.
-
-        Raises
-        ------
-        PayloadError
-            They are damaged.
-        """
-        codes, place, check = np.empty(self.lines.size, np.int16), 0, 0
-        for block, most in decoded_blocks(self.lines):
-            check_codes(most)
-            codes[place : place + len(block)] = block
-            check = checksum(check, block)
-            place += len(block)
-        self.prove(check)
-        return codes
-
-    def prove(self, check: int) -> None:
-        """Compare the checksum of all codes.
-
-        Raises
-        ------
-        PayloadError
-            It is another.
-        """
-        if check != self.check:
-            raise PayloadError("the codes are damaged (crc32c differs)")
-
-
-def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
-    """Return the crc32c of codes, given that of those before them."""
-    return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
-
-
-def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
-    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`.
-
-    Raises
-    ------
-    PayloadError
-        It is none that the scheme has.
-    """
-    if zigzag > 2 * most:
-        raise PayloadError(f"a code is beyond {most}")
-
-
-@dataclass(frozen=True, eq=False)
 class Segment:
     """Rows that are stored in one way.
 
@@ -158,14 +76,15 @@ class Segment:
     scheme
         How the rows are stored.
     bits
-        Bits of a code, or of a raw value; 0 for absent rows.
+        Bits of a code, or of a raw value; 0 for absent rows. Lattice: those of the mantissa on a floating grid, else 0.
     parameter_type
         How the parameters are stored.
     row_set
         Which rows of the chunk the segment has.
     parameters
         The parameters, of their stored dtype. Uniform schemes: (parameters per row, count), that is, scale and
-        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step.
+        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step, or
+        0 on a floating grid.
     codes
         uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, or
         none, (0, bytes a row), where they are in `coded`. Relative: none.
@@ -189,6 +108,10 @@ class Segment:
         """The parameters as float32, computed once: float16 is slow to widen, and two steps need them."""
         with np.errstate(all="ignore"):  # parameters that are not validated yet may be anything
             return self.parameters.astype(np.float32)
+
+    def coded_rows(self) -> CodedRows:
+        """Return the codes of a lattice segment, coded if they are not."""
+        return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.bits)
 
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return scale and offset of each row, float32 (count,). A code q decodes to scale * q + offset.
@@ -281,8 +204,10 @@ def _body(segment: Segment) -> tuple[bytes | memoryview, ...]:
 
 
 def _lattice_body(segment: Segment) -> tuple[bytes | memoryview, ...]:
-    coded = segment.coded or CodedRows.encode(np.ascontiguousarray(segment.codes).view(np.int16))
-    return segment.stored_parameters(), GRID.pack(0, coded.line_rows, 0, coded.check), coded.lines.data
+    coded, grid, flags = segment.coded_rows(), segment.stored_parameters(), 0
+    if coded.grid is not None:
+        grid, flags = coded.grid.stored, SIGNED * coded.grid.signed
+    return grid, GRID.pack(flags, coded.line_rows, 0, coded.check), coded.lines.data
 
 
 def encode_head(

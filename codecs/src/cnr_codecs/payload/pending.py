@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
-from cnr_codecs.payload.payload import MAX_CODE, Segment, checksum
+from cnr_codecs.payload.coded import MAX_CODE, checksum
+from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]

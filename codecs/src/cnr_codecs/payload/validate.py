@@ -12,6 +12,7 @@ from cnr_codecs.elements import Element
 from cnr_codecs.entropy.lines import CodedLines
 from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
 from cnr_codecs.kernels.validate import valid_floats, valid_halves
+from cnr_codecs.payload.coded import FLOOR, CodedRows, FloatingGrid
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
     FIRST_VERSION,
@@ -29,7 +30,7 @@ from cnr_codecs.payload.payload import (
     HEADER,
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
-    CodedRows,
+    SIGNED,
     ParameterType,
     Payload,
     Scheme,
@@ -105,24 +106,32 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     stored = reader.read(4 + GRID.size, where, "grid").tobytes()
     step = np.frombuffer(stored, "<f4", 1).reshape(1, 1)
     flags, line_rows, reserved, check = GRID.unpack_from(stored, 4)
-    if flags or reserved:
+    floor, reserved_too = FLOOR.unpack_from(stored) if entry.bits else (0, 0)
+    signed = flags == SIGNED and entry.bits > 0
+    if reserved or reserved_too or (flags and not signed):
         what = " (row exponents)" if flags == 1 and not reserved else ""
         raise UnsupportedPayloadError(
             f"{where}: flags {flags}, {reserved}{what} of a lattice are unknown: a newer release wrote it; install a "
             "newer cnr-codecs to read it"
         )
-    if not valid_step(float(step[0, 0])):
+    grid = None
+    if entry.bits:
+        grid, step = FloatingGrid(entry.bits, floor, signed), np.zeros((1, 1), np.float32)
+    elif not valid_step(float(step[0, 0])):
         raise PayloadError(
             f"{where}: the step {float(step[0, 0])!r} is not one of 8 significant bits from 2**-100 to 2**100"
         )
     if line_rows == 0:
         raise PayloadError(f"{where}: its lines have no rows")
-    size = (entry.body_bytes or 0) - len(stored)
-    if size < 0:
+    nbytes = (entry.body_bytes or 0) - len(stored)
+    if nbytes < 0:
         raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
-    words = reader.read(size, where, "coded rows").tobytes()
-    lines = CodedLines.parse(words, count * dim, line_rows * dim, where)
-    coded = CodedRows(lines, line_rows, check)
+    words = reader.read(nbytes, where, "coded rows").tobytes()
+    line, size = line_rows * dim, count * dim
+    # A center stands before each line of codes of a floating grid.
+    if grid is not None:
+        size, line = size + -(-size // line), line + 1
+    coded = CodedRows(CodedLines.parse(words, size, line, where), line_rows, check, grid)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, dim)), np.uint8)
     return Segment(entry.scheme, entry.bits, entry.parameter_type, entry.row_set, step, no_codes, coded=coded)
 

@@ -13,6 +13,7 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import DEFAULT_MANTISSA_BITS, FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.head import DEFAULT_MAX_DECODED_BYTES
 from cnr_codecs.payload.payload import Payload
@@ -153,6 +154,15 @@ class LatticeCodec(_NumcodecsCodec):
 
     def __init__(self, rms_step: float | None = None, step: float | None = None) -> None:
         self.rows_codec = LatticeRows(rms_step, step)
+
+
+class FloatingCodec(_NumcodecsCodec):
+    """Values with fewer bits of their mantissa. The options are those of `cnr_codecs.FloatingRows`."""
+
+    codec_id: ClassVar[str] = "cnr_floating"
+
+    def __init__(self, mantissa_bits: int = DEFAULT_MANTISSA_BITS) -> None:
+        self.rows_codec = FloatingRows(mantissa_bits)
 
 
 class RowsCodec(_NumcodecsCodec):

@@ -19,6 +19,7 @@ from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import DEFAULT_MANTISSA_BITS, FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.payload.validate import parse
@@ -198,6 +199,23 @@ class ZarrLattice(_ZarrCodec):
     def rows_codec(self) -> LatticeRows:
         """The row codec that encodes the chunks."""
         return LatticeRows(self.rms_step, self.step)
+
+
+@dataclass(frozen=True)
+class ZarrFloating(_ZarrCodec):
+    """Values with fewer bits of their mantissa. The options are those of `cnr_codecs.FloatingRows`."""
+
+    name: ClassVar[str] = "cnr.floating"
+
+    mantissa_bits: int = DEFAULT_MANTISSA_BITS
+
+    def __post_init__(self) -> None:
+        FloatingRows(self.mantissa_bits)
+
+    @property
+    def rows_codec(self) -> FloatingRows:
+        """The row codec that encodes the chunks."""
+        return FloatingRows(self.mantissa_bits)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""The codec of floating grids: a value as the upper bits of a floating-point number, entropy-coded.
+
+A value's code depends on that value alone. The bytes of a row depend on the rows that it is encoded with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.elements import Element, element_named
+from cnr_codecs.errors import CodecConfigError, RowsError
+from cnr_codecs.kernels.lattice import quantize_floating
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_MANTISSA, code_range, has_floating_codes
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.rows import check_rows, raw_segment
+
+DEFAULT_MANTISSA_BITS = 3
+# What signs, exponents and models were measured to take beside the mantissa, in rows of a trained accumulator.
+_OTHER_BITS = 4.0
+# Of float64: bits of the mantissa, and how much larger its exponents are than those of the same float32.
+_MANTISSA_BITS_64, _BIAS_64 = 52, 1023 - 127
+
+
+@dataclass(frozen=True)
+class FloatingRows:
+    """Stores each value with fewer bits of its mantissa, rounded to nearest, and the bits left entropy-coded.
+
+    Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude. Only 0 decodes
+    to 0: so quotients by sums and means of squares stay what they are within twice that share. -0 decodes to 0. Rows
+    with NaN, infinities, or values that are no normal float32 below 2**127 are stored as they are.
+
+    Parameters
+    ----------
+    mantissa_bits
+        Bits of the mantissa that are kept, 1 to 7.
+
+    Raises
+    ------
+    CodecConfigError
+        It is out of range.
+    """
+
+    mantissa_bits: int = DEFAULT_MANTISSA_BITS
+
+    def __post_init__(self) -> None:
+        if type(self.mantissa_bits) is not int or not 1 <= self.mantissa_bits <= MAX_MANTISSA:
+            raise CodecConfigError(
+                f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, got {self.mantissa_bits!r}"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration that `row_codec` takes."""
+        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits}
+
+    def zarr_codec(self) -> dict[str, Any]:
+        """Return the entry of a Zarr v3 array's `codecs`."""
+        return {"name": "cnr.floating", "configuration": {"mantissa_bits": self.mantissa_bits}}
+
+    def bytes_per_row(self, dim: int, element: str) -> float:
+        """Return the encoded bytes of a row of `dim` values, as an estimate. Its share of the row set is left out."""
+        kind = _floating_element(element)
+        return min(dim * (self.mantissa_bits + _OTHER_BITS) / 8, float(dim * kind.stored.itemsize))
+
+    def encode_rows(
+        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
+    ) -> bytes:
+        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
+        kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
+        segments = self._segments(values, offsets, rows, kind) if len(values) else []
+        return build(rows, values.shape[1], kind, segments, seal)
+
+    def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
+        codes, raw = floating_codes(values, self.mantissa_bits, element.name)
+        segments = []
+        if len(codes):
+            chosen = offsets if not raw.any() else offsets[~raw]
+            row_set = RowSet.of(chosen, rows, gaps=True)
+            no_step, stored = np.zeros((1, 1), np.float32), codes.view(np.uint8)
+            kinds = Scheme.LATTICE, self.mantissa_bits, ParameterType.FLOAT32
+            segments.append(Segment(*kinds, row_set, no_step, stored))
+        if raw.any():
+            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
+        return segments
+
+
+def floating_codes(
+    values: Rows, mantissa: int, element: str
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.bool_]]:
+    """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none.
+
+    `payload.coded.floating_values` is the inverse.
+
+    Parameters
+    ----------
+    values
+        (n, dim) of the array dtype of the element type.
+    mantissa
+        Bits of the mantissa that are kept.
+    element
+        The element type's name.
+    """
+    count, dim = values.shape
+    if values.dtype == np.float64:
+        sign, shift, bias = 63, _MANTISSA_BITS_64 - mantissa, _BIAS_64 << mantissa
+        bits = np.ascontiguousarray(values).view(np.uint64)
+    else:
+        sign, shift, bias = 31, MANTISSA_BITS - mantissa, 0
+        with np.errstate(invalid="ignore"):  # signaling NaN of float16
+            bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    flat = bits.reshape(-1).view()
+    flat.flags.writeable = False
+    codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
+    least, most = code_range(mantissa, element)
+    held = quantize_floating(flat, dim, sign, shift, bias, least, most, codes.reshape(-1), raw)
+    return codes[:held], raw.view(np.bool_)
+
+
+def _floating_element(name: str) -> Element:
+    kind = element_named(name)
+    if not has_floating_codes(kind):
+        raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")
+    return kind
