@@ -50,8 +50,8 @@ class LocalBackend(Backend):
     """Stores objects as files below a folder.
 
     A file is written under a temporary name in its folder, synced, and renamed (`put`) or linked (`create`) to its
-    name. Then its folder is synced, and so is every new folder; in `durable_together` each of them once, at the end.
-    The first write makes the root. Symbolic links are not objects: listings leave them out, and a link that leads outside
+    name. Then its folder is synced, and so is every new folder; in `durable_together` each of them once, at the end. The
+    first write makes the root. Symbolic links are not objects: listings leave them out, and a link that leads outside
     the root is neither read nor written. A link that is made between this check and the access is not caught: keep
     attackers from writing to the folder.
 
