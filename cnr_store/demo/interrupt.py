@@ -240,9 +240,6 @@ class FailingBackend(Backend):
     def sweep(self, prefix: str) -> None:
         self._inner.sweep(prefix)
 
-    def durable_together(self, prefix: str) -> contextlib.AbstractContextManager[None]:
-        return self._inner.durable_together(prefix)
-
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._check("put", key)
         self._inner.put(key, pieces)

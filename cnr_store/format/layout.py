@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import urllib.parse
@@ -160,7 +159,6 @@ def record_key(version: str, prefix: str = VERSIONS) -> str:
     return version_key(version, NODE, prefix=prefix)
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def encode_name(name: str) -> str:
     """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves.
 

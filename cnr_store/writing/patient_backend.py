@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from cnr_backends import Backend, ObjectExistsError
@@ -48,9 +47,6 @@ class PatientBackend(Backend):
 
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
-
-    def durable_together(self, prefix: str) -> AbstractContextManager[None]:
-        return self.inner.durable_together(prefix)
 
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._patience.pace(sum(map(len, pieces)))

@@ -246,10 +246,9 @@ class Writer:
     def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
         team.round.beat("encode")
         began = time.perf_counter()
-        with self._backend.durable_together(layout.version_key(version)):
-            with Transfer(self._workers, 2 * self._workers) as transfer:
-                staged = stage(self._backend, version, plan, transfer, team, rows_done)
-            put_state_parts(self._backend, version, plan, staged)
+        with Transfer(self._workers, 2 * self._workers) as transfer:
+            staged = stage(self._backend, version, plan, transfer, team, rows_done)
+        put_state_parts(self._backend, version, plan, staged)
         staged.ranks[team.rank] = staged.nbytes, time.perf_counter() - began
         self.encoding_seconds += staged.encoding_seconds
         return staged

@@ -119,65 +119,6 @@ def test_everything_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: py
     assert synced[0] == root / "a/c"
 
 
-def test_what_is_put_together_is_synced_at_the_end_each_folder_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[Path] = []
-    sync = os.fsync
-
-    def watched_sync(file: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{file}").readlink())
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    root = tmp_path / "root"
-    backend = open_backend(root)
-    with backend.durable_together("a"):
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda name: backend.put(f"a/{name}/c/0", b"value"), "bbbddd"))
-        assert len(synced) == 6
-        assert all(path.name.startswith(".tmp-") for path in synced)
-        backend.put("other/name", b"value")  # which is not below
-        assert synced[-1] == root / "other"
-        backend.create("a/record", b"value")
-        assert synced[-1] == root / "a"
-        synced.clear()
-    folders = [tmp_path, root, root / "a", *(root / "a" / path for path in ("b", "b/c", "d", "d/c"))]
-    assert sorted(synced) == folders
-
-    synced.clear()
-    backend.put("a/b/c/1", b"value")
-    assert [path.name for path in synced[1:]] == ["c"]  # its folders are durable already
-
-
-def test_what_is_put_together_fails_if_a_folder_can_not_be_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, backend = os.fsync, open_backend(tmp_path)
-
-    def failing(file: int) -> None:
-        if Path(f"/proc/self/fd/{file}").readlink() == tmp_path / "a/b":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(StorageError, match="Input/output error"), backend.durable_together("a"):
-        backend.put("a/b/c/0", b"value")
-        backend.put("a/b/c/1", b"value")
-    monkeypatch.undo()
-    backend.put("a/b/c/0", b"value")  # nothing below counts as durable
-    assert backend.list_names("a/b/c") == ["0", "1"]
-
-
-def test_a_folder_that_is_deleted_while_others_are_put_together_is_made_again(tmp_path: Path) -> None:
-    backend = open_backend(tmp_path)
-    with backend.durable_together("a"):
-        backend.put("a/b/0", b"value")
-        backend.delete("a/b/0")
-        backend.put("a/b/1", b"value")
-    assert backend.list_names("a/b") == ["1"]
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 1 MiB."""

@@ -52,8 +52,8 @@ class Backend(Room, ABC):
     def put(self, key: str, data: BytesLike | Sequence[BytesLike]) -> None:
         """Store an object, and replace the one that was there.
 
-        The object MUST be durable when this returns, or at the end of a `durable_together`. A concurrent reader MUST
-        see either the old object or the new one, whole. After an error either may be stored.
+        The object MUST be durable when this returns. A concurrent reader MUST see either the old object or the new
+        one, whole. After an error either may be stored.
 
         Parameters
         ----------

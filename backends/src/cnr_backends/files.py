@@ -29,8 +29,7 @@ class LackingFilesystemError(OSError):
     """The filesystem can't do what a durable or an exclusive write needs."""
 
 
-def write_file(path: Path, pieces: Pieces, *, replace: bool, syncs_name: bool = True) -> bool:
-    """Write a synced file. Return False if one is there and must not be replaced."""
+def write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
     temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
     is_there = True
     try:
@@ -42,8 +41,8 @@ def write_file(path: Path, pieces: Pieces, *, replace: bool, syncs_name: bool = 
             is_there = False
         elif not _link(temporary, path):
             return False
-        if syncs_name:
-            sync_if_there(path.parent)
+        with contextlib.suppress(FileNotFoundError):  # the file and its folder were deleted at once
+            sync_folder(path.parent)
         return True
     finally:
         if is_there:
@@ -143,12 +142,6 @@ def sync_folder(folder: Path) -> None:
         sync(file, "folders")
     finally:
         os.close(file)
-
-
-def sync_if_there(folder: Path) -> None:
-    """`sync_folder` of one that may have been deleted together with what was written to it."""
-    with contextlib.suppress(FileNotFoundError):
-        sync_folder(folder)
 
 
 def sync(file: int, what: str) -> None:

@@ -9,8 +9,6 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from cnr_backends.backend import Backend
@@ -21,7 +19,6 @@ from cnr_backends.files import (
     read,
     remove_abandoned,
     sync_folder,
-    sync_if_there,
     write_file,
 )
 from cnr_backends.keys import TEMPORARY_PREFIX, check_prefix
@@ -29,7 +26,6 @@ from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _WRITE_ATTEMPTS = 10
-_SYNCS_AT_ONCE = 16
 
 RESERVE = "reserve"
 """The key of the file that holds room back."""
@@ -37,23 +33,13 @@ RESERVE_BYTES = 256 << 10
 RESERVE_STEP_BYTES = 32 << 10
 
 
-@dataclass(frozen=True)
-class _Together:
-    """Folders made below a folder, and those whose names are yet to be synced, each once for all that is put there."""
-
-    below: str
-    made: set[Path] = field(default_factory=set)
-    unsynced: set[Path] = field(default_factory=set)
-
-
 class LocalBackend(Backend):
     """Stores objects as files below a folder.
 
     A file is written under a temporary name in its folder, synced, and renamed (`put`) or linked (`create`) to its
-    name. Then its folder is synced, and so is every new folder; in `durable_together` each of them once, at the end. The
-    first write makes the root. Symbolic links are not objects: listings leave them out, and a link that leads outside
-    the root is neither read nor written. A link that is made between this check and the access is not caught: keep
-    attackers from writing to the folder.
+    name. Then its folder is synced, and so is every new folder. The first write makes the root. Symbolic links are not
+    objects: listings leave them out, and a link that leads outside the root is neither read nor written. A link that
+    is made between this check and the access is not caught: keep attackers from writing to the folder.
 
     `create` needs hard links, or else renames that replace nothing, as Linux has them on most filesystems.
 
@@ -91,7 +77,6 @@ class LocalBackend(Backend):
         self._address = os.fspath(self.root)
         self._inside = os.path.realpath(self._address).rstrip(os.sep) + os.sep
         self._synced: set[Path] = set()
-        self._together: list[_Together] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[LocalBackend], tuple[str]]:
@@ -187,23 +172,6 @@ class LocalBackend(Backend):
                     Path(parent).rmdir()
             self._remove_empty(folder)
 
-    @contextlib.contextmanager
-    def durable_together(self, prefix: str) -> Iterator[None]:
-        with self._guard("put", prefix):
-            together = _Together(os.path.join(self._path(check_prefix(prefix)), ""))  # noqa: PTH118 - ends in a slash
-        with self._lock:
-            self._together.append(together)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._together.remove(together)
-        with self._guard("put", prefix), ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
-            for _ in pool.map(sync_if_there, together.unsynced):
-                pass
-        with self._lock:
-            self._synced |= together.made
-
     def _advice(self, error: Exception) -> str:
         if isinstance(error, LackingFilesystemError):
             return "use a folder on another filesystem, such as ext4, xfs or NFS"
@@ -243,40 +211,25 @@ class LocalBackend(Backend):
         """Store a synced file. Return False if one is there and must not be replaced."""
         for attempt in range(_WRITE_ATTEMPTS):
             path = self._path(key)
-            together = self._together_with(path) if replace else None
             try:
-                self._make_folder(path.parent, together)
-                written = write_file(path, pieces, replace=replace, syncs_name=together is None)
+                self._make_folder(path.parent)
+                return write_file(path, pieces, replace=replace)
             except FileNotFoundError:
                 # A concurrent delete removed the empty folder.
                 with self._lock:
                     self._synced.clear()
-                    if together is not None:
-                        together.made.clear()
                 if attempt == _WRITE_ATTEMPTS - 1:
                     raise
             except OSError:
                 self._remove_empty(path.parent)  # a folder takes room, too
                 raise
-            else:
-                if together is not None:
-                    with self._lock:
-                        together.unsynced.add(path.parent)
-                return written
         raise AssertionError("unreachable")
 
-    def _together_with(self, path: Path) -> _Together | None:
-        if not self._together:
-            return None
-        with self._lock:
-            return next((each for each in self._together if str(path).startswith(each.below)), None)
-
-    def _make_folder(self, folder: Path, together: _Together | None) -> None:
-        """Make `folder` and its parents, and make them durable, or note that they are to be."""
+    def _make_folder(self, folder: Path) -> None:
+        """Make `folder` and its parents, and make them durable."""
         root = Path(os.path.realpath(self.root))
         unsynced: list[Path] = []
-        known = self._synced if together is None else together.made
-        while folder not in self._synced and folder not in known:
+        while folder not in self._synced:
             # Another process may have made a folder a moment ago, and not have synced it yet; not those above the root.
             if not folder.is_relative_to(root) and folder.is_dir():
                 break
@@ -285,11 +238,6 @@ class LocalBackend(Backend):
         for each in reversed(unsynced):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
-        if together is not None:
-            with self._lock:
-                together.unsynced.update(each.parent for each in unsynced)
-                together.made.update(unsynced)
-            return
         # Once all are made: where a filesystem has a journal, the first sync writes them down together.
         for each in unsynced:
             sync_folder(each.parent)
@@ -308,8 +256,7 @@ class LocalBackend(Backend):
             except OSError:  # not empty or in use: no harm
                 return
             with self._lock:
-                for known in (self._synced, *(each.made for each in self._together)):
-                    known.discard(folder)
+                self._synced.discard(folder)
             folder = folder.parent
 
 

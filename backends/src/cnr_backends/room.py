@@ -1,9 +1,8 @@
-"""What a backend does beside single objects: when its storage fills up, and where many are put together."""
+"""What a backend does when its storage fills up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from cnr_backends.errors import StorageFullError
@@ -12,8 +11,7 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """The part of every backend that local folders need: room held back for small objects, and names that are synced
-    together. Here it does nothing, as on object stores.
+    """The part of every backend that holds room back for small objects. Here it does nothing, as on object stores.
 
     A backend that passes operations on to another one passes these on as well.
     """
@@ -35,18 +33,6 @@ class Room:
             A folder that nobody writes to any more. Its objects are left as they are.
         """
         return
-
-    def durable_together(self, prefix: str) -> AbstractContextManager[None]:
-        """Return a context in which objects put below ``prefix/`` need not be durable until it ends.
-
-        Where it ends without an error, all of them MUST be. By default each is at once.
-
-        Parameters
-        ----------
-        prefix
-            A folder whose objects count for nothing before the context has ended.
-        """
-        return nullcontext()
 
     def with_reserve(self, write: Callable[[], Result]) -> Result:
         """Return ``write()``. While the storage is full, give up some of the reserve and try again.

@@ -31,7 +31,6 @@ SLOT_DTYPES = TABLE_DTYPES | {torch.uint8, torch.int8, torch.int16, torch.int32,
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's own name without its prefix: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
@@ -54,7 +53,6 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-@functools.cache
 def has_numpy_type(dtype: torch.dtype) -> bool:
     """Whether numpy has the same element type."""
     try:
@@ -226,9 +224,6 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
             "to store; convert it to a dense tensor"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # Nearly all, thousands of them in a large model.
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and plain.is_cpu and has_numpy_type(plain.dtype):
-        return np.array(plain.numpy(), order="C"), None
     copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
     name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from cnr_backends.backend import Backend
@@ -46,9 +45,6 @@ class DelayedBackend(Backend):
 
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
-
-    def durable_together(self, prefix: str) -> AbstractContextManager[None]:
-        return self.inner.durable_together(prefix)
 
     def _put(self, key: str, pieces: Pieces) -> None:
         self._change(lambda: self.inner.put(key, pieces))

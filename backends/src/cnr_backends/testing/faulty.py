@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Literal, TypeAlias, TypeVar
 
 from cnr_backends.backend import Backend
@@ -66,9 +66,6 @@ class FaultyBackend(Backend):
 
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
-
-    def durable_together(self, prefix: str) -> AbstractContextManager[None]:
-        return self.inner.durable_together(prefix)
 
     def _put(self, key: str, pieces: Pieces) -> None:
         self._change("put", key, lambda: self.inner.put(key, pieces))
