@@ -18,7 +18,8 @@ from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store.cli.demo import demo
 from cnr_store.cli.export import export, serve
-from cnr_store.cli.inspection import diff, info, ls
+from cnr_store.cli.inspection import diff, info
+from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm

@@ -214,6 +214,8 @@ class Plan:
         Loads that training has been through.
     parent_paths
         Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there.
+    seconds
+        For the commit record, asked as it is made: how long training was held for this save, and all that it took.
     """
 
     step: int
@@ -229,6 +231,7 @@ class Plan:
     parent_paths: Mapping[str, str] = field(default_factory=dict)
     state_parts: Mapping[int, Any] = field(default_factory=dict)
     state_sha256: Sequence[str] = ()
+    seconds: Callable[[], Mapping[str, float]] = dict
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

@@ -62,9 +62,13 @@ class PendingSave:
     def stats(self) -> SaveStats | None:
         if self.written is None:
             return None
+        return replace(self.written, seconds_stalled=self.seconds()["stalled"])
+
+    def seconds(self) -> dict[str, float]:
+        """Until now: how long `save` has held training, and how long ago it was called."""
+        saved = time.perf_counter() - self.began
         # A quick save is written before `Checkpointer.save` has returned.
-        stalled = self.stall_seconds or time.perf_counter() - self.began
-        return replace(self.written, seconds_stalled=stalled)
+        return {"stalled": self.stall_seconds or saved, "saved": saved}
 
     def __repr__(self) -> str:
         return f"<PendingSave of step {self.step}: {self._state()}>"

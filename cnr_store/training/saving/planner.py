@@ -226,6 +226,7 @@ class Planner:
             restores=lineage.restores,
             metadata=snapshot.metadata,
             parent_paths=lineage.paths,
+            seconds=pending.seconds,
         )
 
     def rows(
