@@ -224,7 +224,8 @@ class Record:
     @property
     def stalled_seconds(self) -> float | None:
         """How long the save held training; None if the record does not say."""
-        return self.policy.get("seconds", {}).get("stalled")
+        stalled: float | None = self.policy.get("seconds", {}).get("stalled")
+        return stalled
 
     def _tables(self) -> Iterator[tuple[str, ArrayEntry]]:
         return ((path, entry) for path, entry in self.arrays.items() if path.endswith("/weight"))

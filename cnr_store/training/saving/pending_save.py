@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.errors import ClosedError, SkippedError
 from cnr_store.format.record import Record
 from cnr_store.training.saving.stats import SaveStats
@@ -72,6 +72,13 @@ class PendingSave:
 
     def __repr__(self) -> str:
         return f"<PendingSave of step {self.step}: {self._state()}>"
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it."""
+        stats = self.stats
+        return html_facts(
+            {"step": self.step, "save": self._state()} | ({} if stats is None else asdict(stats))
+        )
 
     def _state(self) -> str:
         if self.skipped:

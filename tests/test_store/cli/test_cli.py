@@ -23,9 +23,9 @@ from rich.filesize import decimal
 from safetensors.numpy import load_file
 
 import cnr_store
-from cnr_store.cli.app import main
 from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policies.policy import POLICIES
+from tests.test_store.cli.command import cnr
 from tests.test_store.support.damaged_store import DAMAGES, SavedStore, shard_of
 
 WITHOUT_TORCH = """
@@ -34,15 +34,6 @@ sys.modules["torch"] = None  # as if it were not installed
 from cnr_store.cli.app import main
 main(sys.argv[1:])
 """
-
-
-def cnr(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")
@@ -505,7 +496,12 @@ def test_simulate_compares_policies(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("simulate", "--rows", "1000", "--saves", "6", "--accesses", "500")
     status, out, _ = cnr(capsys, *few)
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == list(POLICIES)
+    assert out.startswith("6 saves of 1,000 rows of 68 bytes, 500 lookups between two of them")
+    assert [line.split()[0] for line in out.splitlines()[-len(POLICIES) :]] == list(POLICIES)
+    status, out, _ = cnr(
+        capsys, "simulate", "--failure-hours", "8", "--stall-ms", "20", "--write-seconds", "30"
+    )
+    assert (status, out.startswith("with a failure every 8 hours, save every 34 seconds")) == (0, True)
     found = json.loads(cnr(capsys, *few, "--policy", "full", "--row-bytes", "10", "--json")[1])
     assert [save["bytes"] for save in found["full"]] == [10_000] * 6
     assert "every version is full" in cnr(capsys, *few, "--policy", "full")[1]
