@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from cnr_store.errors import OptionError
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
@@ -115,12 +116,12 @@ def _check_count(name: str, value: object) -> None:
         raise OptionError(f"{name}={value!r}: give an integer of at least 1, or None to keep all")
 
 
-def _check_best(value: object) -> None:
+def _check_best(value: Any) -> None:
     if value is None:
         return
     fits = isinstance(value, tuple | list) and len(value) == 3
-    name, mode, count = value if fits else ("", "", 0)
-    is_count = isinstance(count, Integral) and not isinstance(count, bool) and count >= 1
+    name, mode, count = value if fits else (None, None, None)
+    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
     if not (isinstance(name, str) and name and mode in ("max", "min") and is_count):
         raise OptionError(
             f"keep_best={value!r}: give the name of a figure in the metadata, 'max' or 'min', and how many versions, "
