@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.errors import (
     BaseLostError,
@@ -44,6 +44,7 @@ from cnr_store.reading.diff import ArrayDiff, diff
 from cnr_store.reading.export import export
 from cnr_store.reading.opening import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.opening import state_dict, versions, view
+from cnr_store.reading.rows import rows
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer
@@ -101,6 +102,7 @@ __all__ = [
     "open",
     "view",
     "state_dict",
+    "rows",
     "diff",
     "ArrayDiff",
     "follow",

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,74 +15,28 @@ from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
 from cnr_store.catalog.shared_objects import SharedObjects
 from cnr_store.catalog.store_format import check_format
-from cnr_store.catalog.tags import read_tag
+from cnr_store.catalog.tags import list_tags, read_tag
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
-from cnr_store.format.state import decode_state, loads
-
-
-@dataclass(frozen=True)
-class VersionInfo:
-    """A committed version, as users see it.
-
-    Attributes
-    ----------
-    id, step, kind
-        Its id; the caller's step; ``baseline`` or ``delta``.
-    previous
-        Id of the version training continued from, or None.
-    time
-        Seconds since 1970, UTC.
-    bytes
-        Bytes written for it, every object counted.
-    rows
-        Table rows written for it.
-    metadata
-        What the caller gave to `save`.
-    """
-
-    id: str
-    step: int
-    kind: str
-    previous: str | None
-    time: float
-    bytes: int
-    rows: int
-    metadata: Any = None
-
-    @classmethod
-    def from_record(cls, record: Record) -> VersionInfo:
-        """What a commit `record` says of its version.
-
-        Raises
-        ------
-        FormatError
-            Its metadata can't be decoded.
-        """
-        return cls(
-            id=record.id,
-            step=record.step,
-            kind=record.kind,
-            previous=record.previous,
-            time=record.time,
-            bytes=record.nbytes,
-            rows=record.rows,
-            metadata=decode_state(record.metadata, read=_no_array),
-        )
-
+from cnr_store.format.state import loads
 
 Url = str | os.PathLike[str] | Store | Backend
 """Where a store is: what `cnr_backends.open_backend` opens."""
 
 Version = str | int | VersionInfo
 _READ_WORKERS = 8
+_SHOWN = 5
 
 
-def _no_array(path: str) -> np.ndarray[Any, Any]:
-    raise FormatError(f"metadata refers to an array ({path}); only small values may stand there")
+def _nearest(steps: set[int], step: int) -> str:
+    """The steps before and after one."""
+    before = max((each for each in steps if each < step), default=None)
+    after = min((each for each in steps if each > step), default=None)
+    return " and ".join(str(each) for each in (before, after) if each is not None)
 
 
 class Catalog:
@@ -274,22 +227,23 @@ class Catalog:
             return self.record(version)
         is_step = isinstance(version, int | np.integer) and not isinstance(version, bool)
         if version != "latest" and not is_step:
+            tags = ", ".join(list_tags(self.backend)[:_SHOWN])
             raise VersionNotFoundError(
                 f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
-                "a step, a tag, or 'latest'"
+                f"a step, a tag{f' ({tags})' if tags else ''}, or 'latest'"
             )
-        empty = True
+        steps = set[int]()
         for record in self.newest_first():
-            empty = False
             if version in ("latest", record.step):
                 return record
-        if empty:
+            steps.add(record.step)
+        if not steps:
             raise EmptyStoreError(
                 f"{self.backend.url} holds no committed version: check the URL, or save one first"
             )
         raise VersionNotFoundError(
-            f"{self.backend.url} has no version of step {version}; `cnr_store.versions`, or `cnr ls`, lists those "
-            "there are"
+            f"{self.backend.url} has no version of step {version}, the nearest are of {_nearest(steps, int(version))}; "
+            "`cnr_store.versions`, or `cnr ls`, lists those there are"
         )
 
     def manifest(self, record: Record) -> Manifest:

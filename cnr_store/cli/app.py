@@ -16,9 +16,11 @@ from rich.text import Text
 
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
+from cnr_store.cli.contents import cat, du
 from cnr_store.cli.demo import demo
-from cnr_store.cli.export import export, serve
-from cnr_store.cli.inspection import diff, info, ls
+from cnr_store.cli.export import export, import_, serve
+from cnr_store.cli.inspection import diff, info
+from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm
@@ -45,15 +47,15 @@ app = typer.Typer(
     help="Checkpoints of recommendation models: inspect, maintain and export a store, or run a demo.",
     callback=_options,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     # Only an unforeseen error ends with a traceback, and Python's own says enough.
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(demo, ls, info, verify, repair, diff, compact, gc, pin, unpin, tag, untag),
-    *(export, serve, simulate, warm),
+    *(demo, ls, info, cat, du, verify, repair, diff, compact, gc, pin, unpin, tag, untag),
+    *(export, import_, serve, simulate, warm),
 ):
-    app.command()(command)
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`cnr export` and `serve`: a version for other tools."""
+"""`cnr export`, `import` and `serve`: versions for other tools, and from them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from typing import Annotated
 import typer
 
 from cnr_store.catalog.catalog import open_record
-from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version, require
-from cnr_store.cli.output import print_json, print_line, say
+from cnr_store.cli.options import (
+    AsJson,
+    StorageOptions,
+    Url,
+    Width,
+    parse_bits,
+    parse_options,
+    parse_version,
+    require,
+)
+from cnr_store.cli.output import print_json, print_line, say, size_text
 from cnr_store.reading import export as reading
+from cnr_store.training.importing.import_file import import_file
 
 
 class Format(StrEnum):
@@ -31,6 +41,15 @@ TargetOptions = Annotated[
     typer.Option("--target-options", metavar="JSON", help="Options of TARGET's filesystem, as in fsspec."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
+Source = Annotated[str, typer.Argument(metavar="FILE", help="A local file of torch.save or safetensors.")]
+Step = Annotated[int, typer.Option(min=0, help="The step that the version gets.")]
+Tables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--table", metavar="NAME", help="A table, or a pattern. By default, weights of 10,000 rows or more."
+    ),
+]
+Key = Annotated[str | None, typer.Option(help="The entry that holds the state dict, such as model.")]
 Host = Annotated[str, typer.Option(help="Address to listen at. Access is not restricted.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
 
@@ -59,6 +78,29 @@ def export(
         print_json({"version": info.id, "step": info.step, "target": target})
     else:
         print_line(f"{info.id} (step {info.step}) written to {target}")
+
+
+def import_(
+    source: Source,
+    url: Url,
+    step: Step = 0,
+    bits: Width = "auto",
+    tables: Tables = None,
+    key: Key = None,
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Store the state dict in FILE, of torch.save or safetensors, as a version: its tables by rows, quantized.
+
+    No code in the file is run.
+    """
+    info = import_file(
+        source, url, step, parse_bits(bits), tables=tables or None, key=key, **parse_options(options)
+    )
+    if as_json:
+        print_json({"version": info.id, "step": info.step, "bytes": info.bytes, "rows": info.rows})
+    else:
+        print_line(f"{info.id} (step {info.step}): {info.rows:,} rows, {size_text(info.bytes)}")
 
 
 def serve(

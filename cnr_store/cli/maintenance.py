@@ -41,6 +41,13 @@ KeepEvery = Annotated[
         min=1, help="For each multiple of this many steps, keep the newest version at or before it."
     ),
 ]
+KeepBest = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME:max|min:N",
+        help="Keep the N versions with the best figure of this name in the metadata: auc:max:3.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 EndRun = Annotated[
     bool,
@@ -214,6 +221,7 @@ def gc(
     url: Url,
     keep_last: KeepLast = None,
     keep_every: KeepEvery = None,
+    keep_best: KeepBest = None,
     dry_run: DryRun = False,
     end_run: EndRun = False,
     yes: Yes = False,
@@ -236,6 +244,7 @@ def gc(
             url,
             keep_last,
             keep_every,
+            _parse_best(keep_best),
             dry_run=dry_run,
             grace_seconds=grace_seconds,
             progress=on_progress,
@@ -244,13 +253,29 @@ def gc(
     if as_json:
         print_json(asdict(done))
     else:
-        _print_removal(done, ruled=keep_last is not None or keep_every is not None)
+        _print_removal(done, ruled=any(rule is not None for rule in (keep_last, keep_every, keep_best)))
     if done.stopped is not None:
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
     if done.left and not grace_seconds and not dry_run:
         say(f"cnr: {done.left_bytes:,} bytes that unfinished saves left stay, for the reasons above")
         raise typer.Exit(1)
+
+
+def _parse_best(text: str | None) -> tuple[str, str, int] | None:
+    """The rule from NAME:max:N.
+
+    Raises
+    ------
+    typer.BadParameter
+        It is something else.
+    """
+    if text is None:
+        return None
+    name, mode, count = [*text.rsplit(":", 2), "", ""][:3]
+    if not (name and mode in ("max", "min") and count.isascii() and count.isdecimal() and int(count)):
+        raise typer.BadParameter(f"--keep-best {text}: give a figure, max or min, and a number: auc:max:3")
+    return name, mode, int(count)
 
 
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,7 +20,10 @@ from rich.progress import (
 from rich.table import Table
 
 _NUMBERS = frozenset(
-    {"step", "rows", "bytes", "fold", "changed", "max abs", "save", "chain", "written", "kept", "restore"}
+    {
+        *("step", "rows", "bytes", "size", "of full", "fold", "chain", "age", "stall", "changed", "max abs"),
+        *("save", "written", "kept", "restore"),
+    }
 )
 _WIDEST = 10_000
 Report = Callable[[int, int], None]
@@ -55,6 +59,11 @@ def print_line(text: str) -> None:
 def say(text: str) -> None:
     """Print a remark on standard error."""
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes, in powers of a thousand."""
+    return decimal(round(nbytes))
 
 
 def time_text(seconds: float) -> str:

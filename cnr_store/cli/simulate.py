@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cnr_store.cli.options import AsJson
-from cnr_store.cli.output import new_table, print_json, print_table
+from cnr_store.cli.output import new_table, print_json, print_line, print_table
+from cnr_store.policies.interval import Interval, best_interval
 from cnr_store.policies.policy import MAX_CHAIN, POLICIES
 from cnr_store.policies.simulation import SimulatedSave, Trace
 from cnr_store.policies.simulation import simulate as run_policy
@@ -20,6 +21,13 @@ Exponent = Annotated[float, typer.Option(help="Exponent of Zipf's law: how fast 
 KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept. By default, all.")]
 MaxChain = Annotated[int, typer.Option(min=1, help="Versions that reading one may take before it is folded.")]
 RowBytes = Annotated[float, typer.Option(min=0, help="Encoded bytes of a row with its optimizer state.")]
+Failure = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Hours between two failures: say how often to save, and nothing else."),
+]
+Stall = Annotated[float, typer.Option(min=0, help="Milliseconds that a save holds training.")]
+Write = Annotated[float, typer.Option(min=0, help="Seconds that a save is written in the background.")]
+Restore = Annotated[float, typer.Option(min=0, help="Seconds from a failure to the first new step.")]
 Chosen = Annotated[str | None, typer.Option("--policy", help="Show each save of this policy.")]
 
 
@@ -32,12 +40,24 @@ def simulate(
     keep_last: KeepLast = None,
     max_chain: MaxChain = MAX_CHAIN,
     policy: Chosen = None,
+    failure_hours: Failure = None,
+    stall_ms: Stall = 50.0,
+    write_seconds: Write = 10.0,
+    restore_seconds: Restore = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what the policies would write, keep and restore, on rows looked up by Zipf's law.
+    """Compare what the policies would write, keep and restore, on rows looked up by Zipf's law; nothing is trained.
 
-    "written" and "kept" count the bytes of folds, which "folds" shows by themselves.
+    "written" and "kept" count the bytes of folds, which "folds" shows by themselves. With --failure-hours it says
+    instead how often to save, so that saves, steps made again and restores take the least time.
     """
+    if failure_hours is not None:
+        _print_interval(
+            best_interval(3600 * failure_hours, stall_ms / 1000, restore_seconds, write_seconds),
+            failure_hours,
+            as_json,
+        )
+        return
     trace = Trace.zipf(rows, saves, accesses, exponent)
     names = POLICIES if policy is None else (policy,)
     simulated = {
@@ -47,9 +67,25 @@ def simulate(
     if as_json:
         print_json({name: [asdict(save) for save in saved] for name, saved in simulated.items()})
     elif policy is None:
+        print_line(
+            f"{saves:,} saves of {rows:,} rows of {row_bytes:g} bytes, {accesses:,} lookups between two of them, "
+            f"of which the n-th most popular row gets a share like 1/n^{exponent:g}:"
+        )
         _print_summary(simulated)
     else:
         _print_saves(simulated[policy])
+
+
+def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(found))
+        return
+    seconds = found.seconds
+    every = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    print_line(
+        f"with a failure every {failure_hours:g} hours, save every {every}: saves, steps made again and restores "
+        f"then take {100 * found.lost:.2g} % of the time"
+    )
 
 
 def _print_summary(simulated: dict[str, list[SimulatedSave]]) -> None:

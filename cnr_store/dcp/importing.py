@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Url, VersionInfo
+from cnr_store.catalog.catalog import Url
 from cnr_store.catalog.claims import check_no_live_writer
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.dcp.writer import Writer
 from cnr_store.policies.widths import Bits
 from cnr_store.training.model.arguments import check_count

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import dense_layout, dense_object, read_dense

@@ -19,7 +19,8 @@ from torch.futures import Future
 from cnr_backends import open_backend
 from cnr_codecs import LosslessRows, RowCodec
 from cnr_store.catalog import fencing
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.dcp.boxes import (
     LocalItems,
     PlacedTensor,

@@ -16,7 +16,8 @@ from typing import Any
 
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError

@@ -6,9 +6,11 @@ what is stored of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from cnr_store.format.arrays import Doc
@@ -217,4 +219,29 @@ class Record:
     @property
     def rows(self) -> int:
         """Table rows written (optimizer state that follows them is not counted again)."""
-        return sum(entry.rows for path, entry in self.arrays.items() if path.endswith("/weight"))
+        return sum(entry.rows for _, entry in self._tables())
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(entry.shape[0] for _, entry in self._tables())
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all arrays as a model has them in memory, which is about what a full copy takes."""
+        return sum(prod(entry.shape) * _element_bytes(entry.element) for entry in self.arrays.values())
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long the save held training; None if the record does not say."""
+        stalled: float | None = self.policy.get("seconds", {}).get("stalled")
+        return stalled
+
+    def _tables(self) -> Iterator[tuple[str, ArrayEntry]]:
+        return ((path, entry) for path, entry in self.arrays.items() if path.endswith("/weight"))
+
+
+def _element_bytes(element: str) -> int:
+    """Bytes of a number of this type, whose name ends with its bits; those of a boolean are not named."""
+    bits = re.search(r"\d+$", element)
+    return int(bits[0]) // 8 if bits else 1

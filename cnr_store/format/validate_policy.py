@@ -47,6 +47,8 @@ def prove_policy(policy: Doc) -> Doc:
     if offer is not None:
         for name in ("baseline_bytes", "previous_bytes"):
             validate.natural(validate.members(offer, "policy.offer")[name], f"policy.offer.{name}")
+    for name, seconds in validate.members(policy.get("seconds", {}), "policy.seconds").items():
+        validate.seconds(seconds, f"policy.seconds.{name}")
     if policy.get("ranks") is not None:
         _prove_ranks(validate.members(policy["ranks"], "policy.ranks"))
     for tables in validate.members(policy.get("whole", {}), "policy.whole").values():

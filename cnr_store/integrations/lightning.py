@@ -6,15 +6,20 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
+from cnr_store.integrations.metrics import figures
+from cnr_store.maintenance.collection.rules import Rules
+from cnr_store.policies.checks import number
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.data.loader_replay import length_of
 from cnr_store.training.data.tracked_reader import TrackedReader
 from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
+from cnr_store.training.saving.pending_save import PendingSave
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,9 +45,13 @@ class CnrCheckpoint(Callback):
     ----------
     url
         Any fsspec URL, a path, or a Zarr store.
-    every_n_steps
-        Optimizer steps between two saves. A save comes at the end of a batch, and never while gradients are being
-        accumulated. The end of `fit` is saved too, also if a SIGTERM causes it.
+    every_n_steps, every_n_minutes
+        Optimizer steps, and minutes, between two saves: one of them, or both. A save comes at the end of a batch, and
+        never while gradients are being accumulated. The end of `fit` is saved too, also if a SIGTERM causes it.
+    monitor, mode, save_top_k
+        Keep the versions in which the metric `monitor` is best (``"min"`` or ``"max"``), so many of them, as
+        ``keep_best`` of `Checkpointer` does. Each version's metadata has the epoch, and all metrics of one number that
+        the module has logged by then.
     resume
         Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
     options
@@ -51,15 +60,46 @@ class CnrCheckpoint(Callback):
     Raises
     ------
     OptionError
-        `every_n_steps` is not a positive integer; or, when `fit` starts, it has more than one process or a
-        `TrackedReader` among its loaders.
+        An option is out of range, or does not go with another; or, when `fit` starts, it has more than one process or
+        a `TrackedReader` among its loaders.
+
+    Notes
+    -----
+    The trainer's loggers get the figures of each save (``checkpoint/bytes``, ``checkpoint/seconds_stalled``, ...).
     """
 
-    def __init__(self, url: Url, every_n_steps: int, *, resume: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        url: Url,
+        every_n_steps: int | None = None,
+        *,
+        every_n_minutes: float | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int | None = None,
+        resume: bool = False,
+        **options: Any,
+    ) -> None:
+        if every_n_steps is None and every_n_minutes is None:
+            raise OptionError("give every_n_steps or every_n_minutes: how often to save")
         self._url = url
-        self._every = check_count("every_n_steps", every_n_steps, minimum=1)
+        self._every = (
+            None if every_n_steps is None else check_count("every_n_steps", every_n_steps, minimum=1)
+        )
+        self._every_seconds = (
+            None if every_n_minutes is None else 60 * number("every_n_minutes", every_n_minutes)
+        )
         self._resume = resume
+        self._monitor = monitor
+        if save_top_k is not None:
+            if monitor is None or "keep_best" in options:
+                raise OptionError(
+                    "save_top_k needs monitor=, the metric that tells the best, and no keep_best="
+                )
+            options["keep_best"] = Rules(keep_best=(monitor, mode, save_top_k)).keep_best
         self._options = options
+        self._pending: PendingSave | None = None  # whose figures the loggers have not got yet
+        self._saved_at = monotonic()
         self._checkpointer: Checkpointer | None = None
         self._saved_step: int | None = None  # the newest step saved or loaded
         self._step_before_batch = 0
@@ -82,7 +122,7 @@ class CnrCheckpoint(Callback):
                 for position, config in enumerate(trainer.lr_scheduler_configs)
             },
         }
-        self._saved_step = None
+        self._saved_step, self._saved_at = None, monotonic()
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
         if self._resume:
@@ -107,6 +147,7 @@ class CnrCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if due. After the last batch the save waits for `on_train_epoch_end`: `fit` can't resume in between."""
+        self._log_figures(trainer)
         if self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
@@ -122,6 +163,7 @@ class CnrCheckpoint(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save under way, and stop tracking."""
         self._close()
+        self._log_figures(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
@@ -135,20 +177,43 @@ class CnrCheckpoint(Callback):
             self._close()
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether this batch reached or passed the next multiple of `every_n_steps`.
+        """Whether this batch reached or passed the next multiple of `every_n_steps`, or the minutes are over.
 
         A batch may take several steps, or none while it accumulates gradients, which are not saved.
         """
-        step = trainer.global_step
-        return step > self._step_before_batch and step // self._every > (self._saved_step or 0) // self._every
+        step, every, seconds = trainer.global_step, self._every, self._every_seconds
+        if step <= self._step_before_batch:
+            return False
+        is_late = seconds is not None and monotonic() - self._saved_at >= seconds
+        return is_late or (every is not None and step // every > (self._saved_step or 0) // every)
 
     def _save(self, trainer: Trainer, overlap: Overlap | None = None) -> None:
         step = trainer.global_step
         if self._checkpointer is None or step == self._saved_step:
             return
-        pending = self._checkpointer.save(step, metadata={"epoch": trainer.current_epoch}, overlap=overlap)
+        metrics = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1
+        }
+        if self._monitor is not None and self._monitor not in metrics:
+            log.warning(
+                "step %d is saved without the metric %r, so it is none of the best: the module has logged %s",
+                *(step, self._monitor, ", ".join(metrics) or "nothing"),
+            )
+        pending = self._checkpointer.save(
+            step, metadata={**metrics, "epoch": trainer.current_epoch}, overlap=overlap
+        )
         if not pending.skipped:
-            self._saved_step = step
+            self._log_figures(trainer)
+            self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
+
+    def _log_figures(self, trainer: Trainer) -> None:
+        """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
+        pending = self._pending
+        if pending is None or not pending.future.done():
+            return
+        self._pending = None
+        for logger in trainer.loggers:
+            logger.log_metrics(figures(pending), step=pending.step)
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None

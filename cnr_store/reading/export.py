@@ -12,7 +12,8 @@ from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo, open_record
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import zarr
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, VersionInfo, open_record
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.version_info import VersionInfo, VersionList
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
+from cnr_store.reading.rows import find_array
+
+log = logging.getLogger("cnr_store")
 
 
-def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
+def versions(url: Url, **storage_options: Any) -> VersionList:
     """Committed versions of a store, oldest first. The list is empty where nothing was ever committed.
+
+    Notebooks show it as a table. Where there is no store at all, the log says so.
 
     Parameters
     ----------
@@ -35,7 +42,10 @@ def versions(url: Url, **storage_options: Any) -> list[VersionInfo]:
         The place holds something else than a store.
     """
     catalog = Catalog(open_backend(url, **storage_options))
-    return [VersionInfo.from_record(record) for record in catalog.oldest_first()]
+    found = VersionList(VersionInfo.from_record(record) for record in catalog.oldest_first())
+    if not (found or catalog.check_format()):
+        log.warning("%s holds no store: check the URL, if something was saved there", catalog.backend.url)
+    return found
 
 
 def view(url: Url, version: Version = "latest", **storage_options: Any) -> Overlay:
@@ -76,7 +86,9 @@ def open_version(url: Url, version: Version = "latest", **storage_options: Any) 
     return zarr.open_group(view(url, version, **storage_options), mode="r")
 
 
-def state_dict(url: Url, version: Version = "latest", **storage_options: Any) -> dict[str, Array]:
+def state_dict(
+    url: Url, version: Version = "latest", *, tables: Sequence[str] | None = None, **storage_options: Any
+) -> dict[str, Array]:
     """Tables and dense tensors of a version by the model's names, without a model and without torch.
 
     Tables of bfloat16 come as float32. Dense tensors of a type that numpy lacks come as unsigned integers that hold
@@ -87,22 +99,29 @@ def state_dict(url: Url, version: Version = "latest", **storage_options: Any) ->
     url
         Any fsspec URL, a path, or a Zarr store.
     version
-        An id, a `VersionInfo`, a step, or ``latest``.
+        An id, a `VersionInfo`, a step, a tag, or ``latest``.
+    tables
+        Read these tables only, and nothing dense: ``["users"]``. By default, everything.
     storage_options
         For the filesystem, as in fsspec.
 
     Raises
     ------
+    OptionError
+        The version has no such table.
     EmptyStoreError, VersionNotFoundError, CorruptionError
     """
     catalog, record = open_record(url, version, **storage_options)
     arrays = model_arrays(record)
+    if tables is not None:
+        wanted = {find_array(record, name) for name in tables}
+        arrays = {name: path for name, path in arrays.items() if path in wanted}
     dense = {name: path for name, path in arrays.items() if record.arrays[path].kind == "dense"}
     readers = [ArrayReader(catalog, record, path) for name, path in arrays.items() if name not in dense]
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-        tables = iter(_read_tables(readers, transfer))
+        whole = iter(_read_tables(readers, transfer))
         tensors = transfer.map(lambda path: read_dense(catalog, record, path)[0], dense.values())
-        values = {name: next(tensors if name in dense else tables) for name in arrays}
+        values = {name: next(tensors if name in dense else whole) for name in arrays}
     return {
         alias: values[name] for name, path in arrays.items() for alias in (name, *record.arrays[path].aliases)
     }

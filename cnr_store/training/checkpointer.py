@@ -19,7 +19,7 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
-from cnr_store.maintenance.collection.rules import Rules
+from cnr_store.maintenance.collection.rules import KeepBest, Rules
 from cnr_store.policies.checks import number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
@@ -121,9 +121,10 @@ class Checkpointer:
     audit
         Whether each save checks, by samples, that rows believed unchanged are unchanged; or the bytes that all samples
         may take. True stands for 1 MiB.
-    keep_last, keep_every
-        After each commit, in the background, remove the versions that neither rule keeps, as `cnr_store.gc` does:
-        keep so many of the newest, and one of every so many steps. With None for both, all versions are kept.
+    keep_last, keep_every, keep_best
+        After each commit, in the background, remove the versions that no rule keeps, as `cnr_store.gc` does: keep so
+        many of the newest, one of every so many steps, and those whose metadata has the best figure, such as
+        ``("auc", "max", 3)``. With None for all, every version is kept.
     max_chain
         After a commit, in the background, fold the version as `cnr_store.compact` does if reading it touches more
         versions than this. None folds nothing. A failure is only logged. Under ``consecutive`` such a fold comes every
@@ -180,6 +181,7 @@ class Checkpointer:
         audit: bool | int = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
         max_chain: int | None = MAX_CHAIN,
         trusted_optimizers: Collection[type[Optimizer]] = (),
         on_failure: arguments.OnFailure = "raise",
@@ -195,7 +197,7 @@ class Checkpointer:
         if max_chain is not None:
             max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
         self._options = options = Options(
-            retention=Rules(keep_last, keep_every),
+            retention=Rules(keep_last, keep_every, keep_best),
             workers=arguments.check_count("workers", workers, minimum=1),
             max_chain=max_chain,
             snapshot_bytes=arguments.check_count("snapshot_bytes", snapshot_bytes, minimum=0),

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from cnr_store.catalog.catalog import Url, Version, VersionInfo
+from cnr_store.catalog.catalog import Url, Version
 from cnr_store.catalog.fencing import Seen
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import VersionId
 from cnr_store.training.checkpointer import Checkpointer

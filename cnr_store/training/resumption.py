@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
-from cnr_store.catalog.catalog import Catalog, Version, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.catalog.fencing import Seen
 from cnr_store.catalog.shared_objects import SharedObjects
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError

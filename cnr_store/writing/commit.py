@@ -82,7 +82,7 @@ def finish_record(
         needs=plan.needs,
         arrays=arrays,
         nodes=staged.nodes,
-        policy={**plan.policy, "ranks": _shares(staged.ranks)} if len(staged.ranks) > 1 else plan.policy,
+        policy={**plan.policy, **_figures(plan, staged)},
         restores=plan.restores,
         objects_bytes=staged.nbytes + state.nbytes + len(manifest),
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
@@ -90,6 +90,13 @@ def finish_record(
         metadata=plan.metadata,
         requires=(*required_features(staged.arrays), *((STATE_PARTS,) if state.parts else ())),
     )
+
+
+def _figures(plan: Plan, staged: Staged) -> dict[str, Any]:
+    """What the save took, for people."""
+    seconds = {name: round(value, 4) for name, value in plan.seconds().items()}
+    ranks = {"ranks": _shares(staged.ranks)} if len(staged.ranks) > 1 else {}
+    return ({"seconds": seconds} if seconds else {}) | ranks
 
 
 def _shares(ranks: Mapping[int, tuple[int, float]]) -> dict[str, Any]:

@@ -254,6 +254,8 @@ class Plan:
         Bytes in memory of the rows that are still in the model.
     live_threads
         Threads that training does not need while it waits for these.
+    seconds
+        For the commit record, asked as it is made: how long training was held for this save, and all that it took.
     """
 
     step: int
@@ -271,6 +273,7 @@ class Plan:
     state_sha256: Sequence[str] = ()
     live_bytes: int = 0
     live_threads: int = 1
+    seconds: Callable[[], Mapping[str, float]] = dict
 
     def place(self) -> dict[str, str]:
         """The paths that its arrays will lie under, by their plain ones."""

@@ -20,7 +20,7 @@ from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
 from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
-from cnr_store.maintenance.collection.rules import Rules, choose
+from cnr_store.maintenance.collection.rules import KeepBest, Rules, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
 
@@ -66,6 +66,7 @@ def gc(
     url: Url,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep_best: KeepBest | None = None,
     *,
     dry_run: bool = False,
     end_run: bool = False,
@@ -87,6 +88,9 @@ def gc(
         How many of the newest versions are kept.
     keep_every
         A number of steps; the newest version at or before each multiple of it is kept.
+    keep_best
+        The versions with the best figure: its name in the metadata, ``"max"`` or ``"min"``, and how many are kept, such
+        as ``("auc", "max", 3)``. Versions without it, or with NaN, are not among them.
     dry_run
         Change nothing, and report what would be deleted.
     end_run
@@ -116,7 +120,7 @@ def gc(
     cnr_backends.BackendError
         The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
-    rules, grace = Rules(keep_last, keep_every), _seconds(grace_seconds)
+    rules, grace = Rules(keep_last, keep_every, keep_best), _seconds(grace_seconds)
     if dry_run and end_run:
         raise OptionError("dry_run changes nothing, and end_run ends the newest run: give one of the two")
     backend = open_backend(url, **storage_options)

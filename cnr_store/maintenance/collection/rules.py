@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from cnr_store.errors import OptionError
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 
+KeepBest = tuple[str, str, int]
+"""A figure of the metadata, ``"max"`` or ``"min"``, and how many versions."""
+
 
 @dataclass(frozen=True)
 class Rules:
-    """Which versions are kept. With neither rule, all are.
+    """Which versions are kept. Without a rule, all are.
 
     Attributes
     ----------
@@ -20,23 +24,28 @@ class Rules:
         How many of the newest, as `versions` lists them.
     keep_every
         A number of steps; the newest version at or before each multiple of it is kept.
+    keep_best
+        A figure of the metadata, ``"max"`` or ``"min"``, and how many versions: those in which it is best. Of equal
+        ones the newest count; versions without a finite number of this name do not.
 
     Raises
     ------
     OptionError
-        One is not a positive integer.
+        One is something else.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         _check_count("keep_last", self.keep_last)
         _check_count("keep_every", self.keep_every)
+        _check_best(self.keep_best)
 
     @property
     def remove_nothing(self) -> bool:
-        return self.keep_last is None and self.keep_every is None
+        return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
     def asked_for(self, snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
         """(id, reason) of each version that a rule keeps. Tombstoned ones do not count: they may vanish."""
@@ -48,6 +57,12 @@ class Rules:
         if self.keep_every is not None:
             newest = {-(-known.step // self.keep_every): known.id for known in listed}
             yield from ((version, f"keep_every={self.keep_every}") for version in newest.values())
+        if self.keep_best is not None:
+            figure, mode, count = self.keep_best
+            sign = 1 if mode == "max" else -1
+            having = [known for known in listed if figure in known.figures]
+            best = sorted(having, key=lambda known: (sign * known.figures[figure], known.id))[-count:]
+            yield from ((known.id, f"{figure} is {known.figures[figure]:.6g}") for known in best)
 
 
 def choose(
@@ -99,3 +114,16 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
 def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
         raise OptionError(f"{name}={value!r}: give an integer of at least 1, or None to keep all")
+
+
+def _check_best(value: Any) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, tuple | list) and len(value) == 3
+    name, mode, count = value if fits else (None, None, None)
+    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+    if not (isinstance(name, str) and name and mode in ("max", "min") and is_count):
+        raise OptionError(
+            f"keep_best={value!r}: give the name of a figure in the metadata, 'max' or 'min', and how many versions, "
+            "such as ('auc', 'max', 3); or None"
+        )

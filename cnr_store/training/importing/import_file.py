@@ -12,8 +12,9 @@ import numpy as np
 
 from cnr_backends import open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog.catalog import Catalog, Url, VersionInfo
+from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import check_no_live_writer
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import dense_path, table_name, weight_path

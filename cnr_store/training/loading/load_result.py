@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.errors import OptionError
 
@@ -60,6 +60,11 @@ class Restored:
     salvaged: Mapping[str, SalvagedRows] = field(default_factory=dict)
     resharded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     readers: tuple[Any, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return html_facts(own | {"version": self.version.id})
 
 
 def warn_left_out(restored: Restored, url: str) -> None:

@@ -94,6 +94,7 @@ class Options:
             "restores_per_save": self.costs.restores_per_save,
             "keep_last": self.retention.keep_last,
             "keep_every": self.retention.keep_every,
+            "keep_best": repr(self.retention.keep_best),
             "max_chain": self.max_chain,
             "state": repr(sorted(self.objects)),
             "rng": self.rng,

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.errors import ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
@@ -91,9 +91,13 @@ class PendingSave:
     def stats(self) -> SaveStats | None:
         if self.written is None:
             return None
+        return replace(self.written, seconds_stalled=self.seconds()["stalled"])
+
+    def seconds(self) -> dict[str, float]:
+        """Until now: how long `save` has held training, and how long ago it was called."""
+        saved = time.perf_counter() - self.began
         # A quick save is written before `Checkpointer.save` has returned.
-        stalled = self.stall_seconds or time.perf_counter() - self.began
-        return replace(self.written, seconds_stalled=stalled)
+        return {"stalled": self.stall_seconds or saved, "saved": saved}
 
     @property
     def live_pace(self) -> float | None:
@@ -103,6 +107,13 @@ class PendingSave:
 
     def __repr__(self) -> str:
         return f"<PendingSave of step {self.step}: {self._state()}>"
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it."""
+        stats = self.stats
+        return html_facts(
+            {"step": self.step, "save": self._state()} | ({} if stats is None else asdict(stats))
+        )
 
     def _state(self) -> str:
         if self.skipped:

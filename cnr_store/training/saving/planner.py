@@ -215,6 +215,7 @@ class Planner:
             metadata=snapshot.metadata,
             parent_paths=lineage.paths,
             live_bytes=self._staging.left_bytes,
+            seconds=pending.seconds,
         )
 
     def rows(

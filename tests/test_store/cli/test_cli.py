@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 import zarr
+from rich.filesize import decimal
 from safetensors.numpy import load_file
 
 import cnr_store
-from cnr_store.cli.app import main
 from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policies.policy import POLICIES
+from tests.test_store.cli.command import cnr
 from tests.test_store.support.damaged_store import DAMAGES, SavedStore, shard_of
 
 WITHOUT_TORCH = """
@@ -33,15 +34,6 @@ sys.modules["torch"] = None  # as if it were not installed
 from cnr_store.cli.app import main
 main(sys.argv[1:])
 """
-
-
-def cnr(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, out, err
 
 
 @pytest.fixture(scope="module")
@@ -59,44 +51,125 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_ls_lists_versions_oldest_first(capsys: pytest.CaptureFixture[str], store: str) -> None:
     status, out, _ = cnr(capsys, "ls", store)
-    lines = out.splitlines()
+    head, first, second, totals = out.splitlines()
     assert status == 0
-    assert lines[0].split() == ["id", "step", "kind", "rows", "bytes", "previous", "time", "fold", "marks"]
-    assert [line.split()[1:4] for line in lines[1:]] == [["1", "baseline", "1,000"], ["2", "delta", "2"]]
-    first, second = (line.split()[0] for line in lines[1:])
-    assert lines[1].split()[5] == "-"
-    assert lines[2].split()[5] == first
-    assert first < second
+    assert head.split() == [
+        "step",
+        "kind",
+        "rows",
+        "size",
+        "of",
+        "full",
+        "chain",
+        "age",
+        "stall",
+        "metadata",
+        "health",
+    ]
+    assert first.split()[:5] == ["1", "baseline", "1,000", "(100", "%)"]
+    assert second.split()[:5] == ["2", "delta", "2", "(0.2", "%)"]
+    assert "name=[red]first" in first
+    assert [line.split()[-1] for line in (first, second)] == ["ok", "ok"]
+    assert re.fullmatch(r"2 versions, [\d.]+ kB, [\d.]+x less than as many full copies \(256.1 kB\)", totals)
+
+
+def test_ls_long_has_ids_and_times(capsys: pytest.CaptureFixture[str], store: str) -> None:
+    head, *lines, _ = cnr(capsys, "ls", store, "--long")[1].splitlines()
+    assert head.split()[:4] == ["id", "previous", "time", "step"]
+    ids = [info.id for info in cnr_store.versions(store)]
+    assert [line.split()[:2] for line in lines] == [[ids[0], "-"], [ids[1], ids[0]]]
 
 
 def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], store: str) -> None:
-    from cnr_store.reading.opening import versions
-
     status, out, _ = cnr(capsys, "ls", store, "--json")
     names = ("id", "step", "kind", "rows", "bytes", "previous", "time", "metadata")
     assert status == 0
-    expected = [{name: getattr(info, name) for name in names} for info in versions(store)]
-    assert json.loads(out) == [
+    listed = json.loads(out)
+    expected = [{name: getattr(info, name) for name in names} for info in cnr_store.versions(store)]
+    stalled = [each.pop("stalled_seconds") for each in listed]
+    assert all(0 < seconds < 600 for seconds in stalled)
+    assert listed == [
         each
         | {"pinned": False, "folded": False, "fold_bytes": None, "removed": False}
-        | {"lost_base": None, "damaged": None}
-        for each in expected
+        | {"lost_base": None, "damaged": None, "tags": [], "chain": 1 + number}
+        | {"table_rows": 1000, "full_bytes": 4 * (2 * 1000 * 16 + 17)}
+        for number, each in enumerate(expected)
     ]
 
 
-def test_ls_marks_what_is_pinned_and_folded(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
+def test_ls_marks_what_is_named_pinned_and_folded(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
     assert cnr(capsys, "pin", own_store, "1")[0] == 0
+    assert cnr(capsys, "tag", own_store, "best", "1")[0] == 0
+    assert cnr(capsys, "tag", own_store, "candidate", "2")[0] == 0
     assert cnr(capsys, "compact", own_store, "2")[0] == 0
     first, second = json.loads(cnr(capsys, "ls", own_store, "--json")[1])
-    marks = [(each["pinned"], each["folded"]) for each in (first, second)]
-    assert marks == [(True, False), (False, True)]
-    lines = [line.split() for line in cnr(capsys, "ls", own_store)[1].splitlines()]
-    assert [line[-1] for line in lines] == ["marks", "pinned", "folded"]
+    marks = [(each["tags"], each["pinned"], each["folded"], each["chain"]) for each in (first, second)]
+    assert marks == [(["best"], True, False, 1), (["candidate"], False, True, 1)]
+    head, *lines, totals = cnr(capsys, "ls", own_store)[1].splitlines()
+    assert head.split()[-2:] == ["tags", "health"]
+    assert lines[0].endswith("best, pinned  ok    ")
+    assert lines[1].split()[-2:] == ["candidate", "ok"]
     nbytes = sum(path.stat().st_size for path in Path(own_store, "folds").rglob("*") if path.is_file())
     assert [first["fold_bytes"], second["fold_bytes"]] == [None, nbytes]
-    assert [line[-2] for line in lines] == ["fold", "-", f"{nbytes:,}"]
+    assert f"and {decimal(nbytes)} of folds" in totals
+    assert decimal(nbytes) in cnr(capsys, "ls", own_store, "--long")[1].splitlines()[2]
     assert json.loads(cnr(capsys, "info", own_store, "2", "--json")[1])["fold_bytes"] == nbytes
-    assert f"{nbytes:,}" in cnr(capsys, "info", own_store, "2")[1]
+    told = cnr(capsys, "info", own_store, "2")[1]
+    assert decimal(nbytes) in told
+    assert "candidate" in told
+
+
+@pytest.fixture(scope="module")
+def measured_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Five versions, four of which have a figure; that of step 3 is no number."""
+    url = str(tmp_path_factory.mktemp("stores") / "measured")
+    model = torch.nn.EmbeddingBag(100, 4, sparse=True)
+    with cnr_store.Checkpointer(url, model, None) as checkpointer:
+        for step, auc in enumerate([0.7, 0.9, float("nan"), 0.8], 1):
+            checkpointer.save(step, metadata={"auc": auc}).result()
+        checkpointer.save(5).result()
+    return url
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (["--last", "2"], ["4", "5"]),
+        (["--sort", "auc"], ["3", "5", "1", "4", "2"]),
+        (["--sort", "auc", "--last", "1"], ["2"]),
+        (["--sort", "age"], ["5", "4", "3", "2", "1"]),
+        (["--sort", "step"], ["1", "2", "3", "4", "5"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_ls_lists_some_in_an_order(
+    capsys: pytest.CaptureFixture[str], measured_store: str, arguments: list[str], steps: list[str]
+) -> None:
+    status, out, _ = cnr(capsys, "ls", measured_store, *arguments)
+    assert (status, [line.split()[0] for line in out.splitlines()[1:-1]]) == (0, steps)
+    assert out.splitlines()[-1].startswith("5 versions, ")
+
+
+def test_ls_names_the_figures_there_are(capsys: pytest.CaptureFixture[str], measured_store: str) -> None:
+    status, _, err = cnr(capsys, "ls", measured_store, "--sort", "ndcg")
+    assert status == 2
+    assert "no version has the figure 'ndcg'" in err
+    assert "auc" in err
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+def test_a_narrow_terminal_drops_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, measured_store: str, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    whole = cnr(capsys, "ls", measured_store)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    lines = re.sub(r"\x1b\[[\d;]*m", "", cnr(capsys, "ls", measured_store)[1]).splitlines()[:-1]
+    assert max(map(len, lines)) <= columns
+    assert lines[0].split()[0] == "step"
+    assert lines[0].split()[-1] == "health"
+    assert ("metadata" in lines[0]) == (columns == 120)
+    assert "metadata" in whole
 
 
 def test_info_shows_a_version_by_id_step_or_latest(capsys: pytest.CaptureFixture[str], store: str) -> None:
@@ -282,10 +355,10 @@ def test_ls_lists_the_rest_beside_a_damaged_record(
     url, record = str(saved.folder), saved.folder / "versions" / saved.ids[number] / "zarr.json"
     record.write_bytes(record.read_bytes()[:-20])
     status, out, err = cnr(capsys, "ls", url)
-    lines = [line.split() for line in out.splitlines()[1:]]
-    assert (status, [line[0] for line in lines]) == (3, saved.ids)
-    assert lines[number][1:] == ["-"] * 7 + ["damaged"]
-    assert [line[0] for line in lines if line[-1] == "restored"] == saved.ids[number + 1 :]
+    lines = [line.split() for line in out.splitlines()[1:-1]]
+    assert (status, len(lines)) == (3, 4)
+    assert lines[number] == ["-"] * (len(lines[number]) - 1) + ["damaged"]
+    assert [at for at, line in enumerate(lines) if line[-1] == "restored"] == [*range(number + 1, 4)]
     assert f"versions/{saved.ids[number]}" in err or f"version {saved.ids[number]}" in err
     status, out, _ = cnr(capsys, "ls", url, "--json")
     listed = json.loads(out)
@@ -423,7 +496,12 @@ def test_simulate_compares_policies(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("simulate", "--rows", "1000", "--saves", "6", "--accesses", "500")
     status, out, _ = cnr(capsys, *few)
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == list(POLICIES)
+    assert out.startswith("6 saves of 1,000 rows of 68 bytes, 500 lookups between two of them")
+    assert [line.split()[0] for line in out.splitlines()[-len(POLICIES) :]] == list(POLICIES)
+    status, out, _ = cnr(
+        capsys, "simulate", "--failure-hours", "8", "--stall-ms", "20", "--write-seconds", "30"
+    )
+    assert (status, out.startswith("with a failure every 8 hours, save every 34 seconds")) == (0, True)
     found = json.loads(cnr(capsys, *few, "--policy", "full", "--row-bytes", "10", "--json")[1])
     assert [save["bytes"] for save in found["full"]] == [10_000] * 6
     assert "every version is full" in cnr(capsys, *few, "--policy", "full")[1]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cnr_backends import StorageError, open_backend
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.demo.data import CROSS_ROWS, FILES, DemoDataError, cache_folder, find_data, load_features
 from cnr_store.demo.interrupt import FailingBackend, Interruption, Story, Watcher, train_in_process
 from cnr_store.demo.model import auc, log_loss

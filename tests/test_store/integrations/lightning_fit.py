@@ -43,6 +43,7 @@ def fit(
     max_epochs: int = EPOCHS,
     module: Module | None = None,
     validation: Any = None,
+    logger: Any = False,
     **options: Any,
 ) -> tuple[Module, Trainer]:
     module = module or Module()
@@ -51,7 +52,7 @@ def fit(
     trainer = Trainer(
         max_epochs=max_epochs,
         accelerator="cpu",
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 
 import cnr_store
 from cnr_backends import open_backend
@@ -181,9 +183,99 @@ def test_a_run_that_has_ended_is_gone_on_with(tmp_path: Path) -> None:
     assert sorted(module.seen) == sorted(first.seen)  # one epoch each
 
 
-def test_wrong_options() -> None:
-    with pytest.raises(OptionError, match="every_n_steps"):
-        CnrCheckpoint("memory://store", 0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({}, "every_n_steps or every_n_minutes"),
+        ({"every_n_minutes": -1}, "every_n_minutes"),
+        ({"every_n_steps": 1, "save_top_k": 2}, "needs monitor="),
+        ({"every_n_steps": 1, "monitor": "auc", "save_top_k": 0}, "keep_best"),
+        ({"every_n_steps": 1, "monitor": "auc", "mode": "best", "save_top_k": 1}, "keep_best"),
+        (
+            {"every_n_steps": 1, "monitor": "auc", "save_top_k": 1, "keep_best": ("auc", "max", 1)},
+            "no keep_best=",
+        ),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CnrCheckpoint("memory://store", **options)
+
+
+class ScoredModule(Module):
+    """Logs a score for each step that it is given one for."""
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        super().__init__()
+        self._scores = scores
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.global_step + 1 in self._scores:
+            self.log("score", self._scores[self.global_step + 1])
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    scores = {2: 0.5, 4: 0.9, 6: 0.7, 8: 0.6}
+    callback = CnrCheckpoint(
+        url, 2, monitor="score", mode="max", save_top_k=1, policy="full", keep_last=1, max_chain=None
+    )
+    fit(tmp_path, callback, module=ScoredModule(scores), max_epochs=1)
+    found = {version.step: version.metadata["score"] for version in cnr_store.versions(url)}
+    assert found == {4: pytest.approx(0.9), 8: pytest.approx(0.6)}
+
+
+def test_a_metric_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = str(tmp_path / "store")
+    with caplog.at_level(logging.WARNING, "cnr_store"):
+        fit(tmp_path, CnrCheckpoint(url, 8, monitor="auc", save_top_k=1), max_epochs=1)
+    assert "step 8 is saved without the metric 'auc'" in caplog.text
+    assert [version.step for version in cnr_store.versions(url)] == [8]
+
+
+def test_saves_come_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "store")
+    now = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("cnr_store.integrations.lightning.monotonic", lambda: next(now))
+    fit(tmp_path, CnrCheckpoint(url, every_n_minutes=2), max_epochs=1)
+    steps = [version.step for version in cnr_store.versions(url)]
+    assert steps == [4, 8]
+
+
+class Figures(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, dict[str, float]] = {}
+
+    @property
+    def name(self) -> str:
+        return "figures"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "checkpoint/bytes" in metrics:
+            assert step is not None
+            self.found[step] = dict(metrics)
+
+
+def test_loggers_get_the_figures_of_saves(tmp_path: Path) -> None:
+    url, logger = str(tmp_path / "store"), Figures()
+    fit(tmp_path, CnrCheckpoint(url, 3), max_epochs=1, logger=logger, log_every_n_steps=1)
+    versions = cnr_store.versions(url)
+    assert {version.step: version.bytes for version in versions} == {
+        step: figures["checkpoint/bytes"] for step, figures in logger.found.items()
+    }
+    assert all(figures["checkpoint/failed"] == 0 for figures in logger.found.values())
 
 
 class OwnOptimizer(Module):

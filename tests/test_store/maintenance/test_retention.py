@@ -111,8 +111,51 @@ def test_after_a_rollback_keep_every_takes_the_newer_branch(backend: Backend) ->
     assert visible(backend) == [first[0], *second]
 
 
+AUCS = (0.7, 0.9, float("nan"), 0.8, None, 0.9, 0.75)
+
+
 @pytest.mark.parametrize(
-    "rules", [{"keep_last": 0}, {"keep_every": -1}, {"keep_last": True}, {"keep_last": 1.5}]
+    ("rules", "kept"),
+    [
+        ({"keep_best": ("auc", "max", 1)}, [6, 7]),
+        ({"keep_best": ("auc", "max", 2)}, [2, 6, 7]),
+        ({"keep_best": ["auc", "max", 3]}, [2, 4, 6, 7]),
+        ({"keep_best": ("auc", "min", 1)}, [1, 7]),
+        ({"keep_best": ("auc", "max", 100)}, [1, 2, 4, 6, 7]),
+        ({"keep_best": ("loss", "min", 2)}, [7]),
+        ({"keep_best": ("auc", "max", 1), "keep_last": 3}, [5, 6, 7]),
+    ],
+)
+def test_the_best_stay(backend: Backend, rules: dict[str, Any], kept: list[int]) -> None:
+    with Checkpointer(backend, *make_model("sgd", 1), policy="full") as checkpointer:
+        for step, auc in enumerate(AUCS, 1):
+            checkpointer.save(step, metadata=None if auc is None else {"auc": auc, "name": "x"}).result()
+    before = contents(backend)
+    report = cnr_store.gc(backend, **rules)
+    assert steps(backend) == kept
+    check_exact(backend, before)
+    if rules == {"keep_best": ("auc", "max", 2)}:
+        assert list(report.kept.values()) == ["auc is 0.9", "auc is 0.9", "the newest"]
+
+
+def test_a_job_keeps_the_best_and_what_they_need(backend: Backend) -> None:
+    trainer = Trainer(backend, policy="consecutive", keep_last=1, keep_best=("auc", "max", 1))
+    checkpointer = trainer.checkpointer
+    for step, auc in enumerate((0.1, 0.2, 0.9, 0.3, 0.4), 1):
+        checkpointer.touch("users", [step])
+        checkpointer.save(step, full=step == 4, metadata={"auc": auc}).result()
+    trainer.close()
+    assert steps(backend) == [1, 2, 3, 4, 5]  # 3 is a delta over 2 and 1, and 5 over 4
+    check_exact(backend, contents(backend))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        *({"keep_last": 0}, {"keep_every": -1}, {"keep_last": True}, {"keep_last": 1.5}),
+        *({"keep_best": best} for best in ("auc", ("auc", "max"), ("auc", "best", 3), ("auc", "max", 0))),
+        *({"keep_best": best} for best in (("", "max", 1), (3, "max", 1), ("auc", "max", True))),
+    ],
 )
 def test_rules_out_of_range_are_refused(backend: Backend, rules: dict[str, Any]) -> None:
     name = next(iter(rules))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
-from cnr_store.catalog.catalog import VersionInfo
+from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import RanksError
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.protocol import SaveRound

@@ -1,0 +1,135 @@
+"""`cnr cat` and `du`: values of a version, and what takes the space of a store."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog, open_record
+from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version
+from cnr_store.cli.output import new_table, print_json, print_line, print_table, size_text
+from cnr_store.errors import EmptyStoreError
+from cnr_store.format import layout
+from cnr_store.maintenance.verification.glance import read_records
+from cnr_store.reading.rows import find_array, rows
+
+_SHOWN_ROWS = 10
+_MOST_ROWS = 100_000
+_SPAN = re.compile(r"(\d{0,18}):(\d{0,18})")
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A table, TABLE/SLOT, a tensor, or an array's path.")
+]
+Rows = Annotated[
+    str, typer.Option("--rows", metavar="ROWS", help="Row numbers: 5, 5:10 (10 is not in it), 7,9,20:22.")
+]
+OfVersion = Annotated[
+    str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
+]
+
+
+def cat(
+    url: Url,
+    name: Name,
+    wanted: Rows = f"0:{_SHOWN_ROWS}",
+    version: OfVersion = "latest",
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Print rows of a table, of its optimizer state, or of a dense tensor. Only their chunks are read."""
+    _, record = open_record(url, parse_version(version), **parse_options(options))
+    shape = record.arrays[find_array(record, name)].shape
+    ids = _parse_rows(wanted, (*shape, 0)[0])
+    values = rows(url, name, ids, record.id, **parse_options(options))
+    if as_json:
+        print_json({"version": record.id, "name": name, "rows": ids, "values": values.tolist()})
+        return
+    print_line(f"{name} of step {record.step}: {' × '.join(f'{length:,}' for length in shape)}")
+    for row, value in zip(ids, values, strict=True):
+        print_line(f"{row}: {_value_text(value)}")
+
+
+def _parse_rows(text: str, count: int) -> list[int]:
+    """Row numbers from text such as 7,9,20:22; spans end with the array.
+
+    Raises
+    ------
+    typer.BadParameter
+        It is something else, or too many rows.
+    """
+    ids: list[int] = []
+    for part in text.split(","):
+        span = _SPAN.fullmatch(part.strip())
+        if span is None:
+            span = _SPAN.fullmatch(f"{part.strip()}:{part.strip()}")
+            if span is None or not span[1]:
+                raise typer.BadParameter(f"--rows {text}: give row numbers, such as 5, 5:10 or 7,9,20:22")
+            ids.append(int(span[1]))
+            continue
+        found = range(int(span[1] or 0), min(int(span[2] or count), count))
+        if len(ids) + len(found) > _MOST_ROWS:
+            raise typer.BadParameter(
+                f"--rows {text}: these are over {_MOST_ROWS:,} rows; `cnr export` writes whole tables"
+            )
+        ids.extend(found)
+    return ids
+
+
+def _value_text(value: Any) -> str:
+    """A row for people, in one line, no number cut."""
+    text = np.array2string(
+        np.asarray(value), max_line_width=10**9, threshold=10**9, precision=6, separator=" "
+    )
+    return text.replace("\n", "")
+
+
+def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
+    """Show what takes the space of a store: versions, folds and what unfinished saves left; and array by array."""
+    backend = open_backend(url, **parse_options(options))
+    catalog = Catalog(backend)
+    if not catalog.check_format():
+        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
+    records, damaged = read_records(catalog)
+    kinds = _kinds(backend.list_keys(""), {record.id for record in records} | damaged.keys())
+    arrays: Counter[str] = Counter()
+    for record in records:
+        arrays.update({path: entry.nbytes for path, entry in record.arrays.items()})
+    latest = records[-1].arrays if records else {}
+    if as_json:
+        doc = {kind: {"objects": objects, "bytes": nbytes} for kind, (objects, nbytes) in kinds.items()}
+        print_json({"objects": doc, "arrays": dict(arrays.most_common())})
+        return
+    table = new_table("what", "objects", "size")
+    for kind, (objects, nbytes) in kinds.items():
+        table.add_row(kind, f"{objects:,}", size_text(nbytes))
+    print_table(table)
+    if arrays:
+        table = new_table("array", "size", "of all", "in the latest")
+        whole = max(1, arrays.total())
+        for path, nbytes in arrays.most_common():
+            newest = size_text(latest[path].nbytes) if path in latest else "-"
+            table.add_row(path, size_text(nbytes), f"{100 * nbytes / whole:.1f} %", newest)
+        print_table(table)
+
+
+def _kinds(objects: Iterable[tuple[str, int]], committed: set[str]) -> dict[str, tuple[int, int]]:
+    """How many objects there are of each kind, and their bytes."""
+    names = ("versions", "folds", "unfinished saves", "claims, pins, tags and the reserve", "all")
+    found = {name: [0, 0] for name in names}
+    for key, nbytes in objects:
+        top, _, rest = key.partition("/")
+        place = rest.partition("/")[0]
+        if top == layout.VERSIONS and layout.is_version(place):
+            kind = "versions" if place in committed else "unfinished saves"
+        else:
+            kind = "folds" if top == layout.FOLDS else "claims, pins, tags and the reserve"
+        for name in (kind, "all"):
+            found[name][0] += 1
+            found[name][1] += nbytes
+    return {name: (objects, nbytes) for name, (objects, nbytes) in found.items() if objects or name == "all"}

@@ -1,0 +1,236 @@
+"""`cnr ls`: the versions of a store, with what each took, what it can be called, and whether it can be restored."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.claims import list_tombstoned
+from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.tags import read_tags
+from cnr_store.cli.facts import fold_bytes, metadata_text, record_facts, record_names
+from cnr_store.cli.maintenance import DAMAGED
+from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
+from cnr_store.cli.output import new_table, print_json, print_line, print_table, say, size_text, time_text
+from cnr_store.errors import CorruptionError, EmptyStoreError
+from cnr_store.format import layout
+from cnr_store.maintenance.verification.glance import find_lost_bases, read_records
+
+_Facts = Mapping[str, Any]
+
+Last = Annotated[int | None, typer.Option(min=1, help="List only so many, the newest ones.")]
+Sort = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Order by a column, or by a figure of the metadata, the least first."),
+]
+Long = Annotated[bool, typer.Option("--long", help="Also show ids, times and folds, however wide that is.")]
+
+
+def ls(
+    url: Url,
+    last: Last = None,
+    sort: Sort = None,
+    long: Long = False,
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """List the committed versions of a store, oldest first, and whether each can be restored.
+
+    A terminal too narrow for all columns gets fewer of them. The exit status is 3 if a record is damaged.
+    """
+    listed, damaged = _list(url, parse_options(options))
+    shown = _sorted(listed, sort) if sort else listed
+    shown = shown[-last:] if last else shown
+    if as_json:
+        print_json(shown)
+    elif shown:
+        _print(shown, listed, long)
+    else:
+        say(f"{url} holds no committed version")
+    for error in damaged:
+        say(f"cnr: {error}")
+    if damaged:
+        raise typer.Exit(DAMAGED)
+
+
+def _list(url: str, options: Mapping[str, Any]) -> tuple[list[_Facts], list[Exception]]:
+    """The facts of each version, oldest first, and what is wrong with records that can't be read."""
+    backend = open_backend(url, **options)
+    catalog = Catalog(backend)
+    records, damaged = read_records(catalog)
+    if not (records or damaged or catalog.check_format()):
+        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
+    pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
+    tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
+    errors: list[Exception] = [*damaged.values()]
+    tags: dict[str, list[str]] = {}
+    try:
+        for name, version in read_tags(backend).items():
+            tags.setdefault(version, []).append(name)
+    except CorruptionError as error:
+        errors.append(error)
+    facts = {version: record_names() | {"id": version} for version in damaged}
+    facts |= {record.id: record_facts(record) for record in records}
+    return [
+        facts[version]
+        | {
+            "tags": tags.get(version, []),
+            "pinned": version in pinned,
+            "folded": version in folded,
+            "chain": 1 if version in folded else facts[version]["chain"],
+            "fold_bytes": fold_bytes(catalog, version) if version in folded else None,
+            "removed": version in tombstoned,
+            "lost_base": lost.get(version),
+            "damaged": None if version not in damaged else str(damaged[version]),
+        }
+        for version in sorted(facts)
+    ], errors
+
+
+def _sorted(listed: Sequence[_Facts], name: str) -> list[_Facts]:
+    """Ordered by a column or by a figure of the metadata; versions that lack it come first.
+
+    Raises
+    ------
+    typer.BadParameter
+        No version has it.
+    """
+    column = {"size": "bytes", "age": "time", "stall": "stalled_seconds"}.get(name, name)
+    values = [_figure(facts, column) for facts in listed]
+    if listed and all(value is None for value in values):
+        known = sorted({"step", "rows", "size", "age", "chain", "stall", *_figures(listed)})
+        raise typer.BadParameter(f"no version has the figure {name!r}: there are {', '.join(known)}")
+    order = sorted(range(len(listed)), key=lambda at: (values[at] is not None, values[at] or 0))
+    ordered = [listed[at] for at in order]
+    return ordered[::-1] if name == "age" else ordered
+
+
+def _figures(listed: Iterable[_Facts]) -> set[str]:
+    """Names of the figures in all metadata."""
+    named = (facts["metadata"] for facts in listed if isinstance(facts["metadata"], dict))
+    return {name for metadata in named for name, value in metadata.items() if isinstance(value, int | float)}
+
+
+def _figure(facts: _Facts, name: str) -> float | None:
+    metadata = facts["metadata"] if isinstance(facts["metadata"], dict) else {}
+    value = facts[name] if name in facts else metadata.get(name)
+    is_figure = isinstance(value, int | float) and not (isinstance(value, float) and math.isnan(value))
+    return value if is_figure else None
+
+
+def _print(shown: Sequence[_Facts], listed: Sequence[_Facts], long: bool) -> None:
+    """The table, of columns that some version fills, and a line of totals."""
+    now = time.time()
+    cells = {
+        name: [cell(facts, now) for facts in shown]
+        for name, cell in (_LONG | _COLUMNS if long else _COLUMNS).items()
+    }
+    columns = [name for name in cells if name in _ALWAYS or any(cells[name])]
+    console = Console()
+    while (
+        not long
+        and console.is_terminal
+        and (spare := next((name for name in _SPARE if name in columns), None))
+        and _width(console, _table(columns, cells)) > console.width
+    ):
+        columns.remove(spare)
+    print_table(_table(columns, cells))
+    print_line(_totals(listed, len(shown)))
+
+
+def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
+    table = new_table(*columns)
+    for row in zip(*(cells[name] for name in columns), strict=True):
+        table.add_row(*(Text(cell or "-") for cell in row))
+    return table
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
+def _totals(listed: Sequence[_Facts], shown: int) -> str:
+    """What all versions take, beside as many full copies of the model."""
+    known = [facts for facts in listed if facts["bytes"] is not None]
+    written, full = sum(facts["bytes"] for facts in known), sum(facts["full_bytes"] for facts in known)
+    folds = sum(facts["fold_bytes"] or 0 for facts in listed)
+    parts = [f"{len(listed):,} version{'s' * (len(listed) != 1)}"]
+    if shown < len(listed):
+        parts.append(f"{shown:,} shown")
+    parts.append(size_text(written))
+    if written:
+        parts.append(f"{full / written:.1f}x less than as many full copies ({size_text(full)})")
+    if folds:
+        parts.append(f"and {size_text(folds)} of folds")
+    return ", ".join(parts)
+
+
+def _rows(facts: _Facts, _now: float) -> str:
+    if facts["rows"] is None:
+        return ""
+    if not facts["table_rows"]:
+        return f"{facts['rows']:,}"
+    share = 100 * facts["rows"] / facts["table_rows"]
+    return f"{facts['rows']:,} ({share:.{0 if share >= 10 else 1}f} %)"
+
+
+def _of_full(facts: _Facts, _now: float) -> str:
+    return f"{100 * facts['bytes'] / facts['full_bytes']:.1f} %" if facts["full_bytes"] else ""
+
+
+def _stall(facts: _Facts, _now: float) -> str:
+    stalled = facts["stalled_seconds"]
+    return "" if stalled is None else f"{1000 * stalled:,.0f} ms"
+
+
+def _age(facts: _Facts, now: float) -> str:
+    if facts["time"] is None:
+        return ""
+    seconds = max(0.0, now - facts["time"])
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size:,.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _health(facts: _Facts, _now: float) -> str:
+    marks = {"damaged": "damaged", "removed": "being removed", "lost_base": "can't be restored"}
+    return ", ".join(text for name, text in marks.items() if facts[name]) or "ok"
+
+
+def _named(name: str) -> Callable[[_Facts, float], str]:
+    return lambda facts, _now: "" if facts[name] is None else str(facts[name])
+
+
+_COLUMNS: dict[str, Callable[[_Facts, float], str]] = {
+    "step": _named("step"),
+    "kind": _named("kind"),
+    "rows": _rows,
+    "size": lambda facts, _now: "" if facts["bytes"] is None else size_text(facts["bytes"]),
+    "of full": _of_full,
+    "chain": _named("chain"),
+    "age": _age,
+    "stall": _stall,
+    "metadata": lambda facts, _now: metadata_text(facts["metadata"]),
+    "tags": lambda facts, _now: ", ".join([*facts["tags"], *(["pinned"] if facts["pinned"] else [])]),
+    "health": _health,
+}
+_LONG: dict[str, Callable[[_Facts, float], str]] = {
+    "id": _named("id"),
+    "previous": _named("previous"),
+    "time": lambda facts, _now: "" if facts["time"] is None else time_text(facts["time"]),
+    "fold": lambda facts, _now: "" if facts["fold_bytes"] is None else size_text(facts["fold_bytes"]),
+}
+_ALWAYS = frozenset({"step", "kind", "rows", "size", "of full", "chain", "age", "health"})
+"""Columns that are there although no version fills them."""
+_SPARE = ("metadata", "stall", "chain", "of full", "age", "rows", "tags", "kind")
+"""What a narrow terminal does without, in this order."""

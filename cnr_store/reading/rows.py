@@ -1,0 +1,95 @@
+"""`cnr_store.rows`: single rows of an array, by their numbers."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import ArrayLike
+
+from cnr_store.catalog.catalog import Url, Version, open_record
+from cnr_store.chains.allocation import Array
+from cnr_store.errors import OptionError
+from cnr_store.format.layout import decode_name, table_parameter
+from cnr_store.format.record import Record
+from cnr_store.reading.overlay import Overlay
+
+
+def rows(url: Url, name: str, ids: ArrayLike, version: Version = "latest", **storage_options: Any) -> Array:
+    """Rows of a table, of its optimizer state, or of a dense tensor. Reads only the chunks that they are in.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    name
+        A table (``"users"``), its parameter (``"users.weight"``), optimizer state of it (``"users/sum"``), a dense
+        tensor, or an array's path in the version.
+    ids
+        (n,) integers: the row numbers, in any order; one may come twice.
+    version
+        An id, a `VersionInfo`, a step, a tag, or ``latest``.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Returns
+    -------
+    (n, dim), or (n,) of an array of one dimension: the rows in the order of `ids`. Those of bfloat16 come as float32.
+
+    Raises
+    ------
+    OptionError
+        The version has no array of that name, or the array no such row.
+    EmptyStoreError, VersionNotFoundError, CorruptionError
+
+    Examples
+    --------
+    >>> cnr_store.rows("s3://bucket/run", "users", [7, 300_000], "best")  # doctest: +SKIP
+    """
+    catalog, record = open_record(url, version, **storage_options)
+    path = find_array(record, name)
+    wanted = np.asarray(ids)
+    if wanted.ndim != 1 or (wanted.dtype.kind not in "iu" and wanted.size):
+        raise OptionError(f"ids of shape {wanted.shape} and type {wanted.dtype}: give a list of integers")
+    shape = record.arrays[path].shape
+    count = shape[0] if shape else 0
+    outside = wanted[(wanted < 0) | (wanted >= count)] if wanted.size else wanted
+    if len(outside):
+        raise OptionError(f"{name} has no row {outside[0]} at version {record.id}: it has {count:,} rows")
+    array = zarr.open_array(Overlay(catalog, record), path=path, mode="r")
+    return np.asarray(array.oindex[wanted.astype(np.int64)])
+
+
+def find_array(record: Record, name: str) -> str:
+    """The path of the array that users call `name`.
+
+    Raises
+    ------
+    OptionError
+        The version has none; the message has names that are like it.
+    """
+    known = array_names(record)
+    if name in known:
+        return known[name]
+    near = get_close_matches(name, known, n=3, cutoff=0.5) or list(known)[:3]
+    raise OptionError(
+        f"version {record.id} has no array {name!r}: "
+        + (f"there are {', '.join(near)}, ..." if near else "it has no arrays")
+    )
+
+
+def array_names(record: Record) -> dict[str, str]:
+    """The paths of a version's arrays, by every name that users have for them."""
+    names: dict[str, str] = {}
+    for path, entry in record.arrays.items():
+        group, middle, last = path.split("/")
+        if group == "tables":
+            table, slot = decode_name(middle), decode_name(last)
+            own = [table, table_parameter(table)] if slot == "weight" else [f"{table}/{slot}"]
+        else:
+            own = [decode_name(last)] if (group, middle) == ("dense", "model") else []
+        for each in (*own, *entry.aliases):
+            names.setdefault(each, path)
+    return names | {path: path for path in record.arrays}
