@@ -74,12 +74,16 @@ def table(found: Iterable[Entry]) -> str:
 def few_rows(results: Path = RESULTS) -> str:
     """What readers take for ten random rows, as Markdown: published without an aim."""
     lines = json.loads((results / "reading.json").read_text(encoding="utf-8"))["few_rows"]
-    rows = [("where", "reader", "rows of the table", "ms", "requests", "kB")]
+    rows: list[tuple[str, ...]] = [("where", "reader", "rows of the table", "ms", "requests", "kB")]
     rows.append(tuple("---" for _ in rows[0]))
     for line in lines:
-        counted = ("", "") if line["requests"] is None else (line["requests"], f"{line['bytes'] / 1e3:,.0f}")
+        counted: tuple[str, str] = (
+            ("", "") if line["requests"] is None else (str(line["requests"]), f"{line['bytes'] / 1e3:,.0f}")
+        )
         milliseconds = f"{line['seconds'] * 1e3:.0f}"
-        rows.append((line["place"], line["reader"], f"{line['table_rows']:,}", milliseconds, *counted))
+        rows.append(
+            (str(line["place"]), str(line["reader"]), f"{line['table_rows']:,}", milliseconds, *counted)
+        )
     return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in rows)
 
 

@@ -20,7 +20,6 @@ from cnr_store.cli.options import (
 )
 from cnr_store.cli.output import print_json, print_line, say, size_text
 from cnr_store.reading import export as reading
-from cnr_store.training.importing.import_file import import_file
 
 
 class Format(StrEnum):
@@ -94,6 +93,8 @@ def import_(
 
     No code in the file is run.
     """
+    from cnr_store.training.importing.import_file import import_file
+
     info = import_file(
         source, url, step, parse_bits(bits), tables=tables or None, key=key, **parse_options(options)
     )

@@ -92,29 +92,40 @@ class RowsWrite:
     is_live: bool = False
     codes: RowCodes | None = None
 
-    def encode(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
+    def encode(self, values: Array, begin: int, offsets: Array | None, seal: int) -> bytes:
+        """The payload of a chunk.
+
+        Parameters
+        ----------
+        values
+            The rows at positions from `begin` on of the write's ids.
+        offsets, seal
+            As for `RowCodec.encode_rows`.
+        """
+        rows, element = self.grid.chunk_rows, self.element
+        if self.codes is None:
+            return self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
+        return self.codes.encode(self.codec, values, begin, offsets, rows, element, seal)
+
+    def encode_chunks(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
         """The payloads of chunks that follow one another.
 
         Parameters
         ----------
         begin, end
             Positions in the write's ids of the first chunk's first row, and behind the last one's last.
-        firsts
-            Position of each chunk's first row.
-        seals
-            Each chunk's, as for `RowCodec.encode_rows`.
+        firsts, seals
+            Position of each chunk's first row, and its seal, as for `RowCodec.encode_rows`.
         """
-        rows, element = self.grid.chunk_rows, self.element
-        values = self.source.values(begin, end)
+        rows, values = self.grid.chunk_rows, self.source.values(begin, end)
         # Chunks begin at multiples of their rows.
         offsets = None if self.ids is None else self.ids[begin:end] % rows
         edges = [*(first - begin for first in firsts), end - begin]
         if self.codes is None:
-            return encode_chunks(self.codec, values, offsets, edges, rows, element=element, seals=seals)
+            return encode_chunks(self.codec, values, offsets, edges, rows, element=self.element, seals=seals)
         return [
-            self.codes.encode(
-                *(self.codec, values[first:last], begin + first),
-                *(None if offsets is None else offsets[first:last], rows, element, seal),
+            self.encode(
+                values[first:last], begin + first, None if offsets is None else offsets[first:last], seal
             )
             for (first, last), seal in zip(pairwise(edges), seals, strict=True)
         ]

@@ -162,7 +162,7 @@ class _Chunks:
         slots = [slot for slot, (first, last) in enumerate(pairwise(self.edges)) if first < last]
         first_row = self.shard * grid.shard_rows + self.first_slot * grid.chunk_rows
         seals = [home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots]
-        encoded = rows.encode(begin, end, [self.edges[slot] for slot in slots], seals)
+        encoded = rows.encode_chunks(begin, end, [self.edges[slot] for slot in slots], seals)
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, slot_path
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart, column_parts
@@ -142,3 +143,20 @@ def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[ColumnPar
     name = f"table {table.name!r}: the optimizer's {slot!r}"
     check_follows(tensor, table.parameter, name)
     return column_parts(table.name, held_pieces(tensor, name))
+
+
+def checked(arrays: Sequence[RowArray]) -> Sequence[RowArray]:
+    """The arrays, if each of their rows fits into a chunk.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A row is too wide to be a chunk.
+    """
+    for array in arrays:
+        if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
+            raise UnsupportedModelError(
+                f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
+                "stored by rows; split the table's columns"
+            )
+    return arrays

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from cnr_codecs import RowCodec
 from cnr_store.errors import OptionError
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model.arguments import OnFailure, Overlap
+from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
@@ -109,3 +111,11 @@ class Options:
 def first_fused(documents: list[Document]) -> Document:
     """Where TorchRec's optimizer stood on some rank: one that holds no table of it can't tell."""
     return {"fused": next((doc["fused"] for doc in documents if doc["fused"] is not None), None)}
+
+
+def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
+    """The codec of an array."""
+    table, nbytes = array.table, array.table.rows * array.row_bytes
+    if array.is_weight:
+        return codecs.codec_for(table.name, nbytes)
+    return codecs.state_codec_for(table.name, array.slot, nbytes, array.element)

@@ -7,25 +7,23 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from cnr_codecs import RowCodec
-from cnr_store.errors import UnsupportedModelError
-from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, Counts
+from cnr_store.format.grid import Counts
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision, Offer, decide
 from cnr_store.policies.whole_tables import summary
-from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.row_arrays import RowArray, checked
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import takes_changing_rows
 from cnr_store.training.saving.explanation import Explanation, explained
-from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.options import Options, codec_of
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
 from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
-from cnr_store.writing.plan import Held, Plan, RowsWrite
+from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
 
@@ -182,7 +180,7 @@ class Planner:
             rows = self._changed(table, since, dirty[name]) if name in self._since_whole else dirty[name]
             changed = table.local_rows if name in unsafe else count(rows)
             why, row_bytes = unsafe.get(name, tracked[name]), sum(map(self._row_bytes, own))
-            config = self._codec(own[0]).get_config()
+            config = codec_of(self._codecs, own[0]).get_config()
             tables.append(explained(name, table.rows, name in unsafe, why, config, changed, row_bytes))
         return Explanation.of(tables, arrays, self._staging.limit_bytes)
 
@@ -240,7 +238,7 @@ class Planner:
         counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
         return [
             self._write(array, decision, ids[array.table.name], counts[array.table.name], pending, staged)
-            for array in snapshot.arrays
+            for array in checked(snapshot.arrays)
         ]
 
     def _together(
@@ -282,15 +280,12 @@ class Planner:
         staged: Mapping[str, StagedRows],
     ) -> RowsWrite:
         table, line = array.table, self.lineage.lines.get(array.path)
-        if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
-            raise UnsupportedModelError(
-                f"{array.path}: a row takes {array.row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be "
-                "stored by rows; split the table's columns"
-            )
         written = None if line is None else ids
         base = None if line is None or ids is None else line.base(decision.since)
-        codec = keep_step(self._codec(array), None if line is None or base is None else line.lattice)
-        held = self._held(array, None if written is None else counts)
+        codec = keep_step(
+            codec_of(self._codecs, array), None if line is None or base is None else line.lattice
+        )
+        held = self._tally.held(array, None if written is None else counts)
         source = (None if written is None else staged.get(array.path)) or self._staging.stage(
             array, written, pending, in_place=takes_changing_rows(codec)
         )
@@ -314,21 +309,8 @@ class Planner:
             ),
         )
 
-    def _held(self, array: RowArray, counts: Counts | None) -> Held | None:
-        placement = self._tally.placements.get(array.path)
-        if placement is None:
-            return None
-        columns = tuple((part.first_column, part.columns) for part in array.parts)
-        return Held(array.table.first_row, array.table.local_rows, columns, placement, counts)
-
-    def _codec(self, array: RowArray) -> RowCodec:
-        table, nbytes = array.table, array.table.rows * array.row_bytes
-        if array.is_weight:
-            return self._codecs.codec_for(table.name, nbytes)
-        return self._codecs.state_codec_for(table.name, array.slot, nbytes, array.element)
-
     def _row_bytes(self, array: RowArray) -> float:
-        return self._codec(array).bytes_per_row((*array.shape, 1)[1], array.element)
+        return codec_of(self._codecs, array).bytes_per_row((*array.shape, 1)[1], array.element)
 
     def _continues(self, array: RowArray) -> bool:
         """Whether a delta of this array's table may depend on what is stored.

@@ -34,8 +34,7 @@ Bitmaps = dict[str, Bitmap]
 MAX_METADATA_BYTES = 64 << 10
 _SAVES_BEFORE_SHRINKING = 4
 _WORD_BYTES = 4
-_TOGETHER = ""
-"""Under which the rows of small tables are staged. No array has it for its path."""
+_TOGETHER = ""  # under which the rows of small tables are staged
 
 
 def _copy_rows(array: RowArray, ids: AnyArray | slice, out: AnyArray) -> None:
@@ -99,8 +98,7 @@ class Staging:
         self.left_bytes = 0
         self._buffers: dict[str, AnyArray] = {}
         self._used: deque[dict[str, int]] = deque([{}], maxlen=_SAVES_BEFORE_SHRINKING)
-        # The sums of both: adding up thousands for each array takes long.
-        self._used_bytes = self._held_bytes = 0
+        self._used_bytes = self._held_bytes = 0  # adding up thousands for each array takes long
 
     def reset(self) -> None:
         """Start a snapshot, which may overwrite the rows of the last one."""
@@ -148,7 +146,7 @@ class Staging:
         counts = np.diff(edges)[tables.of_arrays]
         ends = np.cumsum(counts * tables.words * _WORD_BYTES)
         nbytes = int(ends[-1]) if ends.size else 0
-        if self._used_bytes + nbytes > self._limit_bytes or not tables.have_array_types:
+        if self._used_bytes + nbytes > self.limit_bytes or not tables.have_array_types:
             return {}
         self._used[-1][_TOGETHER] = nbytes
         self._used_bytes += nbytes

@@ -11,9 +11,11 @@ from cnr_store.format.grid import BLOCK_ROWS, Counts, block_count
 from cnr_store.policies.past import Since
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
+from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, add_counts, full_bitmap
 from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.plan import Held
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Tally:
         joined = self._group.either(joined)
         for table, first, size in zip(shared, edges, sizes, strict=False):
             flags[table.name] = _cut(joined[first : first + size], table)
+
+    def held(self, array: RowArray, counts: Counts | None) -> Held | None:
+        """What this rank has of an array; None where it has all of it. `counts`: the rows written, on all ranks."""
+        placement = self.placements.get(array.path)
+        if placement is None:
+            return None
+        columns = tuple((part.first_column, part.columns) for part in array.parts)
+        return Held(array.table.first_row, array.table.local_rows, columns, placement, counts)
 
     def counts(self, flags: Mapping[str, Bitmap]) -> dict[str, Counts]:
         """(blocks,) by table: the rows flagged of each `BLOCK_ROWS` rows; each row counts once."""

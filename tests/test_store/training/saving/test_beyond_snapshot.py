@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import SGD
 
 import cnr_store
-from cnr_backends import open_backend
+from cnr_backends import Transfer, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store.training.model import row_arrays
+from cnr_store.training.model.tensors import rows_view
 from cnr_store.writing import stage
 from tests.test_store.support.faults import Weather
 
@@ -92,7 +93,7 @@ def test_threads_of_torch_encode_what_training_waits_for(
 ) -> None:
     made: list[int] = []
 
-    class Counted(stage.Transfer):
+    class Counted(Transfer):
         def __init__(self, workers: int, *bounds: Any) -> None:
             super().__init__(workers, *bounds)
             made.append(workers)
@@ -109,9 +110,13 @@ def test_threads_of_torch_encode_what_training_waits_for(
 
 
 def test_whole_rows_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = []
-    view = row_arrays.rows_view
-    monkeypatch.setattr(row_arrays, "rows_view", lambda tensor: views.append(1) or view(tensor))
+    views: list[int] = []
+
+    def view(tensor: torch.Tensor) -> Any:
+        views.append(len(tensor))
+        return rows_view(tensor)
+
+    monkeypatch.setattr(row_arrays, "rows_view", view)
     model = Two()
     with cnr_store.Checkpointer(tmp_path, model, bits=4, snapshot_bytes=0) as saving:
         saving.save(0).result()

@@ -35,8 +35,8 @@ from cnr_codecs.lattice.reference import codes_of, values_of
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import decode
+from tests.test_codecs.lattice.test_lattice import FLOATS, as_element
 from tests.test_codecs.payload_bytes import header, segment
-from tests.test_codecs.test_lattice import FLOATS, as_element
 
 STEP = 0.125
 CODEC = LatticeRows(step=STEP)
@@ -322,7 +322,7 @@ def test_golden_payloads_are_read_and_written_as_ever() -> None:
 
 
 def _make_golden() -> None:
-    """`python -m tests.test_codecs.test_relative` writes the file, if there is none."""
+    """`python -m tests.test_codecs.lattice.test_relative` writes the file, if there is none."""
     rng = np.random.default_rng(20261122)
     older = rng.normal(0, 0.5, (70, 17)).astype(np.float32)
     ids = np.flatnonzero(rng.random(70) < 0.6)

@@ -29,8 +29,8 @@ from cnr_codecs.payload.coded import code_range, floating_values
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
+from tests.test_codecs.lattice.test_lattice import as_element, lattice_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
-from tests.test_codecs.test_lattice import as_element, lattice_of
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
 MANTISSAS = st.integers(1, 7)
