@@ -213,7 +213,7 @@ class Checkpointer:
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
-        self._structure = ModelStructure(model)
+        self._structure = ModelStructure(model, trained.sharded)
         options.codecs.check_tables([table.name for table in trained.tables])
         if ranks.rank == 0:
             options.codecs.warn_unknown_slots(trained.table_slots)
