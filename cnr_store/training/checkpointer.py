@@ -237,6 +237,8 @@ class Checkpointer:
         if self._group.world > 1:
             said = {"fused": self._trained.fused_position}
             self._trained.fused_position = self._group.decide(CONSTRUCT, said, first_fused)["fused"]
+        if self._group.rank == 0:
+            self._trained.warn_left_out()
 
     def _dismantle(self, error: BaseException) -> None:
         """Undo a constructor that failed, and tell the other ranks."""

@@ -55,8 +55,8 @@ class ModelStructure:
         for sharded, memory in self._sharded:
             if memory_of(sharded.module) != memory:
                 raise ModelMismatchError(
-                    f"the tables of {sharded.path or 'the model'!r} lie in other memory than when this checkpointer was "
-                    "made, as after DistributedModelParallel.reshard; make a new checkpointer"
+                    f"the tables of {sharded.path or 'the model'!r} lie in other memory than when this checkpointer "
+                    "was made, as after DistributedModelParallel.reshard; make a new checkpointer"
                 )
         for path in sorted(self._spread ^ (spread := _spread(self._model))):
             now = "a DTensor, spread over ranks," if path in spread else "no DTensor"

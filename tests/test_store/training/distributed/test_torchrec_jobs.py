@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import cnr_store
 from tests.test_store.support.distributed.ranks import group
@@ -21,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's own
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torchrec import EmbeddingBagConfig
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
     from tests.test_store.ranks.support import torchrec_life
     from tests.test_store.ranks.support.torchrec_life import Job
 
@@ -41,6 +43,11 @@ def checkpointer_of(job: Job, url: str, optimizers: Any = None) -> cnr_store.Che
     return cnr_store.Checkpointer(url, job.dmp, given, bits=32, policy="consecutive")
 
 
+def rows_of(job: Job) -> torch.Tensor:
+    _, pieces = job.arrays()["ebc.embedding_bags.A.weight"]
+    return torch.cat([piece.tensor.flatten() for piece in pieces])
+
+
 def test_tables_that_were_sharded_anew_are_refused(url: str) -> None:
     job = Job("tt", "EXACT_ROWWISE_ADAGRAD")
     module = job.dmp.module.ebc
@@ -50,5 +57,51 @@ def test_tables_that_were_sharded_anew_are_refused(url: str) -> None:
         module._lookups.clear()  # as DistributedModelParallel.reshard does, which one rank alone can't call
         module._create_lookups()
         for call in (lambda: checkpointer.save(2), checkpointer.load):
-            with pytest.raises(cnr_store.ModelMismatchError, match="'ebc' lie in other memory .* make a new"):
+            with pytest.raises(
+                cnr_store.ModelMismatchError, match=r"'ebc' lie in other memory .* make a new"
+            ):
                 call()
+
+
+@pytest.mark.parametrize("sharding", ["r", "c", "t"])
+def test_state_of_tables_under_the_dense_kernel_is_refused(
+    url: str, sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrec_life, "FUSED", "dense")
+    job = Job(sharding, "EXACT_ROWWISE_ADAGRAD")
+    told = "'ebc.embedding_bags.A.weight' is sharded with the compute kernel 'dense'.* fused kernel"
+    with pytest.raises(cnr_store.UnsupportedModelError, match=f"{told}.*") as refused:
+        checkpointer_of(job, url)
+    assert "Adagrad keeps state" in str(refused.value)
+    job.dense = torch.optim.Adam(job.dmp.parameters())  # type: ignore[assignment]  # of which state comes later
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(1)
+        with pytest.raises(cnr_store.UnsupportedModelError, match=told):
+            checkpointer.save(1)
+    job.dense = torch.optim.SGD(job.dmp.parameters(), lr=0.1)  # type: ignore[assignment]
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(2)
+        checkpointer.save(2).result()
+        expected = rows_of(job)
+        job.train(3)
+        checkpointer.load()
+    assert torch.equal(rows_of(job), expected)
+
+
+def test_fused_optimizers_of_modules_that_are_not_sharded_are_refused(url: str) -> None:
+    module = FusedEmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="A", embedding_dim=8, num_embeddings=30, feature_names=["a"])],
+        optimizer_type=torch.optim.Adagrad,
+        optimizer_kwargs={"lr": 0.3},
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(cnr_store.UnsupportedModelError, match="which is no table that TorchRec shards"):
+        cnr_store.Checkpointer(url, module, module.fused_optimizer())
+
+
+def test_a_fused_optimizer_that_was_left_out_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job("rtd", "EXACT_ROWWISE_ADAGRAD")
+    checkpointer_of(job, url).close()
+    assert "was not given" not in caplog.text
+    checkpointer_of(job, url, job.dense).close()
+    assert "table 'ebc.embedding_bags.A' and 1 more was not given, so its state is not saved" in caplog.text
