@@ -20,7 +20,7 @@ def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | 
     Parameters
     ----------
     optimizers
-        As a caller gave them: ``dmp.fused_optimizer``, others, or a ``CombinedOptimizer`` of both.
+        As a caller gave them: ``dmp.fused_optimizer``, others, or wrappers of TorchRec that keep no state.
     """
     stepping: list[Optimizer] = []
     position = None
@@ -30,6 +30,27 @@ def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | 
         else:
             stepping.append(leaf)
     return stepping, position
+
+
+def passes_steps_on(optimizer: object) -> bool:
+    """Whether steps of an optimizer are those of others, which are seen themselves, or change nothing."""
+    return _is_fused(optimizer) or any(
+        _is_a(optimizer, "torchrec.optim.keyed", name)
+        for name in ("CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper")
+    )
+
+
+def follow_inner(optimizers: Sequence[Any]) -> None:
+    """Have TorchRec's wrappers show the state and the groups of what they wrap, after these were replaced by a load."""
+    for each in optimizers:
+        if _is_a(each, "torchrec.optim.keyed", "CombinedOptimizer"):
+            follow_inner([inner for _, inner in each.optimizers])
+        elif any(
+            _is_a(each, "torchrec.optim.keyed", name)
+            for name in ("KeyedOptimizerWrapper", "OptimizerWrapper")
+        ):
+            follow_inner([each._optimizer])
+            each.state, each.param_groups = each._optimizer.state, each._optimizer.param_groups
 
 
 def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
@@ -47,8 +68,8 @@ def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]
                 if piece.tensor.numel() and piece.tensor.data_ptr() not in known:
                     raise UnsupportedModelError(
                         f"{type(leaf).__name__} keeps state for {name!r}, which is no table that TorchRec shards in "
-                        "the model, so that it can't be saved; shard the module with DistributedModelParallel, or train "
-                        "an EmbeddingBagCollection with an optimizer that steps"
+                        "the model, so that it can't be saved; shard the module with DistributedModelParallel, or "
+                        "train an EmbeddingBagCollection with an optimizer that steps"
                     )
 
 
@@ -81,6 +102,8 @@ def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
             yield from _leaves([inner for _, inner in each.optimizers])
         elif _is_a(each, "torchrec.optim.keyed", "KeyedOptimizerWrapper"):
             yield each._optimizer
+        elif _is_a(each, "torchrec.optim.clipping", "GradientClippingOptimizer"):
+            yield from _leaves([each._optimizer])
         else:
             yield each
 

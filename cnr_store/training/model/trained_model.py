@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.dtensors import reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
-from cnr_store.training.distributed.torchrec_optimizers import check_dense_kernels, check_kept, take_fused
+from cnr_store.training.distributed.torchrec_optimizers import (
+    check_dense_kernels,
+    check_kept,
+    follow_inner,
+    take_fused,
+)
 from cnr_store.training.model.optimizer_state import as_list, row_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing
@@ -34,6 +39,8 @@ class TrainedModel:
     fused_position
         Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it. A
         rank that holds no table of it can't tell, so ranks agree on it.
+    given
+        The optimizers as a caller gave them, with TorchRec's wrappers.
     """
 
     model: nn.Module
@@ -41,6 +48,7 @@ class TrainedModel:
     optimizers: Sequence[Optimizer]
     sharded: Sequence[ShardedModule] = ()
     fused_position: int | None = None
+    given: Sequence[Optimizer] = ()
 
     @classmethod
     def from_arguments(cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
@@ -63,7 +71,7 @@ class TrainedModel:
         sharded = find_sharded(model)
         check_kept(given, sharded)
         check_dense_kernels(optimizers, sharded)
-        return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position)
+        return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position, given)
 
     @property
     def fused_tables(self) -> list[SpreadTable]:
@@ -90,6 +98,10 @@ class TrainedModel:
     def reshard(self) -> None:
         """Have FSDP2 give parameters their place back, where it holds whole ones for a forward."""
         reshard(self.model)
+
+    def follow_loaded(self) -> None:
+        """Have wrappers of optimizers follow those, once these were loaded."""
+        follow_inner(self.given)
 
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""

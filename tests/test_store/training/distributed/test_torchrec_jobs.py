@@ -22,6 +22,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec import EmbeddingBagConfig
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     from tests.test_store.ranks.support import torchrec_life
     from tests.test_store.ranks.support.torchrec_life import Job
@@ -105,3 +108,49 @@ def test_a_fused_optimizer_that_was_left_out_is_told(url: str, caplog: pytest.Lo
     assert "was not given" not in caplog.text
     checkpointer_of(job, url, job.dense).close()
     assert "table 'ebc.embedding_bags.A' and 1 more was not given, so its state is not saved" in caplog.text
+
+
+def wrapped(job: Job) -> tuple[KeyedOptimizerWrapper, CombinedOptimizer]:
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(job.dmp.named_parameters())),
+        lambda given: torch.optim.Adagrad(given, lr=0.1),
+    )
+    clipped = GradientClippingOptimizer(dense, clipping=GradientClipping.NORM, max_gradient=1.0)
+    return dense, CombinedOptimizer([job.dmp.fused_optimizer, clipped])
+
+
+def test_the_usual_loop_steps_with_wrappers(url: str) -> None:
+    job = Job("rtcd", "EXACT_ROWWISE_ADAGRAD")
+    dense, combined = wrapped(job)
+    job.dense = combined  # type: ignore[assignment]
+    kinds = []
+    with checkpointer_of(job, url, combined) as checkpointer:
+        for step in range(1, 4):
+            job.train(step)
+            job.dmp.fused_optimizer.step()
+            whole = [each.name for each in checkpointer.explain() if each.whole]
+            kinds.append(checkpointer.save(step).result().kind)
+    assert whole == []
+    assert kinds[-1] == "delta"
+    job.dense = dense._optimizer  # type: ignore[assignment]
+    expected = job.gathered()
+    job.dense = combined  # type: ignore[assignment]
+    with checkpointer_of(job, url, combined) as checkpointer:
+        job.train(9)
+        checkpointer.load()
+    job.dense = dense._optimizer  # type: ignore[assignment]
+    assert all(torch.equal(value, expected[name]) for name, value in job.gathered().items())
+
+
+def test_rates_set_on_a_wrapper_reach_training_after_a_load(url: str) -> None:
+    job = Job("rd", "EXACT_ROWWISE_ADAGRAD")
+    dense, combined = wrapped(job)
+    with checkpointer_of(job, url, combined) as checkpointer:
+        job.dense = combined  # type: ignore[assignment]
+        job.train(1)
+        checkpointer.save(1).result()
+        checkpointer.load()
+    for settings in combined.param_groups:
+        settings["lr"] = 0.5
+    assert [each["lr"] for each in dense._optimizer.param_groups] == [0.5]
+    assert dense.state is dense._optimizer.state
