@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +155,30 @@ def test_rates_set_on_a_wrapper_reach_training_after_a_load(url: str) -> None:
         settings["lr"] = 0.5
     assert [each["lr"] for each in dense._optimizer.param_groups] == [0.5]
     assert dense.state is dense._optimizer.state
+
+
+@pytest.mark.parametrize("sharding", ["r", "c", "t"])
+@pytest.mark.parametrize("how", ["loaded", "touched"])
+def test_momentum_changed_by_hand_is_saved(url: str, sharding: str, how: str) -> None:
+    job = Job(sharding, "EXACT_ROWWISE_ADAGRAD")
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(1)
+        checkpointer.save(1).result()
+        job.train(2)
+        assert not any(each.whole for each in checkpointer.explain())
+        state = copy.deepcopy(job.dmp.fused_optimizer.state_dict())
+        for slots in state["state"].values():
+            for slot in slots.values():
+                for shard in slot.local_shards():
+                    shard.tensor[11:14] += 3
+        job.dmp.fused_optimizer.load_state_dict(state)
+        if how == "touched":
+            checkpointer.touch("ebc.embedding_bags.A", range(11, 14))
+        assert any(each.whole for each in checkpointer.explain()) == (how == "loaded")
+        expected = job.gathered()
+        checkpointer.save(2).result()
+        checkpointer.load()
+        assert not any(each.whole for each in checkpointer.explain())
+        job.train(3)
+        checkpointer.load(2)
+    assert all(torch.equal(value, expected[name]) for name, value in job.gathered().items())
