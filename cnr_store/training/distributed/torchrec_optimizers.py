@@ -21,6 +21,11 @@ def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | 
     ----------
     optimizers
         As a caller gave them: ``dmp.fused_optimizer``, others, or wrappers of TorchRec that keep no state.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A wrapper keeps state of its own.
     """
     stepping: list[Optimizer] = []
     position = None
@@ -104,6 +109,11 @@ def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
             yield each._optimizer
         elif _is_a(each, "torchrec.optim.clipping", "GradientClippingOptimizer"):
             yield from _leaves([each._optimizer])
+        elif _is_a(each, "torchrec.optim.warmup", "WarmupOptimizer"):
+            raise UnsupportedModelError(
+                "a WarmupOptimizer keeps its count as state of a parameter that is not in the model, which can't be "
+                "saved; change rates with a scheduler of torch.optim.lr_scheduler, and give that in state="
+            )
         else:
             yield each
 

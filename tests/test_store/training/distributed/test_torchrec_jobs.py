@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
     from tests.test_store.ranks.support import torchrec_life
     from tests.test_store.ranks.support.torchrec_life import Job
@@ -123,7 +124,7 @@ def wrapped(job: Job) -> tuple[KeyedOptimizerWrapper, CombinedOptimizer]:
 def test_the_usual_loop_steps_with_wrappers(url: str) -> None:
     job = Job("rtcd", "EXACT_ROWWISE_ADAGRAD")
     dense, combined = wrapped(job)
-    job.dense = combined  # type: ignore[assignment]
+    job.dense = combined
     kinds = []
     with checkpointer_of(job, url, combined) as checkpointer:
         for step in range(1, 4):
@@ -133,13 +134,13 @@ def test_the_usual_loop_steps_with_wrappers(url: str) -> None:
             kinds.append(checkpointer.save(step).result().kind)
     assert whole == []
     assert kinds[-1] == "delta"
-    job.dense = dense._optimizer  # type: ignore[assignment]
+    job.dense = dense._optimizer
     expected = job.gathered()
-    job.dense = combined  # type: ignore[assignment]
+    job.dense = combined
     with checkpointer_of(job, url, combined) as checkpointer:
         job.train(9)
         checkpointer.load()
-    job.dense = dense._optimizer  # type: ignore[assignment]
+    job.dense = dense._optimizer
     assert all(torch.equal(value, expected[name]) for name, value in job.gathered().items())
 
 
@@ -147,7 +148,7 @@ def test_rates_set_on_a_wrapper_reach_training_after_a_load(url: str) -> None:
     job = Job("rd", "EXACT_ROWWISE_ADAGRAD")
     dense, combined = wrapped(job)
     with checkpointer_of(job, url, combined) as checkpointer:
-        job.dense = combined  # type: ignore[assignment]
+        job.dense = combined
         job.train(1)
         checkpointer.save(1).result()
         checkpointer.load()
@@ -182,3 +183,12 @@ def test_momentum_changed_by_hand_is_saved(url: str, sharding: str, how: str) ->
         job.train(3)
         checkpointer.load(2)
     assert all(torch.equal(value, expected[name]) for name, value in job.gathered().items())
+
+
+@pytest.mark.parametrize("around", ["fused", "dense"])
+def test_warmup_that_is_kept_as_state_is_refused(url: str, around: str) -> None:
+    job = Job("rd", "EXACT_ROWWISE_ADAGRAD")
+    inner = job.dmp.fused_optimizer if around == "fused" else wrapped(job)[0]
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=5, value=0.1)]
+    with pytest.raises(cnr_store.UnsupportedModelError, match=r"a WarmupOptimizer .* scheduler"):
+        checkpointer_of(job, url, [WarmupOptimizer(inner, stages)])
