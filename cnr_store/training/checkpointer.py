@@ -218,7 +218,7 @@ class Checkpointer:
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
-        self._structure = ModelStructure(model)
+        self._structure = ModelStructure(model, trained.sharded)
         options.codecs.check_tables([table.name for table in trained.tables])
         if ranks.rank == 0:
             options.codecs.warn_unknown_slots(trained.table_slots)
@@ -242,6 +242,8 @@ class Checkpointer:
         if self._group.world > 1:
             said = {"fused": self._trained.fused_position}
             self._trained.fused_position = self._group.decide(CONSTRUCT, said, first_fused)["fused"]
+        if self._group.rank == 0:
+            self._trained.warn_left_out()
 
     def _dismantle(self, error: BaseException) -> None:
         """Undo a constructor that failed, and tell the other ranks."""

@@ -149,8 +149,11 @@ class Loader:
         saves.audit.forget()
 
         def read() -> tuple[Restored, dict[str, Bitmap]]:
-            with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                return restore.run(self.options.rng, transfer, saves.tracker.clear)
+            try:
+                with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+                    return restore.run(self.options.rng, transfer, saves.tracker.clear)
+            finally:
+                trained.follow_loaded()
 
         restored, since_whole = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)

@@ -134,6 +134,21 @@ class LookupHooks:
                 )
 
 
+def memory_of(module: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """The lookups of a sharded module, each with the addresses of its shards and of what is kept for their rows."""
+    return [
+        (lookup, tuple(tensor.data_ptr() for kernel in lookup.modules() for tensor in _tensors_of(kernel)))
+        for lookup in lookups(module)
+    ]
+
+
+def _tensors_of(kernel: Any) -> list[torch.Tensor]:
+    if not (hasattr(kernel, "emb_module") and hasattr(kernel, "split_embedding_weights")):
+        return []
+    kept = kernel.emb_module.get_optimizer_state() if hasattr(kernel, "fused_optimizer") else []
+    return [*kernel.split_embedding_weights(), *(tensor for state in kept for tensor in state.values())]
+
+
 class _Hook:
     """Calls a function. A copy of a model (for averaging, say) copies its hooks; the copied ones do nothing."""
 

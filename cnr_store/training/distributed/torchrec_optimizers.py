@@ -6,7 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.distributed.pieces import local_pieces
+from cnr_store.training.distributed.torchrec import ShardedModule
 
 
 def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | None]:
@@ -15,16 +20,85 @@ def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | 
     Parameters
     ----------
     optimizers
-        As a caller gave them: ``dmp.fused_optimizer``, others, or a ``CombinedOptimizer`` of both.
+        As a caller gave them: ``dmp.fused_optimizer``, others, or wrappers of TorchRec that keep no state.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A wrapper keeps state of its own.
     """
     stepping: list[Optimizer] = []
     position = None
     for leaf in _leaves(optimizers):
-        if _is_a(leaf, "torchrec.optim.fused", "FusedOptimizer"):
+        if _is_fused(leaf):
             position = len(stepping) if position is None else position
         else:
             stepping.append(leaf)
     return stepping, position
+
+
+def passes_steps_on(optimizer: object) -> bool:
+    """Whether steps of an optimizer are those of others, which are seen themselves, or change nothing."""
+    return _is_fused(optimizer) or any(
+        _is_a(optimizer, "torchrec.optim.keyed", name)
+        for name in ("CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper")
+    )
+
+
+def follow_inner(optimizers: Sequence[Any]) -> None:
+    """Have TorchRec's wrappers show the state and the groups of what they wrap, after these were replaced by a load."""
+    for each in optimizers:
+        if _is_a(each, "torchrec.optim.keyed", "CombinedOptimizer"):
+            follow_inner([inner for _, inner in each.optimizers])
+        elif any(
+            _is_a(each, "torchrec.optim.keyed", name)
+            for name in ("KeyedOptimizerWrapper", "OptimizerWrapper")
+        ):
+            follow_inner([each._optimizer])
+            each.state, each.param_groups = each._optimizer.state, each._optimizer.param_groups
+
+
+def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
+    """Check that the state of all fused optimizers given is that of sharded tables.
+
+    Raises
+    ------
+    UnsupportedModelError
+        One changes other rows in the backward pass, whose state nobody would save.
+    """
+    known = {piece.tensor.data_ptr() for each in sharded for table in each.tables for piece in table.pieces}
+    for leaf in _leaves(optimizers):
+        for name, parameter in leaf.params.items() if _is_fused(leaf) else ():
+            for piece in local_pieces(parameter, name)[1]:
+                if piece.tensor.numel() and piece.tensor.data_ptr() not in known:
+                    raise UnsupportedModelError(
+                        f"{type(leaf).__name__} keeps state for {name!r}, which is no table that TorchRec shards in "
+                        "the model, so that it can't be saved; shard the module with DistributedModelParallel, or "
+                        "train an EmbeddingBagCollection with an optimizer that steps"
+                    )
+
+
+def check_dense_kernels(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
+    """Check that no optimizer keeps state for tables that ranks share under the compute kernel ``dense``.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Such state is of one rank's shard, and nothing tells which rows it belongs to.
+    """
+    for module in sharded:
+        tables = {each.name for each in module.tables if each.optimizer is None and not each.replicated}
+        for name, parameter in module.module.named_parameters() if tables else ():
+            name = f"{module.path}.{name}" if module.path else name
+            for optimizer in optimizers if name in tables else ():
+                if any(
+                    isinstance(kept, torch.Tensor) for kept in optimizer.state.get(parameter, {}).values()
+                ):
+                    raise UnsupportedModelError(
+                        f"table {name!r} is sharded with the compute kernel 'dense', and {type(optimizer).__name__} "
+                        "keeps state for its rows, which can't be stored by rows; shard it with a fused kernel "
+                        "(compute_kernel='fused'), or train it with an optimizer without state"
+                    )
 
 
 def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
@@ -33,8 +107,19 @@ def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
             yield from _leaves([inner for _, inner in each.optimizers])
         elif _is_a(each, "torchrec.optim.keyed", "KeyedOptimizerWrapper"):
             yield each._optimizer
+        elif _is_a(each, "torchrec.optim.clipping", "GradientClippingOptimizer"):
+            yield from _leaves([each._optimizer])
+        elif _is_a(each, "torchrec.optim.warmup", "WarmupOptimizer"):
+            raise UnsupportedModelError(
+                "a WarmupOptimizer keeps its count as state of a parameter that is not in the model, which can't be "
+                "saved; change rates with a scheduler of torch.optim.lr_scheduler, and give that in state="
+            )
         else:
             yield each
+
+
+def _is_fused(optimizer: object) -> bool:
+    return _is_a(optimizer, "torchrec.optim.fused", "FusedOptimizer")
 
 
 def _is_a(optimizer: object, module: str, name: str) -> bool:

@@ -132,8 +132,12 @@ class Blended(ChosenRows):
         self._weights = weights
 
     def made_of(self, stored: AnyArray) -> AnyArray:
-        made: AnyArray = (stored.astype(np.float64) @ self._weights).astype(self.reader.dtype)
-        return made
+        made = np.zeros((len(stored), self._weights.shape[1]))
+        for values, weights in zip(stored.astype(np.float64).T, self._weights, strict=True):
+            taken = np.flatnonzero(weights)  # 0 times infinity is NaN
+            made[:, taken] += values[:, None] * weights[taken]
+        result: AnyArray = made.astype(self.reader.dtype)
+        return result
 
 
 def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,10 +13,17 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.dtensors import reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
-from cnr_store.training.distributed.torchrec_optimizers import take_fused
+from cnr_store.training.distributed.torchrec_optimizers import (
+    check_dense_kernels,
+    check_kept,
+    follow_inner,
+    take_fused,
+)
 from cnr_store.training.model.optimizer_state import as_list, row_slots
 from cnr_store.training.model.row_arrays import RowArray, row_arrays
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing
+
+log = logging.getLogger("cnr_store")
 
 
 @dataclass
@@ -31,6 +39,8 @@ class TrainedModel:
     fused_position
         Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it. A
         rank that holds no table of it can't tell, so ranks agree on it.
+    given
+        The optimizers as a caller gave them, with TorchRec's wrappers.
     """
 
     model: nn.Module
@@ -38,6 +48,7 @@ class TrainedModel:
     optimizers: Sequence[Optimizer]
     sharded: Sequence[ShardedModule] = ()
     fused_position: int | None = None
+    given: Sequence[Optimizer] = ()
 
     @classmethod
     def from_arguments(cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
@@ -46,7 +57,7 @@ class TrainedModel:
         Raises
         ------
         UnsupportedModelError
-            `model` is not an `nn.Module`, or one of its tables can't be stored.
+            `model` is not an `nn.Module`, or one of its tables can't be stored, or what an optimizer keeps for it.
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
@@ -54,10 +65,13 @@ class TrainedModel:
             raise UnsupportedModelError(
                 f"the model is of type {type(model).__name__}; give a torch.nn.Module"
             )
-        optimizers, fused_position = take_fused(as_list(optimizer))
+        given = as_list(optimizer)
+        optimizers, fused_position = take_fused(given)
         reshard(model)
         sharded = find_sharded(model)
-        return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position)
+        check_kept(given, sharded)
+        check_dense_kernels(optimizers, sharded)
+        return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position, given)
 
     @property
     def fused_tables(self) -> list[SpreadTable]:
@@ -66,9 +80,28 @@ class TrainedModel:
             return []
         return [table for table in self.tables if isinstance(table, SpreadTable) and table.is_fused]
 
+    def warn_left_out(self) -> None:
+        """Log tables whose fused optimizers keep state that is not saved, as they were not given."""
+        names = [
+            table.name
+            for table in self.tables
+            if isinstance(table, SpreadTable) and table.is_fused and table.sharded.slots
+        ]
+        if names and self.optimizers and self.fused_position is None:
+            log.warning(
+                "the fused optimizer of table %r%s was not given, so its state is not saved; give "
+                "[model.fused_optimizer, ...] as optimizer",
+                names[0],
+                f" and {len(names) - 1} more" if names[1:] else "",
+            )
+
     def reshard(self) -> None:
         """Have FSDP2 give parameters their place back, where it holds whole ones for a forward."""
         reshard(self.model)
+
+    def follow_loaded(self) -> None:
+        """Have wrappers of optimizers follow those, once these were loaded."""
+        follow_inner(self.given)
 
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""
@@ -89,6 +122,9 @@ class TrainedModel:
 
     def row_arrays(self) -> list[RowArray]:
         """Every array that is stored by rows, as it is now: see `row_arrays`."""
+        check_dense_kernels(
+            self.optimizers, self.sharded
+        )  # which make most of their state in their first step
         return row_arrays(self.tables, self.optimizers, self.fused_position is not None)
 
     def table_slots(self) -> dict[str, set[str]]:

@@ -52,9 +52,15 @@ class JointPreemption(Preemption):
         return self._first_true is None or tests >= self._first_true
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more. Others need not wait for this rank: they hear how many tests it has begun."""
         self._is_over.set()
         self._thread.join()
+        try:
+            self._tell_begun()
+            if self._group.rank == 0:  # nobody else tells the test; it stays as it was told
+                self._group.keyvalue.compare_set(f"{self._prefix}/first_true", b"0")
+        except RanksError as error:
+            log.warning("other ranks may wait for this one after a signal: %s", error)
 
     def _watch(self) -> None:
         try:
@@ -77,17 +83,23 @@ class JointPreemption(Preemption):
             return False
         if self.signal is None:
             self.signal = signal.Signals(int(told))
-        with self._lock:
-            self._is_noticed, begun = True, self._tests
-        keys.set(f"{self._prefix}/begun/{self._group.rank}", str(begun).encode())
+        self._tell_begun()
         if self._group.rank == 0:
             keys.set(f"{self._prefix}/first_true", str(self._greatest() + 1).encode())
         for _ in pauses(self._group.timeout_seconds + 1):
             if (first := keys.get(f"{self._prefix}/first_true")) is not None:
                 self._first_true = int(first)
                 return True
+            if self._is_over.is_set():  # this rank tests no more
+                return True
         log.error("rank 0 does not tell at which step to save after a signal; this rank goes on without it")
         return True
+
+    def _tell_begun(self) -> None:
+        """Have later tests of this rank wait, and tell how many it has begun; what was told once stays."""
+        with self._lock:
+            self._is_noticed, begun = self._is_noticed or self.signal is not None, self._tests
+        self._group.keyvalue.compare_set(f"{self._prefix}/begun/{self._group.rank}", str(begun).encode())
 
     def _greatest(self) -> int:
         """The greatest number of tests that any rank has begun."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.torchrec import ShardedModule
+from cnr_store.training.distributed.torchrec_lookups import memory_of
 from cnr_store.training.model.names import clean_name, wrapper_paths
 from cnr_store.training.model.tables import Lookup, check_weight
 
@@ -17,13 +21,21 @@ class ModelStructure:
 
     A table that is put in another one's place has no hooks, and what was saved of that one is not its own. Another
     parameter in the same modules is no change here: the tracker follows it.
+
+    Parameters
+    ----------
+    model
+        Has the tables.
+    sharded
+        TorchRec's modules in it. The memory of their tables was noted when they were found, and is to stay.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> None:
         self._model = model
         self._modules = list(model.modules())  # kept, or a new module might get the id of an old one
         self._layout = _layout(model)
         self._spread = _spread(model)
+        self._sharded = [(each, memory_of(each.module)) for each in sharded]  # kept, as the modules are
 
     def check(self) -> None:
         """Look through the model again.
@@ -34,11 +46,18 @@ class ModelStructure:
             A table can't be stored as it is now: its element type, shape, layout or device; or ranks have come to share
             it, or share it no more.
         ModelMismatchError
-            A table was added, removed, renamed, or is in another module, or other modules share its parameter.
+            A table was added, removed, renamed, or is in another module, or other modules share its parameter; or
+            TorchRec's tables lie elsewhere.
         """
         layout = _layout(self._model)
         if layout != self._layout:
             raise ModelMismatchError(f"{_difference(self._layout, layout)}; make a new checkpointer")
+        for sharded, memory in self._sharded:
+            if memory_of(sharded.module) != memory:
+                raise ModelMismatchError(
+                    f"the tables of {sharded.path or 'the model'!r} lie in other memory than when this checkpointer "
+                    "was made, as after DistributedModelParallel.reshard; make a new checkpointer"
+                )
         for path in sorted(self._spread ^ (spread := _spread(self._model))):
             now = "a DTensor, spread over ranks," if path in spread else "no DTensor"
             raise UnsupportedModelError(

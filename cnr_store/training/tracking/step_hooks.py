@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
+
 Args = TypeVarTuple("Args")
 
 
@@ -59,7 +61,7 @@ def _hook_steps() -> None:
 
 @outside_graphs
 def _before_step(optimizer: Optimizer, *_: object) -> None:
-    listeners = list(_listeners)
+    listeners = [] if passes_steps_on(optimizer) else list(_listeners)
     if listeners:
         _put_after_step_first(optimizer)
     for listener in listeners:

@@ -181,6 +181,7 @@ class Tracker:
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
+        self._sharded.acknowledge(tracker.table.key)
 
     def make_whole(self, name: str, reason: str) -> None:
         """Declare that the rows of a table that changed in this interval are not known.
@@ -305,6 +306,7 @@ class Tracker:
         self._stepped.forget()
         for tracker in self._trackers.values():
             tracker.begin_interval()
+        self._sharded.acknowledge()
         for optimizer, by_table in slots:
             for name, given in by_table.items():
                 self._trackers[name].expect_slots(optimizer, given)

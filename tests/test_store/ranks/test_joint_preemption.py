@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,3 +78,28 @@ def test_a_rank_that_never_looks_again_does_not_hold_the_others() -> None:
             preempted.close()
 
     assert on_threads(lambda: wait(0), lambda: wait(1)) == [True, True]
+
+
+@pytest.mark.parametrize("signalled", [0, 1, 2])
+def test_ranks_that_have_left_are_not_waited_for(signalled: int) -> None:
+    keys = MemoryKeyValue()
+    left = threading.Barrier(2)
+    have_left = threading.Event()
+
+    def leave(rank: int) -> bool:
+        preempted = JointPreemption(ThreadGroup(keys, rank, 3, timeout_seconds=600), 1)
+        if rank != signalled:
+            assert not preempted
+            preempted.close()
+            if left.wait(30) == 0:
+                have_left.set()
+            return False
+        assert have_left.wait(30)
+        preempted._notice(signal.SIGTERM, None)
+        while not preempted:
+            time.sleep(0.01)
+        preempted.close()
+        return True
+
+    ended = on_threads(*(partial(leave, rank) for rank in range(3)))
+    assert ended == [rank == signalled for rank in range(3)]
