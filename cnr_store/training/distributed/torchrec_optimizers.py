@@ -86,7 +86,7 @@ def check_dense_kernels(optimizers: Sequence[Optimizer], sharded: Sequence[Shard
     UnsupportedModelError
         Such state is of one rank's shard, and nothing tells which rows it belongs to.
     """
-    for module in sharded:
+    for module in sharded if optimizers else ():
         tables = {each.name for each in module.tables if each.optimizer is None and not each.replicated}
         for name, parameter in module.module.named_parameters() if tables else ():
             name = f"{module.path}.{name}" if module.path else name
