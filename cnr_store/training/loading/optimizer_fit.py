@@ -234,7 +234,7 @@ def _new(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """State of this shape, spread as the parameter is where that is a DTensor."""
-    if is_dtensor(parameter):
+    """State of this shape, spread and in memory as the parameter is."""
+    if is_dtensor(parameter) or shape == tuple(parameter.shape):
         return like(parameter.detach(), dtype=dtype)
     return make(shape, dtype=dtype, device=parameter.device)

@@ -13,7 +13,7 @@ from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelErr
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import SLOT_DTYPES
+from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as
 from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
@@ -186,9 +186,13 @@ def load_optimizer(
         )
     groups = _named_groups(optimizer, names)
     numbered = dict(enumerate(name for params in groups for name in params))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
     state = {
-        number: {**tree["state"].get(name, {}), **by_table.get(name, {})}
+        number: {
+            **{key: laid_out_as(value, parameters[number]) for key, value in tree["state"].get(name, {}).items()},
+            **by_table.get(name, {}),
+        }
         for number, name in numbered.items()
         if name in tree["state"] or by_table.get(name)
     }
