@@ -94,7 +94,7 @@ class OptimizerFit:
             return _with_slots(self.tree, self.slots), self.slots
         tree = optimizer_tree(self.optimizer, names, tables)
         if self.settings:
-            tree |= {name: self.tree[name] for name in ("param_groups", "other")}
+            tree |= {name: self.tree[name] for name in ("param_groups", "other", "more") if name in self.tree}
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
             for table in tables

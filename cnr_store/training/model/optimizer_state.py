@@ -90,7 +90,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     Returns
     -------
     ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
-    {table name: [slot]}, "other": {key: value}}``. Tensors in it are the optimizer's own.
+    {table name: [slot]}, "other": {key: value}}``, and, where its ``state_dict`` has further members, ``"more": {key:
+    value}``. Tensors in it are the optimizer's own.
 
     Raises
     ------
@@ -122,6 +123,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         if number in name_of
     }
     other = {number: values for number, values in state["state"].items() if number not in name_of}
+    more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
@@ -132,7 +134,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
             table.name: sorted(slots[table.parameter_name]) for table in tables if slots[table.parameter_name]
         },
         "other": other,
-    }
+    } | ({"more": more} if more else {})
 
 
 def _stray_state(optimizer: Optimizer, error: KeyError) -> str:
@@ -190,7 +192,10 @@ def load_optimizer(
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
     state = {
         number: {
-            **{key: laid_out_as(value, parameters[number]) for key, value in tree["state"].get(name, {}).items()},
+            **{
+                key: laid_out_as(value, parameters[number])
+                for key, value in tree["state"].get(name, {}).items()
+            },
             **by_table.get(name, {}),
         }
         for number, name in numbered.items()
@@ -203,7 +208,7 @@ def load_optimizer(
     ]
     load_uncast(
         optimizer,
-        {"state": {**state, **tree["other"]}, "param_groups": saved_groups},
+        {"state": {**state, **tree["other"]}, "param_groups": saved_groups, **tree.get("more", {})},
         {number for number, name in numbered.items() if name in converted},
     )
 
