@@ -18,7 +18,12 @@ from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
-from cnr_store.training.model.dense_state import check_extra_state, dense_tensors, load_extra_state
+from cnr_store.training.model.dense_state import (
+    check_extra_state,
+    dense_tensors,
+    load_extra_state,
+    remade_names,
+)
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     assign_dense,
@@ -35,6 +40,8 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     ------
     ModelMismatchError
         The model does not fit the version. Nothing was changed.
+    UnsupportedModelError
+        A tensor of the model is a DTensor, or one that a module makes anew for each state dict.
     CorruptionError, FormatError
         The version is damaged.
     """
@@ -46,7 +53,12 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     by_name: dict[str, torch.Tensor] = {
         name: weights[path] for name, path in model_arrays(record).items() if path in weights
     }
-    by_name |= dense_tensors(model, tables)
+    by_name |= (dense := dense_tensors(model, tables))
+    if remade := remade_names(model, tables, dense):
+        raise UnsupportedModelError(
+            f"{remade[0]!r} of the model's state dict is no tensor of the model: a module makes it anew each time; "
+            "follow with a model that keeps it in a buffer, or returns it from get_extra_state"
+        )
     if spread := [name for name, tensor in by_name.items() if is_dtensor(tensor)]:
         raise UnsupportedModelError(
             f"{spread[0]!r} of the model is a DTensor, spread over ranks; follow with a model that this process holds "

@@ -94,7 +94,7 @@ class OptimizerFit:
             return _with_slots(self.tree, self.slots), self.slots
         tree = optimizer_tree(self.optimizer, names, tables)
         if self.settings:
-            tree |= {name: self.tree[name] for name in ("param_groups", "other")}
+            tree |= {name: self.tree[name] for name in ("param_groups", "other", "more") if name in self.tree}
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
             for table in tables
@@ -234,7 +234,7 @@ def _new(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """State of this shape, spread as the parameter is where that is a DTensor."""
-    if is_dtensor(parameter):
+    """State of this shape, spread and in memory as the parameter is."""
+    if is_dtensor(parameter) or shape == tuple(parameter.shape):
         return like(parameter.detach(), dtype=dtype)
     return make(shape, dtype=dtype, device=parameter.device)

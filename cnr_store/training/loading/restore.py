@@ -21,7 +21,7 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
-from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor, spread_like
+from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
@@ -39,8 +39,14 @@ from cnr_store.training.loading.validate_state import (
     with_own_part,
 )
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import check_extra_state, extra_state, load_extra_state
+from cnr_store.training.model.dense_state import (
+    check_extra_state,
+    extra_state,
+    load_extra_state,
+    load_remade,
+)
 from cnr_store.training.model.names import parameter_names
+from cnr_store.training.model.object_state import spread_state
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
 from cnr_store.training.model.row_arrays import slot_parts
@@ -286,6 +292,8 @@ class Restore:
                 copy_whole(dense_tensor(values, torch_dtype), tensor, repr(name))
             else:
                 assign_dense(tensor, values, torch_dtype)
+        with accepted(self._match.where, "a module's _load_from_state_dict"):
+            load_remade(self._trained.model, self._trained.tables, tensors)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast
@@ -293,29 +301,11 @@ class Restore:
         kept = {one: optimizer.state[one] for one in owned if self._names.get(id(one)) not in fit.loaded}
         converted = {table.table.parameter_name for table in fit.fits.values() if table.table.name in cast}
         tree, slots = fit.merged(self._names, tables)
-        tree |= {"state": self._spread(optimizer, tree["state"])}
+        tree |= {"state": spread_state(tree["state"], optimizer, self._names)}
         with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         # What was not chosen has gone through foreign code, too, and stays as it was.
         optimizer.state.update(kept)
-
-    def _spread(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Stored state by parameter, with whole tensors spread where the parameter is a DTensor."""
-        spread = {
-            self._names[id(one)]: one
-            for group in optimizer.param_groups
-            for one in group["params"]
-            if is_dtensor(one)
-        }
-        return {
-            name: {
-                key: spread_like(value, spread[name], f"{key!r} of {name!r}")
-                if name in spread and isinstance(value, torch.Tensor) and value.ndim and not is_dtensor(value)
-                else value
-                for key, value in values.items()
-            }
-            for name, values in state.items()
-        }
 
     def _load_objects(self) -> None:
         for name, value in self._objects.items():

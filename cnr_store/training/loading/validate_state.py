@@ -139,6 +139,8 @@ def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
     other: dict[Any, Any] = members(tree["other"], f"{name}.other")
     if any(isinstance(key, int) for key in other):
         raise ValueError(f"{name}.other holds the state of a parameter")
+    if {"state", "param_groups"} & members(tree.get("more", {}), f"{name}.more").keys():
+        raise ValueError(f"{name}.more holds the groups or the state of parameters")
 
 
 def check_slots(

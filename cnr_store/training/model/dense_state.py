@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import may_overlap_itself
+from cnr_store.training.model.tensors import dense_numpy, may_overlap_itself
 
 _EXTRA_STATE = "_extra_state"
 
@@ -68,6 +69,67 @@ def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.
         See `dense_items`.
     """
     return {name: tensor for name, first, tensor in dense_items(model, tables) if name == first}
+
+
+def remade_names(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Which of `tensors`, from `dense_tensors`, modules make anew for each state dict: writes to them are lost."""
+    now = {name: tensor for name, _, tensor in dense_items(model, tables)}
+    # `tensors` are alive, so that other memory has another address.
+    return [
+        name
+        for name, tensor in tensors.items()
+        if now[name] is not tensor and (is_dtensor(tensor) or now[name].data_ptr() != tensor.data_ptr())
+    ]
+
+
+def load_remade(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give modules what was loaded into `tensors` that they make anew, through their own ``_load_from_state_dict``.
+
+    Raises
+    ------
+    ModelMismatchError
+        A module refuses them, or its state dict holds something else afterwards.
+    """
+    if not (remade := remade_names(model, tables, tensors)):
+        return
+    wrappers = wrapper_paths(model)
+    # Of a wrapper and what is in it, which have one name, the latter.
+    modules = {
+        clean_name(path, wrappers): module for path, module in model.named_modules(remove_duplicate=False)
+    }
+    metadata = {
+        clean_name(path, wrappers): local
+        for path, local in getattr(model.state_dict(keep_vars=True), "_metadata", {}).items()
+    }
+    entries = {name: tensor.detach() for name, _, tensor in dense_items(model, tables)}
+    entries |= {name: tensors[name].detach() for name in remade}
+    errors: list[str] = []
+    for path in dict.fromkeys(_owner(name, modules) for name in remade):
+        prefix = f"{path}." if path else ""
+        own = {name: tensor for name, tensor in entries.items() if name.startswith(prefix)}
+        modules[path]._load_from_state_dict(own, prefix, metadata.get(path, {}), True, [], [], errors)
+    now = {name: tensor for name, _, tensor in dense_items(model, tables)}
+    lost = [name for name in remade if not _same_bits(now.get(name), tensors[name])]
+    if errors or lost:
+        raise ModelMismatchError(
+            f"{(lost or remade)[0]!r} is in the model's state dict, but a module makes it anew each time, and what was "
+            f"stored did not get back into that module{': ' + '; '.join(errors) if errors else ''}; load it in the "
+            "module's _load_from_state_dict, keep it in a buffer, or return it from get_extra_state"
+        )
+
+
+def _owner(name: str, modules: Collection[str]) -> str:
+    """The path of the innermost module that an entry of the state dict may be of."""
+    path = name.rpartition(".")[0]
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    if one is None or is_dtensor(one) or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return dense_numpy(one)[0].tobytes() == dense_numpy(other)[0].tobytes()
 
 
 def _is_extra_state(key: str) -> bool:

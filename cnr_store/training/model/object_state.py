@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import StateError
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
+from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
 from cnr_store.training.model.tensors import dense_numpy, dense_type
 from cnr_store.writing.plan import DensePiece
 
@@ -94,3 +94,19 @@ def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, 
         for name, values in tree["state"].items()
     }
     return {**tree, "state": state}
+
+
+def spread_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Stored state by parameter, with whole tensors spread where the parameter is a DTensor."""
+    spread = {
+        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
+    }
+    return {
+        name: {
+            key: spread_like(value, spread[name], f"{key!r} of {name!r}")
+            if name in spread and isinstance(value, torch.Tensor) and value.ndim and not is_dtensor(value)
+            else value
+            for key, value in values.items()
+        }
+        for name, values in state.items()
+    }

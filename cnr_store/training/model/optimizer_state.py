@@ -13,7 +13,7 @@ from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelErr
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import SLOT_DTYPES
+from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as
 from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
@@ -90,7 +90,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     Returns
     -------
     ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
-    {table name: [slot]}, "other": {key: value}}``. Tensors in it are the optimizer's own.
+    {table name: [slot]}, "other": {key: value}}``, and, where its ``state_dict`` has further members, ``"more": {key:
+    value}``. Tensors in it are the optimizer's own.
 
     Raises
     ------
@@ -122,6 +123,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         if number in name_of
     }
     other = {number: values for number, values in state["state"].items() if number not in name_of}
+    more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
@@ -132,7 +134,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
             table.name: sorted(slots[table.parameter_name]) for table in tables if slots[table.parameter_name]
         },
         "other": other,
-    }
+    } | ({"more": more} if more else {})
 
 
 def _stray_state(optimizer: Optimizer, error: KeyError) -> str:
@@ -186,9 +188,16 @@ def load_optimizer(
         )
     groups = _named_groups(optimizer, names)
     numbered = dict(enumerate(name for params in groups for name in params))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
     state = {
-        number: {**tree["state"].get(name, {}), **by_table.get(name, {})}
+        number: {
+            **{
+                key: laid_out_as(value, parameters[number])
+                for key, value in tree["state"].get(name, {}).items()
+            },
+            **by_table.get(name, {}),
+        }
         for number, name in numbered.items()
         if name in tree["state"] or by_table.get(name)
     }
@@ -199,7 +208,7 @@ def load_optimizer(
     ]
     load_uncast(
         optimizer,
-        {"state": {**state, **tree["other"]}, "param_groups": saved_groups},
+        {"state": {**state, **tree["other"]}, "param_groups": saved_groups, **tree.get("more", {})},
         {number for number, name in numbered.items() if name in converted},
     )
 

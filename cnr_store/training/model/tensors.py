@@ -153,6 +153,16 @@ def overwriting(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
+def laid_out_as(value: Any, parameter: torch.Tensor) -> Any:
+    """State of a parameter, in memory as optimizers make it for that one: fused kernels walk raw memory, not shapes."""
+    if type(value) is not torch.Tensor or value.shape != parameter.shape:
+        return value
+    if not value.layout is parameter.layout is torch.strided or parameter.is_contiguous():
+        return value
+    made = torch.empty_like(parameter.detach(), dtype=value.dtype, device=value.device)
+    return value if made.stride() == value.stride() else made.copy_(value.detach())
+
+
 def assign_rows(tensor: torch.Tensor, start: int, values: AnyArray) -> None:
     """Write `values`, ``(n, ...)`` of the array type, over the rows ``start`` to ``start + n`` of a tensor.
 

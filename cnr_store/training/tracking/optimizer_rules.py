@@ -125,6 +125,12 @@ def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()
     return 0 if optimizer.param_groups[position].get("fused") else 1
 
 
+def uncounted_groups(optimizer: Optimizer, trusted: Classes = ()) -> Collection[int]:
+    """Positions of the groups whose parameters a step changes without torch's counting it."""
+    groups = range(len(optimizer.param_groups))
+    return {position for position in groups if not max_version_bumps(optimizer, position, trusted)}
+
+
 def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str] | None:
     """The slots that steps of a believed optimizer change: another one was changed by someone else.
 

@@ -265,7 +265,7 @@ def _is_plain(tracker: TableTracker) -> bool:
         and parameter.numel() > 0
         and not tracker.resized
         and not tracker.is_in_shared_memory
-        and parameter.stride(0) * parameter.element_size() % _WORD_BYTES == 0
+        and parameter.nbytes // len(parameter) % _WORD_BYTES == 0  # of one row, the stride may be any number
     )
 
 

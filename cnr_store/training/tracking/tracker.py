@@ -30,9 +30,9 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.lookup_hooks import hook_lookups
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
-    max_version_bumps,
     may_move_untouched_rows,
     unclear_state,
+    uncounted_groups,
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
@@ -79,7 +79,8 @@ class Tracker:
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._trackers.values())
-        self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # With the tables that the step changes uncounted, because settings may change before it is seen to end.
+        self._begun: weakref.WeakKeyDictionary[Optimizer, list[str]] = weakref.WeakKeyDictionary()
         self._logged: set[tuple[str, str]] = set()
         self._find_owners()
         hooks = ExitStack()
@@ -101,7 +102,7 @@ class Tracker:
         """Look for changes that no step made, before `optimizer` makes its own."""
         for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
             self._trackers[name].make_whole(reason)
-        self._begun.add(optimizer)
+        self._begun[optimizer] = self._uncounted(optimizer)
         for tracker in self._stepped.sharing(optimizer):
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
@@ -131,18 +132,23 @@ class Tracker:
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
         settle_step(optimizer, left, self._trusted)
-        self._begun.discard(optimizer)
+        self._begun.pop(optimizer, None)
+
+    def _uncounted(self, optimizer: Optimizer) -> list[str]:
+        """The tables that a step changes, with the present settings, without torch's counting it.
+
+        Of the others the version counters tell.
+        """
+        groups = uncounted_groups(optimizer, self._trusted)
+        stepped = self._stepped.by(optimizer) if groups else []
+        return [tracker.table.name for position, tracker in stepped if position in groups]
 
     def _unfinished(self, begun: Iterable[Optimizer]) -> dict[str, str]:
-        """Why tables are whole that a step may have changed uncounted, as it began and was not seen to end.
-
-        Where torch counts the changes of a step, the version counters tell.
-        """
+        """Why tables are whole that a step may have changed uncounted, as it began and was not seen to end."""
         return {
-            tracker.table.name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
+            name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
             for optimizer in begun
-            for position, tracker in self._stepped.by(optimizer)
-            if not max_version_bumps(optimizer, position, self._trusted)
+            for name in self._begun[optimizer]
         }
 
     def _find_owners(self) -> None:

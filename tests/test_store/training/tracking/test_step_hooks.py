@@ -112,6 +112,26 @@ def test_a_step_that_does_not_end_is_not_believed_where_no_change_is_counted(kin
     assert bench.swap() == [3]
 
 
+@pytest.mark.parametrize("kind", ["sgd_fused", "adagrad_fused"])
+@pytest.mark.parametrize("steps_again", [True, False])
+def test_a_step_that_does_not_end_is_judged_by_the_settings_that_it_had(kind: str, steps_again: bool) -> None:
+    bench = Bench(kind)
+    bench.train(1)
+    bench.swap()
+    handle = register_optimizer_step_pre_hook(fails)
+    try:
+        row_waiting_for_its_step(bench)
+        with pytest.raises(RuntimeError, match="user's"):
+            bench.optimizer.step()
+    finally:
+        handle.remove()
+    for group in bench.optimizer.param_groups:
+        group["fused"] = False
+    if steps_again:
+        bench.step()
+    assert bench.swap() == ALL
+
+
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_save_within_a_step_forgets_nothing(kind: str) -> None:
     bench = Bench(kind)

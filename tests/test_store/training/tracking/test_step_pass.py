@@ -202,3 +202,15 @@ def test_a_save_between_forward_and_step_loses_no_row(kind: str) -> None:
     assert bench.swap() == []
     bench.step()
     assert bench.swap() == [8]
+
+
+def test_the_only_row_of_a_padded_table_is_seen_to_its_end() -> None:
+    table = nn.Embedding(1, 3)
+    table.weight = nn.Parameter(torch.zeros(1, 4, dtype=torch.float16)[:, :3])
+    optimizer = SGD(table.parameters(), lr=0.1)
+    tracker = Tracker(find_tables(nn.ModuleDict({"t": table})), [optimizer])
+    for _ in range(2):
+        tracker.swap()
+        table.weight.grad = torch.tensor([[0, 0, 1]], dtype=torch.float16)
+        optimizer.step()
+        assert listed(tracker.swap()["t"], 1) == [0]
