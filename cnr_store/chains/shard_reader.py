@@ -102,12 +102,12 @@ class ShardReader:
                     yield chunk, check_chunk(data[offset : offset + int(index.lengths[chunk.slot])])
 
     def read_damaged(self, shard: int, chunk: Chunk) -> bytes | None:
-        """The bytes of a chunk whose checksum does not fit them, without it; None if their place is not known."""
+        """The bytes of a chunk whose checksum does not fit them, without it; None if they can't be read."""
         try:
             index = self._index(shard)
             length = int(index.lengths[chunk.slot])
             return self._backend.get_range(self.key(shard), int(index.offsets[chunk.slot]), length)[:-4]
-        except (CorruptionError, StorageError):
+        except (CorruptionError, ObjectNotFoundError, StorageError):
             return None
 
     def _index(self, shard: int) -> ShardIndex:

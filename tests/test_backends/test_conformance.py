@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,3 +96,15 @@ class TestS3(BackendConformance):
         url = s3_server.url(uuid.uuid4().hex)
         with open_backend(url, session=session, **s3_server.storage_options) as backend:
             yield backend
+
+
+def test_a_zarr_store_lists_no_object_that_was_deleted_since() -> None:
+    class Deleting(MemoryStore):
+        async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+            async for name in super().list_prefix(prefix):
+                yield name
+            yield f"{prefix}gone"
+
+    backend = open_backend(Deleting())
+    backend.put("folder/a", b"123")
+    assert list(backend.list_keys("folder")) == [("folder/a", 3)]

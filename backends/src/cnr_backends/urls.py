@@ -10,6 +10,7 @@ from cnr_backends.errors import OpenError
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_CACHES = ("blockcache", "cached", "filecache", "simplecache")
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -19,7 +20,7 @@ def protocol_of(url: str) -> str:
     Raises
     ------
     OpenError
-        The URL is "", is a chain of URLs, or lacks a slash.
+        The URL is "", is a chain of URLs, names a filesystem that caches another, or lacks a slash.
     """
     if not url:
         raise OpenError("can't open '': give a path or a URL")
@@ -34,7 +35,13 @@ def protocol_of(url: str) -> str:
             f"can't open {url}: after {slip[1]}: there must be two slashes (or './' before a path)"
         )
     match = _PROTOCOL.match(url)
-    return match[1].lower() if match else ""
+    protocol = match[1].lower() if match else ""
+    if protocol in _CACHES:
+        raise OpenError(
+            f"can't open {without_secrets(url)}: a cache gives what objects were, and a store's are replaced; give "
+            "the URL of what it caches"
+        )
+    return protocol
 
 
 def _is_chain(url: str) -> bool:

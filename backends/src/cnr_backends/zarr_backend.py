@@ -84,7 +84,9 @@ class ZarrBackend(Backend):
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         below = f"{prefix}/" if prefix else ""
         keys = [key for key in _run(_collected(self.store.list_prefix, below)) if key.startswith(below)]
-        yield from zip(keys, _run(self._sizes(keys)), strict=True)
+        for key, size in zip(keys, _run(self._sizes(keys)), strict=True):
+            if size is not None:
+                yield key, size
 
     def _delete(self, key: str) -> None:
         if not isinstance(self.store, FsspecStore) or self.store.read_only:
@@ -99,12 +101,18 @@ class ZarrBackend(Backend):
             raise FileNotFoundError(key)
         return buffer.to_bytes()
 
-    async def _sizes(self, keys: list[str]) -> list[int]:
+    async def _sizes(self, keys: list[str]) -> list[int | None]:
+        """The size of each object, None where it was deleted since it was listed."""
         gate = asyncio.Semaphore(_CONCURRENT_SIZES)
 
-        async def size(key: str) -> int:
+        async def size(key: str) -> int | None:
             async with gate:
-                return await self.store.getsize(key)
+                try:
+                    return await self.store.getsize(key)
+                except self._failures as error:
+                    if self._is_missing(error):
+                        return None
+                    raise
 
         return await asyncio.gather(*map(size, keys))
 

@@ -13,11 +13,11 @@ from torch import nn
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.dense import dense_layout
 from cnr_store.errors import CorruptionError, ModelMismatchError
-from cnr_store.format.layout import decode_name, dense_path
+from cnr_store.format.layout import decode_name, dense_path, table_parameter
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.training.loading.selection import Ids, Patterns, Selection
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import dense_tensors
+from cnr_store.training.model.dense_state import dense_items
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_name, dtype_named
 
@@ -63,6 +63,8 @@ class Match:
         Rows stored and rows in the model, by table.
     cast
         Element type stored and in the model, by name.
+    retied
+        What a tied name is the same as in the version and in the model, by that name.
     refusals
         Differences that keep the load from beginning, each with what to do.
     """
@@ -76,6 +78,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    retied: dict[str, tuple[str, str]] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
 
     def differs(self, message: str) -> None:
@@ -180,6 +183,23 @@ class Match:
                 self._compare_type(name, tensor, type_name)
             self.tensors[name] = tensor
 
+    def compare_ties(self, stored: Mapping[str, str], model: Mapping[str, str]) -> None:
+        """Compare what tied names are the same as, of those that are the same as something loaded.
+
+        Parameters
+        ----------
+        stored, model
+            By tied name, the name that its values are under.
+        """
+        loaded = {table_parameter(fit.table.name) for fit in self.tables} | self.tensors.keys()
+        for name, owner in model.items():
+            if owner in loaded and stored.get(name, owner) != owner:
+                self.retied[name] = (stored[name], owner)
+                self.differs(
+                    f"{name!r} is the same as {owner!r} in the model and as {stored[name]!r} in {self.where}; tie it "
+                    f"as it was saved, or {IGNORE} the values of {owner!r} into both"
+                )
+
     def _compare_type(self, name: str, tensor: torch.Tensor, stored: str) -> None:
         differing = f"tensor {name!r} is {dtype_name(tensor.dtype)} in the model and {stored} in {self.where}"
         if tensor.is_floating_point() and dtype_named(stored).is_floating_point:
@@ -224,6 +244,9 @@ class Match:
         ]
         parts += [f"{name} grew from {old} rows to {new}" for name, (old, new) in self.grown.items()]
         parts += [f"{name} is stored in {old} and becomes {new}" for name, (old, new) in self.cast.items()]
+        parts += [
+            f"{name} was {old} and gets the values of {new}" for name, (old, new) in self.retied.items()
+        ]
         return "; ".join(parts)
 
 
@@ -252,10 +275,19 @@ def match_model(
             )
         return type_name
 
-    match.take_tables(_entries(record, "tables/", "/weight"), tables)
-    dense = _entries(record, dense_path("model", ""))
+    weights, dense = _entries(record, "tables/", "/weight"), _entries(record, dense_path("model", ""))
+    items = list(dense_items(model, tables))
+    match.take_tables(weights, tables)
     match.take_tensors(
-        {name: entry.shape for name, entry in dense.items()}, dense_tensors(model, tables), stored_type
+        {name: entry.shape for name, entry in dense.items()},
+        {name: tensor for name, owner, tensor in items if name == owner},
+        stored_type,
+    )
+    entries = {table_parameter(name): entry for name, entry in weights.items()} | dense
+    match.compare_ties(
+        {alias: owner for owner, entry in entries.items() for alias in entry.aliases},
+        {alias: table_parameter(table.name) for table in tables for alias in table.tied_names}
+        | {name: owner for name, owner, _ in items if name != owner},
     )
     match.prove()
     return match

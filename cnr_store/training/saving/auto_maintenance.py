@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog
@@ -11,6 +11,7 @@ from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import Retention
 from cnr_store.maintenance.folding.compact import CompactReport, fold
+from cnr_store.training.process.latch import Latch
 from cnr_store.training.process.process_exit import finish_before_exit
 from cnr_store.training.saving.options import Options
 
@@ -32,6 +33,7 @@ class BackgroundMaintenance:
         self._folded: CompactReport | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
+        self._latest_done = Latch()
 
     def schedule(self, record: Record, removable: str) -> None:
         """Queue a run after the commit of `record`. A failure is logged; no save fails because of it.
@@ -42,16 +44,19 @@ class BackgroundMaintenance:
             The greatest version of other writers that may be removed: see `Retention`.
         """
         if self._latest is not None:
-            self._latest.cancel()  # has no effect on a run that has begun
+            if self._latest.cancel():  # not a run that has begun
+                self._latest_done.set()
             self._latest = None
+        done = Latch()
         try:
-            self._latest = self._executor.submit(self._run, record, removable)
+            self._latest = self._executor.submit(self._run, record, removable, done)
         except RuntimeError as error:  # the interpreter is shutting down
             log.warning("no upkeep after version %s: %s", record.id, error)
         else:
+            self._latest_done = done
             finish_before_exit(self._latest)
 
-    def _run(self, record: Record, removable: str) -> None:
+    def _run(self, record: Record, removable: str, done: Latch) -> None:
         try:
             if not self._options.retention.remove_nothing:
                 self._remove(record, removable)
@@ -62,6 +67,8 @@ class BackgroundMaintenance:
                 self._folded = fold(Catalog(self._backend), record, self._options.workers)
         except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
             log.warning("upkeep after version %s failed: %s", record.id, error)
+        finally:
+            done.set()
 
     def _remove(self, record: Record, removable: str) -> None:
         """Remove the versions that no rule keeps, if the claim of this commit is still the newest."""
@@ -84,7 +91,7 @@ class BackgroundMaintenance:
     def wait(self) -> None:
         """Wait for the run under way and the one that is queued."""
         if self._latest is not None:
-            wait([self._latest])
+            self._latest_done.wait()
 
     def close(self) -> None:
         """Wait, and accept no more runs."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.errors import ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
+from cnr_store.training.process.latch import Latch
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.stats import SaveStats
 
@@ -44,8 +45,8 @@ class PendingSave:
         self.future: Future[Record] = Future()
         self.result_taken = False  # somebody knows the outcome
         self.interrupted = threading.Event()  # training goes on although rows are still in the model
-        self.rows_taken = threading.Event()  # nothing is read from the model any more
-        self.callbacks_done = threading.Event()
+        self.rows_taken = Latch()  # nothing is read from the model any more
+        self.callbacks_done = Latch()
         self.began = time.perf_counter()
         self.written: SaveStats | None = None
         self._process = os.getpid()

@@ -274,13 +274,17 @@ class SaveQueue:
         if self._pending is None:
             return
         pending, dirty = self._pending
-        if pending.future.cancelled():  # `start` was interrupted, and so was its undoing
+        # The future's lock is left alone while the thread that writes needs it: an interrupt right after it was taken
+        # would keep it.
+        if (
+            pending.result_taken and pending.future.cancelled()
+        ):  # `start` was interrupted, and so was its undoing
             self.tracker.restore(dirty)
             self._pending = None
             return
         self._patience.save_waits = True
-        error = pending.future.exception()
         pending.callbacks_done.wait()  # on_done may take the result
+        error = pending.future.exception()
         if error is None:
             self.planner.apply_commit(pending.future.result(), dirty)
             if pending.live_pace:

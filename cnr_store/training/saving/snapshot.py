@@ -341,8 +341,18 @@ def encode_metadata(metadata: Any) -> Any:
     def too_large(path: str, _: ArrayLeaf) -> str:
         raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
 
+    def plain_leaf(value: object) -> ArrayLeaf | None:
+        leaf = tensor_leaf(value)
+        if (
+            leaf is not None and leaf.torch_dtype is not None
+        ):  # the catalog, which has no torch, would give its bits
+            raise ValueError(
+                f"metadata holds no {leaf.torch_dtype} tensor; give its item(), or convert it with float()"
+            )
+        return leaf
+
     # Encoded under its name, so that errors say that it is the metadata.
-    doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=tensor_leaf)["metadata"]
+    doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=plain_leaf)["metadata"]
     if len(dumps(doc)) > MAX_METADATA_BYTES:
         raise StateError(
             f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"

@@ -324,20 +324,23 @@ def test_a_storage_that_does_not_answer_is_no_damage(base: Path, deep: bool) -> 
 class _Removing(FaultyBackend):
     """Removes a version while somebody looks at it."""
 
-    def __init__(self, inner: Backend, version: str) -> None:
+    def __init__(self, inner: Backend, version: str, at: str) -> None:
         super().__init__(inner, self._remove, reads=True)
         self._version = version
+        self._at = at
 
     def _remove(self, operation: str, key: str, _: int) -> None:
-        if operation == "list_keys" and key == layout.version_key(self._version):
+        folder = layout.version_key(self._version)
+        if operation == self._at and key.startswith(folder):
             self.inner.delete(layout.record_key(self._version))
-            for gone, _size in list(self.inner.list_keys(key)):
+            for gone, _size in list(self.inner.list_keys(folder)):
                 self.inner.delete(gone)
 
 
-def test_versions_that_are_removed_meanwhile_are_not_damaged(store: Path) -> None:
+@pytest.mark.parametrize("at", ["list_keys", "get_range"])  # the latter is the first read of a chunk
+def test_versions_that_are_removed_meanwhile_are_not_damaged(store: Path, at: str) -> None:
     older, newer = ids(store)
-    report = verify(_Removing(open_backend(store), newer), deep=True)
+    report = verify(_Removing(open_backend(store), newer, at), deep=True)
     assert report.ok
     assert report.versions == report.restorable == (older,)
 

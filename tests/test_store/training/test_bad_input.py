@@ -246,6 +246,10 @@ def _endless() -> list[Any]:
             r"state\['metadata'\]\['a'\]: a tensor of layout torch.sparse_coo",
         ),
         ({"reader": _endless()}, "nested deeper than 200 levels, or contains itself; flatten it"),
+        (
+            {"metadata": {"a": torch.tensor(1.5, dtype=torch.bfloat16)}},
+            r"\['metadata'\]\['a'\]: metadata holds no bfloat16 tensor; give its item\(\)",
+        ),
         ({"metadata": {"a": {3}}}, r"^state\['metadata'\]\['a'\]: a builtins.set can't be stored; use"),
         ({"metadata": "x" * 70_000}, "metadata takes more than 64 KiB; give it through `state=`"),
         (

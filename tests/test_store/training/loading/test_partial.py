@@ -322,3 +322,32 @@ def test_optimizer_state_that_was_not_loaded_is_saved_whole_beside_a_delta(url: 
     cnr_store.load(url, third, three)
     assert torch.equal(sums(third, three[1], "user"), sums(other, two[1], "user"))
     assert torch.equal(third.rows("user"), other.rows("user"))
+
+
+class Tied(nn.Module):
+    """Three tables and three layers. In each the last is tied to the one that is named."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({name: nn.Embedding(5, DIM) for name in "abc"})
+        self.layers = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in "abc"})
+        for kind in (self.tables, self.layers):
+            kind["c"].weight = kind[owner].weight
+
+
+def test_a_tie_that_moved_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    cnr_store.save(url, Tied("a"), step=1)
+    cnr_store.load(url, Tied("a"))
+    model = Tied("b")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ModelMismatchError, match=r"'tables.c.weight' is the same as 'tables.b.weight' in the"
+    ) as error:
+        cnr_store.load(url, model)
+    assert "'layers.c.weight' is the same as 'layers.b.weight'" in str(error.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with caplog.at_level(logging.WARNING, "cnr_store"):
+        cnr_store.load(url, model, strict="report")
+    assert "tables.c.weight was tables.a.weight and gets the values of tables.b.weight" in caplog.text
+    # A table that nothing is tied to otherwise.
+    cnr_store.load(url, model, tables="tables.a", tensors=())
