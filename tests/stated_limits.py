@@ -24,7 +24,7 @@ from cnr_store.format import (
     validate,
     validate_policy,
 )
-from cnr_store.training.saving.snapshot import MAX_METADATA_BYTES
+from cnr_store.training.model.object_state import MAX_METADATA_BYTES
 
 _WORDS = ("no", "one", "two", "three", "four", "five")
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

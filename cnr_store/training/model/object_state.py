@@ -12,10 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import StateError
+from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
 from cnr_store.training.model.tensors import dense_numpy, dense_type
 from cnr_store.writing.plan import DensePiece
+
+MAX_METADATA_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -110,3 +113,28 @@ def spread_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[
         }
         for name, values in state.items()
     }
+
+
+def encode_metadata(metadata: Any) -> Any:
+    """The caller's metadata as tagged JSON. It must be small, because it is stored in the commit record."""
+
+    def too_large(path: str, _: ArrayLeaf) -> str:
+        raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
+
+    def plain_leaf(value: object) -> ArrayLeaf | None:
+        leaf = tensor_leaf(value)
+        if (
+            leaf is not None and leaf.torch_dtype is not None
+        ):  # the catalog, which has no torch, would give its bits
+            raise ValueError(
+                f"metadata holds no {leaf.torch_dtype} tensor; give its item(), or convert it with float()"
+            )
+        return leaf
+
+    # Encoded under its name, so that errors say that it is the metadata.
+    doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=plain_leaf)["metadata"]
+    if len(dumps(doc)) > MAX_METADATA_BYTES:
+        raise StateError(
+            f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
+        )
+    return doc

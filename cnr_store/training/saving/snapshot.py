@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from cnr_store.errors import StateError
 from cnr_store.format.layout import dense_path, is_shared
-from cnr_store.format.state import dumps, encode_state
+from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state
 from cnr_store.training.model.names import parameter_names
-from cnr_store.training.model.object_state import SpreadLeaf, spread_leaf, tensor_leaf, with_leaves
+from cnr_store.training.model.object_state import (
+    SpreadLeaf,
+    encode_metadata,
+    spread_leaf,
+    tensor_leaf,
+    with_leaves,
+)
 from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
@@ -31,7 +36,6 @@ from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.plan import DenseWrite
 
 Bitmaps = dict[str, Bitmap]
-MAX_METADATA_BYTES = 64 << 10
 _SAVES_BEFORE_SHRINKING = 4
 _WORD_BYTES = 4
 _TOGETHER = ""  # under which the rows of small tables are staged
@@ -333,28 +337,3 @@ def _copy_dense(entries: Sequence[tuple[str, str, torch.Tensor]]) -> list[DenseW
         else:
             written.append(DenseWrite(path, *dense_numpy(tensor), aliases=aliases))
     return written
-
-
-def encode_metadata(metadata: Any) -> Any:
-    """The caller's metadata as tagged JSON. It must be small, because it is stored in the commit record."""
-
-    def too_large(path: str, _: ArrayLeaf) -> str:
-        raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
-
-    def plain_leaf(value: object) -> ArrayLeaf | None:
-        leaf = tensor_leaf(value)
-        if (
-            leaf is not None and leaf.torch_dtype is not None
-        ):  # the catalog, which has no torch, would give its bits
-            raise ValueError(
-                f"metadata holds no {leaf.torch_dtype} tensor; give its item(), or convert it with float()"
-            )
-        return leaf
-
-    # Encoded under its name, so that errors say that it is the metadata.
-    doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=plain_leaf)["metadata"]
-    if len(dumps(doc)) > MAX_METADATA_BYTES:
-        raise StateError(
-            f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
-        )
-    return doc

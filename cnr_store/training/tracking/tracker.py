@@ -135,10 +135,7 @@ class Tracker:
         self._begun.pop(optimizer, None)
 
     def _uncounted(self, optimizer: Optimizer) -> list[str]:
-        """The tables that a step changes, with the present settings, without torch's counting it.
-
-        Of the others the version counters tell.
-        """
+        """The tables that a step changes uncounted, with the present settings. Of others, version counters tell."""
         groups = uncounted_groups(optimizer, self._trusted)
         stepped = self._stepped.by(optimizer) if groups else []
         return [tracker.table.name for position, tracker in stepped if position in groups]
