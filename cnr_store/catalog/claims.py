@@ -102,13 +102,17 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             f"{backend.url}: {last} uses the last generation number; if no writer of this store made it, remove "
             f"{layout.writer_key(last)}"
         )
+    try:
+        now = validate.seconds(time.time(), "the time of this machine's clock")
+    except ValueError as error:
+        raise SaveError(f"{backend.url} was not claimed: {error}; set the clock") from error
     root = group_document(
         {"cnr": {"format": layout.FORMAT, "store": layout.store_text(secrets.token_hex(4))}}
     )
     for key, node in ((layout.ROOT_KEY, root), (f"{layout.VERSIONS}/{layout.NODE}", group_document())):
         with suppress(ObjectExistsError):
             backend.create(key, document_bytes(node))
-    doc = {"generation": claim.generation, "token": claim.token, "base": base, "time": time.time()}
+    doc = {"generation": claim.generation, "token": claim.token, "base": base, "time": now}
     host = platform.node().encode(errors="backslashreplace").decode()  # its bytes may be no UTF-8
     doc |= {"host": host, "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
     _claimed.add((os.getpid(), claim.token))  # before: it may be created although the response is lost

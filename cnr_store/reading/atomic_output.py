@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -13,7 +14,7 @@ from typing import IO, Any
 import fsspec
 from zarr.abc.store import Store
 
-from cnr_backends import BackendError, StorageError
+from cnr_backends import BackendError, StorageError, StorageFullError
 from cnr_store.errors import CheckpointError, OptionError
 
 Target = str | os.PathLike[str] | Store
@@ -154,7 +155,11 @@ def _storage_errors(target: Target) -> Iterator[None]:
     except (BackendError, CheckpointError):
         raise
     except Exception as error:  # filesystems raise errors of the libraries that they use
-        raise StorageError(
-            f"can't write {target}: {type(error).__name__}: {error}; check the place and its permissions",
-            url=str(target),
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        kind = StorageFullError if is_full else StorageError
+        advice = (
+            "free some space, or choose another target" if is_full else "check the place and its permissions"
+        )
+        raise kind(
+            f"can't write {target}: {type(error).__name__}: {error}; {advice}", url=str(target)
         ) from error

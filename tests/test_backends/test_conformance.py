@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from zarr.storage import FsspecStore, MemoryStore, ObjectStore
 
 from cnr_backends import Backend, open_backend
@@ -108,3 +110,18 @@ def test_a_zarr_store_lists_no_object_that_was_deleted_since() -> None:
     backend = open_backend(Deleting())
     backend.put("folder/a", b"123")
     assert list(backend.list_keys("folder")) == [("folder/a", 3)]
+
+
+def test_no_write_comes_between_while_memory_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, find = open_backend(f"memory://{uuid.uuid4().hex}"), MemoryFileSystem.find
+    backend.put("folder/a", b"")
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        writing = pool.submit(backend.put, "folder/b", b"")
+        with pytest.raises(TimeoutError):
+            writing.result(0.1)
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "find", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        assert list(backend.list_keys("folder")) == [("folder/a", 0)]

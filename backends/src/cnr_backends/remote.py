@@ -224,6 +224,14 @@ class MemoryBackend(FsspecBackend):
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen_memory, (os.getpid(), self._address, self._options)
 
+    def _list_names(self, prefix: str) -> list[str]:
+        with self._writing:  # fsspec walks through its dictionary of files
+            return super()._list_names(prefix)
+
+    def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with self._writing:
+            return iter(list(super()._list_keys(prefix)))
+
     def _put(self, key: str, pieces: Pieces) -> None:
         with self._writing:
             self._fs.pipe_file(self._at(key), b"".join(pieces))

@@ -135,6 +135,7 @@ class Repair:
         if type(workers) is not int or workers < 1:
             raise OptionError(f"workers={workers!r}: give an integer of at least 1")
         catalog, self._record = open_record(url, version, **storage_options)
+        catalog.check_format()  # which a version found by its id does not need, and all others do
         self._writer: Writer | None = None
         if is_for_writing:
             self._writer = Writer(

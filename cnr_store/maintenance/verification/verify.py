@@ -78,7 +78,19 @@ def verify(
                 continue
             if not (run.outdated or run.found_deleted()):
                 return report
-        return _Run(backend, deep, transfer, progress).check(version)
+        run = _Run(backend, deep, transfer, progress)
+        report = run.check(version)
+        # Retention may be faster than any run: what it deleted during this one is no damage either.
+        deleted = run.found_deleted()
+        problems = tuple(each for each in report.problems if _home(each) not in deleted)
+        return replace(report, problems=problems)
+
+
+def _home(finding: Finding) -> Home | None:
+    if finding.version is None:
+        return None
+    in_fold = (finding.key or "").startswith(f"{layout.FOLDS}/")
+    return layout.FOLDS if in_fold else layout.VERSIONS, finding.version
 
 
 class _Run:
@@ -144,14 +156,15 @@ class _Run:
                 yield record.id
         self.outdated = restorability.outdated
 
-    def found_deleted(self) -> bool:
-        """Whether a version that was found damaged is deleted by now."""
+    def found_deleted(self) -> set[Home]:
+        """The versions and folds that were found damaged and are deleted by now."""
         damaged = {home for home, result in self._results.items() if result.findings}
         names = {prefix: set(self._backend.list_names(prefix)) for prefix, _ in damaged}
-        return any(
-            version not in names[prefix] or (prefix == layout.VERSIONS and self._catalog.is_gone(version))
+        return {
+            (prefix, version)
             for prefix, version in damaged
-        )
+            if version not in names[prefix] or (prefix == layout.VERSIONS and self._catalog.is_gone(version))
+        }
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:

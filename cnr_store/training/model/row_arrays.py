@@ -115,6 +115,11 @@ def row_arrays(
                 )
         for optimizer in optimizers:
             for slot, tensor in row_slots(optimizer, table.parameter).items():
+                if not slot:
+                    raise UnsupportedModelError(
+                        f"table {table.name!r}: {type(optimizer).__name__} keeps state called '' for it, which can't "
+                        "be stored; give that state a name"
+                    )
                 path = slot_path(table.name, slot)
                 if path == weight.path:
                     raise UnsupportedModelError(

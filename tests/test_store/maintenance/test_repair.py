@@ -254,3 +254,14 @@ def test_everything_of_a_version_is_kept(tmp_path: Path) -> None:
     values = cnr_store.state_dict(folder)
     assert values.keys() == before.keys()
     assert all(np.array_equal(values[name], before[name]) for name in before)
+
+
+def test_a_damaged_root_is_told_before_anything_is_written(saved: SavedStore, tmp_path: Path) -> None:
+    folder = saved.copy(tmp_path / "store")
+    DAMAGES["lost"](shard_of(folder, saved.ids[-1]))
+    (folder / "zarr.json").write_bytes(b"{")
+    before = objects(folder)
+    for version in (saved.ids[-1], "latest"):
+        with pytest.raises(CheckpointError, match=r"zarr\.json"):
+            cnr_store.repair(folder, version)
+    assert objects(folder) == before

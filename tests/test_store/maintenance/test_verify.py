@@ -345,6 +345,24 @@ def test_versions_that_are_removed_meanwhile_are_not_damaged(store: Path, at: st
     assert report.versions == report.restorable == (older,)
 
 
+def test_retention_that_is_faster_than_any_run_is_no_damage(tmp_path: Path) -> None:
+    """Each run finds a version, which is removed before its objects are looked at."""
+    model, steps = torch.nn.Embedding(9, 2), iter(range(99))
+    cnr_store.save(tmp_path, model, step=next(steps))
+    inner, removed = open_backend(tmp_path), list[str]()
+
+    def remove(operation: str, key: str, _: int) -> None:
+        newest = ids(tmp_path)[-1]
+        if operation == "list_keys" and key == layout.version_key(newest):
+            cnr_store.save(tmp_path, model, step=next(steps))
+            _Removing(inner, newest, "list_keys")._remove(operation, key, 0)
+            removed.append(newest)
+
+    report = verify(FaultyBackend(inner, remove, reads=True))
+    assert len(removed) == 3
+    assert report.ok
+
+
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_version_that_is_folded_meanwhile_is_not_damaged(store: Path, deep: bool) -> None:
     """An attempt was listed, whose record comes while the version beneath is checked."""

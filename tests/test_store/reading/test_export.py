@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import uuid
 from pathlib import Path
 from typing import Literal
@@ -19,7 +21,7 @@ from torch import nn
 from zarr.core.metadata import ArrayV3Metadata
 
 import cnr_store
-from cnr_backends import StorageError
+from cnr_backends import StorageError, StorageFullError
 from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError
 from cnr_store.chains import array_reader
 from cnr_store.format import arrays
@@ -283,3 +285,13 @@ def test_a_target_that_cannot_be_written_is_told(store: Path, tmp_path: Path) ->
     (tmp_path / "file").write_text("a")
     with pytest.raises(StorageError, match="can't write"):
         cnr_store.export(store, tmp_path / "file" / "below")
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cnr_store.save(tmp_path / "store", nn.Embedding(3, 2), step=1)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFullError, match="free some space, or choose another target"):
+        cnr_store.export(tmp_path / "store", tmp_path / "model.safetensors")

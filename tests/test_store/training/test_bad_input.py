@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from cnr_store import (
     Checkpointer,
     ModelMismatchError,
     OptionError,
+    SaveError,
     StateError,
     UnsupportedModelError,
     VersionNotFoundError,
@@ -292,6 +294,7 @@ def test_registered_state_that_can_not_be_stored(tmp_path: Path) -> None:
             "weight",
             "table 't': SGD keeps state called 'weight' for it, as its rows .*; give that state another",
         ),
+        ("", "table 't': SGD keeps state called '' for it, .* give that state a name"),
         ("one", None),
     ],
 )
@@ -361,3 +364,15 @@ def _assert_no_version(folder: Path, version: Any, message: str) -> None:
     for call in (cnr_store.open, cnr_store.view, cnr_store.state_dict):
         with pytest.raises(VersionNotFoundError, match=message):
             call(folder, version)
+
+
+def test_a_clock_beyond_any_calendar_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(time, "time", lambda: 3e11)
+    with pytest.raises(
+        SaveError, match=r"was not claimed: the time of this machine's clock is 3.*; set the clock"
+    ):
+        cnr_store.save(tmp_path, model, step=1)
+    monkeypatch.undo()
+    cnr_store.save(tmp_path, model, step=1)
+    assert cnr_store.verify(tmp_path).ok
