@@ -32,7 +32,7 @@ STORE = "tests/test_store"
 MUTANTS = [
     Mutant(
         "a payload of another place is refused",
-        "cnr_store/chains/link.py",
+        "cnr_store/chains/written_link.py",
         "if payload.seal != self.record.seal(self.path, chunk.row, chunk.column):",
         "if False:",
         f"{STORE}/chains/test_damage.py",

@@ -160,7 +160,7 @@ def floating(rng: Rng, mantissa: int, count: int, dim: int) -> tuple[bytes, byte
     if rng.random() < 0.5:
         codes *= rng.choice(np.array([1, -1], np.int16), codes.size)
     line_rows = int(rng.choice([1, 1, 2, 32]))
-    grid, symbols = FloatingGrid.center(codes, line_rows * dim, mantissa)
+    grid, symbols = FloatingGrid.center(codes, max(1, line_rows * dim), mantissa)
     check = google_crc32c.value(codes.astype("<i4").tobytes())
     head = grid.stored + struct.pack("<BBHI", 2 * grid.signed, line_rows, 0, check)
     return head, bytes(CodedLines.encode(symbols, line_rows * dim + 1).data) if len(codes) else b""
