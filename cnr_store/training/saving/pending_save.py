@@ -46,6 +46,7 @@ class PendingSave:
         self.result_taken = False  # somebody knows the outcome
         self.interrupted = threading.Event()  # training goes on although rows are still in the model
         self.rows_taken = Latch()  # nothing is read from the model any more
+        # Until it is set, the queue asks `future` nothing: an interrupt right after its lock was taken would keep it.
         self.callbacks_done = Latch()
         self.began = time.perf_counter()
         self.written: SaveStats | None = None

@@ -274,11 +274,7 @@ class SaveQueue:
         if self._pending is None:
             return
         pending, dirty = self._pending
-        # The future's lock is left alone while the thread that writes needs it: an interrupt right after it was taken
-        # would keep it.
-        if (
-            pending.result_taken and pending.future.cancelled()
-        ):  # `start` was interrupted, and so was its undoing
+        if pending.result_taken and pending.future.cancelled():  # `start` and its undoing were interrupted
             self.tracker.restore(dirty)
             self._pending = None
             return
