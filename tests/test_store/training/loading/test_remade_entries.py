@@ -20,13 +20,13 @@ class Scaled(nn.Module):
         self.scale, self.takes, self.linear = 1.0, takes, nn.Linear(2, 2)
 
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep: bool) -> None:
-        super()._save_to_state_dict(state, prefix, keep)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(state, prefix, keep)
         state[prefix + "scale"] = torch.tensor(self.scale)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.takes:
             self.scale = float(state.pop(prefix + "scale"))
-        super()._load_from_state_dict(state, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, *rest)
 
 
 class Cloned(nn.Module):
@@ -35,12 +35,11 @@ class Cloned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))
-        self.register_state_dict_post_hook(
-            lambda module, state, prefix, _: state.update({prefix + "weight": module.weight.clone()})
-        )
+        register: Any = self.register_state_dict_post_hook
+        register(lambda module, state, prefix, _: state.update({prefix + "weight": module.weight.clone()}))
 
 
-def _model(takes: bool = True) -> nn.ModuleDict:
+def _model(takes: bool = True) -> Any:
     return nn.ModuleDict({"table": nn.Embedding(8, 2), "scaled": Scaled(takes), "cloned": Cloned()})
 
 
