@@ -55,8 +55,17 @@ def _typed_pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-# Makes a pointer from an address, in kernels.
+def _typed_or(_context: Any, _address: Any, _bits: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.atomic_rmw("or", builder.inttoptr(arguments[0], cgutils.voidptr_t), arguments[1], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint8), generate
+
+
+# For kernels: an address as a pointer, and bits of a byte set so that no other thread's are undone.
 _pointer: Any = intrinsic(_typed_pointer)
+_or: Any = intrinsic(_typed_or)
 _NO_IDS = np.empty(0, np.int64)
 
 
@@ -68,7 +77,9 @@ def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> in
         row = ids[position]
         if row < 0 or row >= rows:
             return position
-        bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+        bit = np.uint8(1 << (row & 7))
+        if bitmap[row >> 3] & bit == 0:
+            _or(bitmap_address + (row >> 3), bit)
     return -1
 
 
@@ -120,7 +131,7 @@ def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
         for column in range(1, words.shape[1]):
             seen |= words[row, column]
         if seen != 0:
-            bitmap[row >> 3] |= np.uint8(1 << (row & 7))
+            _or(np.int64(bitmap.ctypes.data) + (row >> 3), np.uint8(1 << (row & 7)))
 
 
 def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
@@ -190,7 +201,7 @@ def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_word
                 continue
             for row in range(8 * index, min(8 * index + 8, count)):
                 if _combined(words, row * size, (row + 1) * size) != 0:
-                    bitmap[index] |= np.uint8(1 << (row & 7))
+                    _or(bitmaps[table] + index, np.uint8(1 << (row & 7)))
 
 
 def copy_rows_of_tables(

@@ -35,9 +35,8 @@ class Cloned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))
-        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda module, state, prefix, _: state.update({prefix + "weight": module.weight.clone()})
-        )
+        register: Any = self.register_state_dict_post_hook
+        register(lambda module, state, prefix, _: state.update({prefix + "weight": module.weight.clone()}))
 
 
 def _model(takes: bool = True) -> Any:

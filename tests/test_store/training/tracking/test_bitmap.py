@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -194,3 +195,15 @@ def test_marking_ids_of_many_tables_tells_which_have_an_id_out_of_range() -> Non
     assert bitmap.mark_ids_of_tables(bitmaps, rows, places, counts) == 1
     assert counts.tolist() == [2, -1, 1]
     assert [bitmap.rows_of(one, 300).tolist() for one in ours] == [[0, 8], [19], [299]]
+
+
+def test_threads_that_mark_one_bitmap_undo_nothing() -> None:
+    even, odd = np.tile(np.arange(0, 64, 2), 40_000), np.arange(1, 64, 2)
+    for _ in range(150):
+        marked = bitmap.empty_bitmap(64)
+        thread = threading.Thread(target=bitmap.mark, args=(marked, 64, even))
+        thread.start()
+        while thread.is_alive():
+            bitmap.mark(marked, 64, odd)
+            assert {*odd} <= {*bitmap.rows_of(marked.copy(), 64)}
+        thread.join()
