@@ -15,7 +15,7 @@ def _made() -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"table": nn.Embedding(6, 4), "conv": nn.Conv2d(3, 4, 3)})
     model["table"].weight = nn.Parameter(torch.randn(4, 6).t())
-    model["conv"].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model["conv"].to(memory_format=torch.channels_last)
     return model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
 
