@@ -68,8 +68,10 @@ class Explanation(tuple[ExplainedTable, ...]):
         found = cls(tables)
         changed = {table.name: table.changed for table in found}
         found.snapshot_bytes = snapshot_bytes
+        # Some rows of tables are copied before all rows of others.
+        delta = sorted(arrays, key=lambda each: changed[each.table.name] >= each.table.local_rows)
         found.live_bytes = _without_room(
-            [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
+            [changed[each.table.name] * _local_row_bytes(each) for each in delta], snapshot_bytes
         )
         found.whole_live_bytes = _without_room(
             [each.table.local_rows * _local_row_bytes(each) for each in arrays], snapshot_bytes

@@ -140,12 +140,11 @@ def test_log_and_explain_say_why_training_waits(tmp_path: Path, caplog: pytest.L
         saving.touch("a", torch.arange(ROWS))
         saving.touch("b", torch.arange(10))
         after = saving.explain()
-        assert after.live_bytes == 10 * DIM * 4
+        assert after.live_bytes == TABLE_BYTES  # the ten rows of b leave no room for all of a
         assert after.live_pace is not None
         assert " s at the pace of the last one." in str(after).splitlines()[-1]
-        assert str(after).splitlines()[-2].startswith("A delta now holds training until 0.6 kB of rows")
+        assert str(after).splitlines()[-2].startswith("A delta now holds training until 1.3 MB of rows")
         pending = saving.save(1)
         pending.result()
         assert pending.stats is not None
-        # Rows that all changed are written whole, so no row numbers are counted.
-        assert pending.stats.live_bytes == 10 * DIM * 4
+        assert pending.stats.live_bytes == TABLE_BYTES
