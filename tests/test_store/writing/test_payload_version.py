@@ -72,18 +72,18 @@ def test_a_version_of_dense_arrays_holds_no_payloads(tmp_path: Path) -> None:
 
 
 class LaterRelease(LosslessRows):
-    """Writes whole tables as a release with relative codes does; its probe of two rows is stored as it is."""
+    """Writes whole tables as a release with another scheme does; its probe of two rows is stored as it is."""
 
     def encode_rows(self, values: Any, offsets: Any, rows: int, *, element: str, seal: int = 0) -> bytes:
         if len(values) == 2:
             return super().encode_rows(values, offsets, rows, element=element, seal=seal)
-        coded = segment(7, 0, 0, 0, len(values), np.ascontiguousarray(values).tobytes())
+        coded = segment(8, 0, 0, 0, len(values), np.ascontiguousarray(values).tobytes())
         return (header(1, rows, values.shape[1], seal=seal) + coded).encode()
 
 
 def test_payloads_of_a_newer_release_are_no_damage(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, Table(), codec={"users": LaterRelease()})
-    with pytest.raises(FormatError, match=r"users.*relative.*newer release"):
+    with pytest.raises(FormatError, match=r"users.*scheme 8.*newer release"):
         cnr_store.state_dict(tmp_path)
     (problem,) = cnr_store.verify(tmp_path, deep=True).problems
     assert "newer release" in problem.what
