@@ -38,6 +38,7 @@ def test_memory_of_a_load(store: Path) -> None:
     assert peak_bytes("load", store, ROWS, DIM) < TABLE_BYTES / 20
 
 
+@pytest.mark.nightly
 def test_memory_of_verifying_and_folding_a_delta(store: Path) -> None:
     """A chunk of a sparse delta spans many rows: each worker may hold one as it is when decoded."""
     assert peak_bytes("verify", store, ROWS, DIM) < TABLE_BYTES / 10

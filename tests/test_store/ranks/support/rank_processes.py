@@ -128,12 +128,15 @@ def _watch(
 ) -> list[Outcome]:
     found: dict[int, Outcome] = {}
     stopped: set[int] = set()
+    killed: set[int] = set()
 
     def send(rank: int, number: int) -> None:
         os.kill(processes[rank].pid, number)
         if number == signal.SIGSTOP:
             _await_stop(processes[rank].pid)
         (stopped.add if number == signal.SIGSTOP else stopped.discard)(rank)
+        if number == signal.SIGKILL:
+            killed.add(rank)
 
     while len(found) < len(processes) and time.monotonic() < deadline:
         running = [rank for rank in range(len(processes)) if rank not in found]
@@ -148,7 +151,10 @@ def _watch(
                 message = pipes[rank].recv()
             except (EOFError, ConnectionResetError):
                 processes[rank].join()
-                found[rank] = Outcome(signal=-processes[rank].exitcode or -1)
+                ended = processes[rank].exitcode
+                # Python's server of forks may lose the status of a child, and says 255 then.
+                is_lost = ended == 255 and rank in killed
+                found[rank] = Outcome(signal=signal.SIGKILL if is_lost else -ended or -1)
                 continue
             if isinstance(message, Outcome):
                 found[rank] = message

@@ -9,6 +9,7 @@ import torch
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import local_pieces
+from tests.nightly import at_night
 from tests.test_store.support.distributed import spread_checks
 from tests.test_store.support.distributed.ranks import group, run_ranks
 
@@ -39,6 +40,6 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, at_night(4)])
 def test_over_ranks(world: int, tmp_path: Path) -> None:
     run_ranks("tests.test_store.support.distributed.spread_checks", world, tmp_path)

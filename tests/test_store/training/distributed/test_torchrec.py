@@ -13,6 +13,7 @@ from torch import nn
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.torchrec import find_sharded
+from tests.nightly import at_night
 from tests.test_store.support.distributed.ranks import group, run_ranks
 
 CHECKS = "tests.test_store.support.distributed.sharded_checks"
@@ -58,7 +59,7 @@ def test_in_one_process(name: str) -> None:
 
 @needs_torchrec
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, at_night(3)])
 def test_over_ranks(world: int, tmp_path: Path) -> None:
     run_ranks(CHECKS, world, tmp_path)
 
