@@ -21,6 +21,8 @@ from cnr_store.training.tracking.bitmap import Bitmap, Rows, copy_rows_of_tables
 
 MOST_ROWS = 1 << 22
 """Of all small tables: their row numbers, of 8 bytes each, take 32 MiB at most."""
+_MOST_ROWS_OF_ONE = 1 << 15
+"""Larger tables are copied faster one by one, on all cores."""
 _WORD_BYTES = 4
 Words32 = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -121,7 +123,7 @@ def _is_plain(array: RowArray) -> bool:
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tensor.shape == array.shape
-        and array.shape[0] <= MOST_ROWS
+        and array.shape[0] <= _MOST_ROWS_OF_ONE
         and array.row_bytes > 0
         and array.row_bytes % _WORD_BYTES == 0
         and array.row_bytes * array.shape[0] == tensor.nbytes
