@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import numpy as np
-
-from cnr_store.errors import FormatError
+from cnr_store.catalog.metadata import decode_metadata
 from cnr_store.format.record import Record
-from cnr_store.format.state import decode_state
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class VersionInfo:
             time=record.time,
             bytes=record.nbytes,
             rows=record.rows,
-            metadata=decode_state(record.metadata, read=_no_array),
+            metadata=decode_metadata(record.metadata),
         )
 
     @property
@@ -100,7 +97,3 @@ def html_facts(facts: Mapping[str, Any]) -> str:
     """Names and values as notebooks show them; what is empty is left out."""
     shown = ((name, str(value)) for name, value in facts.items() if value not in (None, "", (), {}))
     return html_table(("", ""), shown)
-
-
-def _no_array(path: str) -> np.ndarray[Any, Any]:
-    raise FormatError(f"metadata refers to an array ({path}); only small values may stand there")

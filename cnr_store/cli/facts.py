@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.metadata import find_figures
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
 
@@ -26,7 +27,17 @@ def record_names() -> dict[str, Any]:
 def record_facts(record: Record) -> dict[str, Any]:
     """What a record says of its version as a whole. `chain`: versions that reading it touches, without folds."""
     facts = {name: getattr(record, attribute) for name, attribute in _ATTRIBUTES.items()}
-    return facts | {"chain": 1 + len(record.needs)}
+    return facts | {"metadata": _plain(record.metadata), "chain": 1 + len(record.needs)}
+
+
+def _plain(metadata: Any) -> Any:
+    """A record's metadata with its figures as plain numbers, which numpy's and torch's are not in a record."""
+    try:
+        figures = find_figures(metadata)
+    except FormatError:  # it is printed as it stands
+        return metadata
+    has_names = isinstance(metadata, dict) and not any(name.startswith("$") for name in metadata)
+    return {name: figures.get(name, value) for name, value in metadata.items()} if has_names else metadata
 
 
 def fold_bytes(catalog: Catalog, version: str) -> int | None:

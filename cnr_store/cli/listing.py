@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from rich.text import Text
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
+from cnr_store.catalog.metadata import as_figure
 from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import fold_bytes, metadata_text, record_facts, record_names
@@ -117,14 +117,13 @@ def _sorted(listed: Sequence[_Facts], name: str) -> list[_Facts]:
 def _figures(listed: Iterable[_Facts]) -> set[str]:
     """Names of the figures in all metadata."""
     named = (facts["metadata"] for facts in listed if isinstance(facts["metadata"], dict))
-    return {name for metadata in named for name, value in metadata.items() if isinstance(value, int | float)}
+    return {name for metadata in named for name, value in metadata.items() if as_figure(value) is not None}
 
 
 def _figure(facts: _Facts, name: str) -> float | None:
     metadata = facts["metadata"] if isinstance(facts["metadata"], dict) else {}
     value = facts[name] if name in facts else metadata.get(name)
-    is_figure = isinstance(value, int | float) and not (isinstance(value, float) and math.isnan(value))
-    return value if is_figure else None
+    return as_figure(value)
 
 
 def _print(shown: Sequence[_Facts], listed: Sequence[_Facts], long: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -11,12 +10,12 @@ from dataclasses import dataclass, field
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, StorageFullError, Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.claims import ClaimRecord
+from cnr_store.catalog.metadata import find_figures
 from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.tags import read_tags
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
-from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void, void_time
 
 WORKERS = 8
@@ -33,7 +32,7 @@ class Committed:
     needs
         The versions its writer depended on, whether or not they are folded.
     figures
-        The finite numbers in its metadata, by name.
+        The finite numbers in its metadata, by name, as `find_figures` finds them.
     """
 
     id: str
@@ -168,7 +167,8 @@ class SnapshotReader:
         if record is None:
             return void_time(data)
         bases = {path: entry.base for path, entry in record.arrays.items() if entry.base is not None}
-        return Committed(record.id, record.step, bases, record.needs, record.record_bytes, _figures(record))
+        figures = find_figures(record.metadata)
+        return Committed(record.id, record.step, bases, record.needs, record.record_bytes, figures)
 
     def _abort_all(self, names: Iterable[str]) -> StorageFullError | None:
         """Abort attempts one after the other, until the storage is full; returns its error then."""
@@ -198,15 +198,6 @@ class SnapshotReader:
             return frozenset()  # as if it were missing: the version's chain is kept
         arrays = record.arrays.items() if record is not None else ()
         return frozenset(path for path, entry in arrays if entry.kind == "whole")
-
-
-def _figures(record: Record) -> dict[str, float]:
-    metadata = record.metadata if isinstance(record.metadata, dict) else {}
-    return {
-        name: value
-        for name, value in metadata.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
 
 
 def _can_not_commit(version: str, newest: ClaimRecord | None) -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.metadata import find_figures
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import Retention
@@ -34,6 +35,7 @@ class BackgroundMaintenance:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
         self._latest_done = Latch()
+        self._told_of_no_figure = False
 
     def schedule(self, record: Record, removable: str) -> None:
         """Queue a run after the commit of `record`. A failure is logged; no save fails because of it.
@@ -47,6 +49,7 @@ class BackgroundMaintenance:
             if self._latest.cancel():  # not a run that has begun
                 self._latest_done.set()
             self._latest = None
+        self._tell_of_no_figure(record)
         done = Latch()
         try:
             self._latest = self._executor.submit(self._run, record, removable, done)
@@ -55,6 +58,18 @@ class BackgroundMaintenance:
         else:
             self._latest_done = done
             finish_before_exit(self._latest)
+
+    def _tell_of_no_figure(self, record: Record) -> None:
+        """Warn once that `keep_best` does not count a version, because its metadata lacks the figure."""
+        best = self._options.retention.keep_best
+        if best is None or self._told_of_no_figure or best[0] in find_figures(record.metadata):
+            return
+        self._told_of_no_figure = True
+        log.warning(
+            "step %d: its metadata has no finite number %r, so keep_best=%r does not keep this version: give "
+            "save(metadata={%r: ...}) one number. This is told once",
+            *(record.step, best[0], best, best[0]),
+        )
 
     def _run(self, record: Record, removable: str, done: Latch) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +137,33 @@ def test_the_best_stay(backend: Backend, rules: dict[str, Any], kept: list[int])
     check_exact(backend, before)
     if rules == {"keep_best": ("auc", "max", 2)}:
         assert list(report.kept.values()) == ["auc is 0.9", "auc is 0.9", "the newest"]
+
+
+@pytest.mark.parametrize(
+    "number", [np.float32, np.float64, np.int64, np.array, torch.tensor, lambda value: [value]]
+)
+def test_figures_of_any_library_count(backend: Backend, number: Callable[[int], object]) -> None:
+    for step, auc in enumerate((90, 80, 70, 10)):
+        trained = make_model("sgd", 1)
+        with Checkpointer(backend, *trained, policy="full", keep_best=("auc", "max", 2)) as checkpointer:
+            checkpointer.resume()
+            checkpointer.save(step, metadata={"auc": number(auc), "too large": 10**400}).result()
+    is_number = not isinstance(number(1), list)
+    assert steps(backend) == ([0, 1, 3] if is_number else [3])
+
+
+def test_versions_without_the_figure_are_told_of_once(
+    backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(backend, *make_model("sgd", 1), keep_best=("auc", "max", 2)) as checkpointer:
+        checkpointer.save(1, metadata={"auc": 0.5}).result()
+        assert not caplog.records
+        checkpointer.save(2, metadata={"acu": 0.5}).result()
+        checkpointer.save(3, metadata={"auc": float("nan")}).result()
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: its metadata has no finite number 'auc', so keep_best=('auc', 'max', 2) does not keep this version: "
+        "give save(metadata={'auc': ...}) one number. This is told once"
+    ]
 
 
 def test_a_job_keeps_the_best_and_what_they_need(backend: Backend) -> None:
