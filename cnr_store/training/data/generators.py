@@ -129,3 +129,18 @@ def _check_like(state: Any, current: Any, name: str) -> None:
             raise ValueError(f"a numpy generator is {current}, not {state!r:.200}")
     elif not 0 <= state < _UPPER_BOUNDS.get(name, 1 << 64):
         raise ValueError(f"{name} of a numpy generator is out of range")
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether states of generators are equal, which are nested plain values, arrays and tensors."""
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(is_same_state(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, tuple | list):
+        return type(one) is type(other) and len(one) == len(other) and all(map(is_same_state, one, other))
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
+    return type(one) is type(other) and bool(one == other)

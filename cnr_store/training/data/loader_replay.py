@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,11 +11,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnr_store.errors import OptionError
+from cnr_store.training.data.generators import is_same_state
 from cnr_store.training.data.shared_epoch import sharding_of
 
+_States = Callable[[], Mapping[str, Any]]
 
-def open_source(loader: Iterable[Any], replay: bool) -> Source:
-    """What begins and resumes epochs of this loader.
+
+def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
+    """What begins and resumes epochs of this loader. `states` returns those of all generators it may draw from.
 
     Raises
     ------
@@ -30,15 +33,27 @@ def open_source(loader: Iterable[Any], replay: bool) -> Source:
         raise OptionError(
             f"a loader of type {type(loader).__name__} can't be iterated; give a DataLoader or another iterable"
         )
-    return LoaderSource(loader, replay) if isinstance(loader, DataLoader) else Source(loader)
+    return LoaderSource(loader, replay, states) if isinstance(loader, DataLoader) else Source(loader, states)
 
 
 class Source:
-    """Any iterable: an epoch is one iteration. To resume it, batches already taken are read again and dropped."""
+    """Any iterable: an epoch is one iteration. To resume it, batches already taken are read again and dropped.
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    Attributes
+    ----------
+    draws_late
+        Generators that drew for each of the batches that were dropped last, and not just for an epoch, by their names
+        in what `states` returns.
+    """
+
+    draws_again = False
+    """Whether resuming draws as many numbers in this process as had been drawn at the position, workers or not."""
+
+    def __init__(self, loader: Iterable[Any], states: _States) -> None:
         self._loader = loader
+        self._states = states
         self._begun = False
+        self.draws_late: set[str] = set()
 
     @property
     def has_workers(self) -> bool:
@@ -83,13 +98,30 @@ class Source:
                 f"the {type(live).__name__} can be read only once: make a new one, and a reader for it, to go back"
             )
         self._begun = True
-        return _drop_batches(live, batches)
+        self.draws_late = _drop_batches(live, batches, self._states)
+        return live
+
+
+def _drop_batches(batches: Iterator[Any], taken: int, states: _States) -> set[str]:
+    """Drop the first `taken` batches. Returns the generators that draw for each batch, and not just for an epoch."""
+    found = sum(1 for _ in islice(batches, min(taken, 1)))
+    first = states()
+    found += sum(1 for _ in islice(batches, max(taken - 2, 0)))
+    last = states()  # but one: torch's samplers draw once more as they end
+    found += sum(1 for _ in islice(batches, taken - found))
+    if found < taken:
+        raise OptionError(
+            f"{taken} batches of this epoch were taken, and the loader has only {found}: it needs the saved run's data"
+        )
+    return {name for name in first if not is_same_state(first[name], last[name])}
 
 
 class LoaderSource(Source):
     """A `DataLoader`, used through a copy whose sampler can skip the batches that were taken."""
 
-    def __init__(self, loader: DataLoader[Any], replay: bool) -> None:
+    draws_again = True
+
+    def __init__(self, loader: DataLoader[Any], replay: bool, states: _States) -> None:
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise OptionError(
                 "the loader gives out batches as they come (in_order=False): their order can't be repeated; "
@@ -97,11 +129,11 @@ class LoaderSource(Source):
             )
         self._copy = copy.copy(loader)
         self._set("_iterator", None)
-        super().__init__(self._copy)
+        super().__init__(self._copy, states)
         self._epoch = 0
         self._is_map = not isinstance(loader.dataset, IterableDataset)
         sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._sampler = _SkippingSampler(getattr(loader, sampler))
+        self._sampler = _SkippingSampler(getattr(loader, sampler), states)
         self._can_skip = self._is_map and not replay and type(loader).__iter__ is DataLoader.__iter__
         if self._can_skip:
             self._set(sampler, self._sampler)
@@ -140,11 +172,14 @@ class LoaderSource(Source):
     def resume(self, batches: int, reused: bool) -> Iterator[Any]:
         self._set("_iterator", None)  # workers that still run have fetched batches ahead of the position
         if not self._can_skip:
-            return _drop_batches(self._iterate(reused), batches)
+            live = self._iterate(reused)
+            self.draws_late = _drop_batches(live, batches, self._states)
+            return live
         self._sampler.skip = batches
         try:
             live = self._iterate(reused)
             self._sampler.latest.drop()  # without workers nothing was drawn yet, and a missing batch is an error now
+            self.draws_late = self._sampler.latest.draws_late
         finally:
             self._sampler.skip = 0
         return live
@@ -179,13 +214,14 @@ def length_of(batches: Any) -> int | None:
 class _SkippingSampler:
     """A sampler whose iterations can start after its first `skip` batches."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, states: _States) -> None:
         self.sampler = sampler
         self.skip = 0
-        self.latest = _RemainingBatches(iter(()), 0)
+        self._states = states
+        self.latest = _RemainingBatches(iter(()), 0, states)
 
     def __iter__(self) -> Iterator[Any]:
-        self.latest = _RemainingBatches(iter(self.sampler), self.skip)
+        self.latest = _RemainingBatches(iter(self.sampler), self.skip, self._states)
         return self.latest
 
     def __len__(self) -> int:
@@ -195,23 +231,17 @@ class _SkippingSampler:
 class _RemainingBatches(Iterator[Any]):
     """The batches after the first ones. Those are drawn at the first use, since samplers draw random numbers late."""
 
-    def __init__(self, batches: Iterator[Any], skip: int) -> None:
+    def __init__(self, batches: Iterator[Any], skip: int, states: _States) -> None:
         self._batches = batches
         self._skip = skip
+        self._states = states
+        self.draws_late: set[str] = set()
 
     def drop(self) -> None:
         skip, self._skip = self._skip, 0
-        _drop_batches(self._batches, skip)
+        if skip:
+            self.draws_late = _drop_batches(self._batches, skip, self._states)
 
     def __next__(self) -> Any:
         self.drop()
         return next(self._batches)
-
-
-def _drop_batches(batches: Iterator[Any], taken: int) -> Iterator[Any]:
-    found = sum(1 for _ in islice(batches, taken))
-    if found < taken:
-        raise OptionError(
-            f"{taken} batches of this epoch were taken, and the loader has only {found}: it needs the saved run's data"
-        )
-    return batches

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
-
-import numpy as np
-import torch
 
 from cnr_store.errors import OptionError
 from cnr_store.training.data.generators import (
+    Generator,
     check_generator_states,
     check_generators,
     find_generators,
     generator_states,
+    is_same_state,
     set_generators,
 )
 from cnr_store.training.data.loader_replay import open_source
@@ -21,10 +22,13 @@ from cnr_store.training.data.shared_epoch import divide, position_of
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
+log = logging.getLogger("cnr_store")
 T = TypeVar("T")
 _FIELDS = frozenset({"epoch", "batch", "loader", "reused", "start", "generators"})
 _SHARDING = "sharding"
 """A field of loaders alone that deal an epoch out to ranks."""
+_PRESENT = "present"
+"""A field inside an epoch alone, of loaders that own generators: their present states."""
 
 
 class TrackedReader(Generic[T]):
@@ -58,11 +62,13 @@ class TrackedReader(Generic[T]):
     def __init__(
         self, loader: Iterable[T], *, replay: bool = False, generators: Mapping[str, Any] | None = None
     ) -> None:
-        self._source = open_source(loader, replay)
         self._own = find_generators(loader) | check_generators(generators or {})
+        self._source = open_source(loader, replay, partial(_flat_states, self._own))
         self._epoch = 0
         self._taken = 0
         self._start: Mapping[str, Any] | None = None  # random numbers that this epoch began with
+        # States of the loader's own generators at a position that was loaded, until it is resumed.
+        self._present: Mapping[str, Any] | None = None
         # Whether workers of an earlier epoch serve this one; None before it begins.
         self._reused: bool | None = None
         self._live: Iterator[T] | None = None
@@ -120,7 +126,7 @@ class TrackedReader(Generic[T]):
             batch = next(self._live)
         except StopIteration:
             self._epoch, self._taken = self._epoch + 1, 0
-            self._start = self._reused = self._live = None
+            self._start = self._present = self._reused = self._live = None
             return None
         except BaseException:
             self._live = None  # its position is unknown now: begin the epoch again and skip the batches taken
@@ -139,9 +145,35 @@ class TrackedReader(Generic[T]):
         set_rng_state(self._start["global"])
         set_generators(self._own, self._start["own"])
         try:
-            return self._source.resume(self._taken, self._reused)
+            live = self._source.resume(self._taken, self._reused)
+            self._go_on_drawing(current)
+            return live
         finally:
             set_rng_state(current)
+
+    def _go_on_drawing(self, current: Mapping[str, Any]) -> None:
+        """Give the loader's own generators the states that they had at the position, and warn of shared ones.
+
+        What else draws from them may be training. Samplers that draw when an epoch begins, as torch's do, are none the
+        worse for it. One that draws for each sample does not repeat what it drew in the interrupted run.
+
+        Parameters
+        ----------
+        current
+            The states of the global generators, which are not yet put back.
+        """
+        found = _flat_states(self._own)
+        if self._present is not None and self._source.draws_again:
+            set_generators(self._own, self._present)
+        self._present = None
+        expected = _flat_states(self._own, current)
+        if any(not is_same_state(expected[name], found[name]) for name in self._source.draws_late):
+            log.warning(
+                "the loader draws random numbers for each batch, from generators that something else draws from as "
+                "well: the rest of epoch %d may repeat samples and leave out others. Give its sampler, or its dataset, "
+                "a generator of its own",
+                self._epoch,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the random numbers that the epoch began with; plain values that a save can store."""
@@ -154,6 +186,7 @@ class TrackedReader(Generic[T]):
             "start": self._start,
             "generators": None if self._start else generator_states(self._own),
             **({} if sharding is None else {_SHARDING: sharding}),
+            **({_PRESENT: self._present or generator_states(self._own)} if self._start and self._own else {}),
         }
 
     def split_state(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
@@ -191,11 +224,12 @@ class TrackedReader(Generic[T]):
         generators = [_begun_with(state) for state in states]
         if own is not None:
             chosen = generators[rank]
-        elif all(_is_same(each, generators[0]) for each in generators):
+        elif all(is_same_state(each, generators[0]) for each in generators):
             chosen = generators[0]  # which ranks may share, to shuffle alike
         else:
             chosen = generator_states(self._own)
-        state = self.state_dict() | {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
+        state = {name: value for name, value in self.state_dict().items() if name != _PRESENT}
+        state |= {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
         if own is not None:
             state["reused"] = own["reused"]
         if batch:
@@ -220,12 +254,12 @@ class TrackedReader(Generic[T]):
                 f"not a state of this reader: {error}; give it the loader that was saved"
             ) from error
         self._epoch, self._taken, self._start = state["epoch"], state["batch"], state["start"]
-        self._reused, self._live = state["reused"], None
+        self._reused, self._live, self._present = state["reused"], None, state.get(_PRESENT)
         if self._start is None:
             set_generators(self._own, state["generators"])
 
     def _check(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() - {_SHARDING} != _FIELDS:
+        if not isinstance(state, Mapping) or state.keys() - {_SHARDING, _PRESENT} != _FIELDS:
             raise ValueError(
                 f"it is of type {type(state).__name__}, or has other fields than {', '.join(sorted(_FIELDS))}"
             )
@@ -248,6 +282,8 @@ class TrackedReader(Generic[T]):
             raise ValueError("the random numbers that its epoch began with are malformed")
         check_rng_state(start["global"])
         check_generator_states(self._own, start["own"])
+        if _PRESENT in state:
+            check_generator_states(self._own, state[_PRESENT])
 
 
 def _begun_with(state: Mapping[str, Any]) -> Any:
@@ -255,19 +291,10 @@ def _begun_with(state: Mapping[str, Any]) -> Any:
     return state["generators"] if state["start"] is None else state["start"]["own"]
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether states of generators are equal, which are nested plain values, arrays and tensors."""
-    if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and one.keys() == other.keys()
-            and all(_is_same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, tuple | list):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, torch.Tensor | np.ndarray):
-        return type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
-    return type(one) is type(other) and bool(one == other)
+def _flat_states(own: Mapping[str, Generator], current: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state of each generator that a loader may draw from; `current` in place of those of the global ones."""
+    named = {"global": current or _global_state(), "own": generator_states(own)}
+    return {f"{kind} {name}": state for kind, states in named.items() for name, state in states.items()}
 
 
 def _global_state() -> dict[str, Any]:

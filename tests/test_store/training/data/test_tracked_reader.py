@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 import cnr_store
 from cnr_store import OptionError, TrackedReader
+from cnr_store.training.data.generators import is_same_state
 from cnr_store.training.model.rng_state import rng_state
 
 pytestmark = [
@@ -331,6 +333,88 @@ class Drawn(Ids):
 
 
 @pytest.mark.slow
+class DrawingForEach(Sampler[int]):
+    """Draws a number for each sample."""
+
+    def __init__(self, generator: random.Random | None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(20))
+        while left:
+            yield left.pop((self.generator or random).randrange(len(left)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("draws", ["own", "shared", "global", "global elsewhere"])
+def test_a_sampler_that_draws_for_each_sample(
+    caplog: pytest.LogCaptureFixture, draws: str, workers: int
+) -> None:
+    def make() -> tuple[TrackedReader[torch.Tensor], random.Random]:
+        random.seed(3)
+        torch.manual_seed(3)
+        own = random.Random(3)
+        sampler = DrawingForEach(None if draws.startswith("global") else own)
+        loader = DataLoader(torch.arange(20), 2, sampler=sampler, num_workers=workers)
+        return TrackedReader(loader), own
+
+    def train(own: random.Random) -> None:
+        torch.rand(1)
+        if draws == "shared":
+            own.random()
+        if draws == "global":
+            random.random()
+
+    reader, own = make()
+    expected = []
+    for ids in reader:
+        expected.append(ids.tolist())
+        train(own)
+        if len(expected) == 5:
+            state, globally = reader.state_dict(), (random.getstate(), torch.get_rng_state())
+    reader, own = make()
+    reader.load_state_dict(state)
+    random.setstate(globally[0])
+    torch.set_rng_state(globally[1])
+    found = []
+    for ids in reader:
+        found.append(ids.tolist())
+        train(own)
+    is_exact = draws in ("own", "global elsewhere")
+    assert (found == expected[5:]) == is_exact
+    is_told = any("a generator of its own" in record.getMessage() for record in caplog.records)
+    assert is_told == (not is_exact)
+
+
+@pytest.mark.parametrize("make", [RandomSampler, partial(RandomSampler, replacement=True)])
+def test_a_generator_that_training_shares_goes_on(
+    caplog: pytest.LogCaptureFixture, make: Callable[..., Sampler[int]]
+) -> None:
+    def train(reader: TrackedReader[torch.Tensor], generator: torch.Generator, batches: int) -> list[object]:
+        drawn = (
+            (ids.tolist(), torch.rand((), generator=generator).item()) for ids in reader.interval(batches)
+        )
+        return list(drawn)
+
+    def readers() -> tuple[TrackedReader[torch.Tensor], torch.Generator]:
+        generator = torch.Generator().manual_seed(5)
+        samples = torch.arange(20)
+        return TrackedReader(DataLoader(samples, 2, sampler=make(samples, generator=generator))), generator
+
+    reader, generator = readers()
+    train(reader, generator, 5)
+    state = reader.state_dict()
+    expected = train(reader, generator, 20)
+    reader, generator = readers()
+    reader.load_state_dict(state)
+    assert is_same_state(reader.state_dict(), state)
+    assert train(reader, generator, 20) == expected
+    assert not caplog.records
+
+
 def test_replay_draws_in_workers_what_was_drawn_there() -> None:
     def make(replay: bool) -> TrackedReader[Any]:
         return TrackedReader(DataLoader(Drawn(), BATCH, num_workers=1, generator=seeded()), replay=replay)
