@@ -98,7 +98,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     UnsupportedModelError
         The optimizer has a parameter that is not in the model.
     StateError
-        Its ``state_dict`` fails, as with state of a parameter that is in no group.
+        Its ``state_dict`` fails, as with state of a parameter that is in no group, or changes a slot.
     """
     groups = _named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
@@ -115,12 +115,11 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         for group, params in zip(state["param_groups"], groups, strict=True)
         for number, name in zip(group["params"], params, strict=True)
     }
+    told = {name_of[number]: values for number, values in state["state"].items() if number in name_of}
+    _check_told(optimizer, told, slots)
     by_name = {
-        (name := name_of[number]): {
-            key: kept for key, kept in values.items() if key not in slots.get(name, {})
-        }
-        for number, values in state["state"].items()
-        if number in name_of
+        name: {key: kept for key, kept in values.items() if key not in slots.get(name, {})}
+        for name, values in told.items()
     }
     other = {number: values for number, values in state["state"].items() if number not in name_of}
     more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
@@ -135,6 +134,31 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         },
         "other": other,
     } | ({"more": more} if more else {})
+
+
+def _check_told(
+    optimizer: Optimizer,
+    told: Mapping[str, Mapping[str, Any]],
+    slots: Mapping[str, Mapping[str, torch.Tensor]],
+) -> None:
+    """Refuse slots that a ``state_dict`` changes: they are stored as they are, but load through ``load_state_dict``."""
+    for name, kept in slots.items():
+        values = told.get(name, {})
+        for key, slot in kept.items():
+            value = values.get(key, slot)
+            if value is slot or (isinstance(value, torch.Tensor) and _is_equal(value, slot)):
+                continue
+            raise StateError(
+                f"the state_dict of {type(optimizer).__name__} tells {key!r} of {name!r} otherwise than the optimizer "
+                "holds it, so a load would give back other values: remove the hook or the method that changes it"
+            )
+
+
+def _is_equal(value: torch.Tensor, slot: torch.Tensor) -> bool:
+    if (value.dtype, value.shape) != (slot.dtype, slot.shape):
+        return False
+    value = value.detach().to(slot.device)
+    return bool(((value == slot) | (value.isnan() & slot.isnan())).all())
 
 
 def _stray_state(optimizer: Optimizer, error: KeyError) -> str:

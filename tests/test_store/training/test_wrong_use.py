@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,27 @@ def grown(bench: Bench) -> torch.Tensor:
     bench.table.num_embeddings = len(new)
     bench.optimizer.param_groups[0]["params"] = [new]
     return old
+
+
+def test_a_state_dict_that_changes_a_slot(tmp_path: Path) -> None:
+    def change(
+        _optimizer: object, told: dict[str, Any], by: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        state = {key: {**values, "sum": by(values["sum"])} for key, values in told["state"].items()}
+        return told | {"state": state}
+
+    bench = Bench("adagrad")
+    bench.train(1)
+    with Checkpointer(tmp_path, bench.model, bench.optimizer, bits=32) as checkpointer:
+        hook = bench.optimizer.register_state_dict_post_hook(partial(change, by=torch.clone))
+        checkpointer.save(1).result()
+        hook.remove()
+        bench.optimizer.register_state_dict_post_hook(partial(change, by=torch.sqrt))
+        with pytest.raises(StateError, match=r"state_dict of Adagrad tells 'sum' of '.*' otherwise"):
+            checkpointer.save(2)
+    other = Bench("adagrad")
+    cnr_store.load(tmp_path, other.model, other.optimizer)
+    assert torch.equal(other.slot(), bench.slot())
 
 
 def test_a_parameter_that_grew_without_its_state(tmp_path: Path) -> None:
