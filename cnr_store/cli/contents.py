@@ -16,8 +16,9 @@ from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, pa
 from cnr_store.cli.output import new_table, print_json, print_line, print_table, size_text
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format import layout
+from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.glance import read_records
-from cnr_store.reading.rows import find_array, rows
+from cnr_store.reading.rows import find_array, read_array, rows
 
 _SHOWN_ROWS = 10
 _MOST_ROWS = 100_000
@@ -43,9 +44,13 @@ def cat(
     as_json: AsJson = False,
 ) -> None:
     """Print rows of a table, of its optimizer state, or of a dense tensor. Only their chunks are read."""
-    _, record = open_record(url, parse_version(version), **parse_options(options))
-    shape = record.arrays[find_array(record, name)].shape
-    ids = _parse_rows(wanted, (*shape, 0)[0])
+    catalog, record = open_record(url, parse_version(version), **parse_options(options))
+    path = find_array(record, name)
+    shape = record.arrays[path].shape
+    if not shape:
+        _print_number(record, name, read_array(catalog, record, path), as_json)
+        return
+    ids = _parse_rows(wanted, shape[0])
     values = rows(url, name, ids, record.id, **parse_options(options))
     if as_json:
         print_json({"version": record.id, "name": name, "rows": ids, "values": values.tolist()})
@@ -53,6 +58,14 @@ def cat(
     print_line(f"{name} of step {record.step}: {' × '.join(f'{length:,}' for length in shape)}")
     for row, value in zip(ids, values, strict=True):
         print_line(f"{row}: {_value_text(value)}")
+
+
+def _print_number(record: Record, name: str, value: Any, as_json: bool) -> None:
+    """Print a tensor without dimensions."""
+    if as_json:
+        print_json({"version": record.id, "name": name, "rows": [], "values": value.tolist()})
+    else:
+        print_line(f"{name} of step {record.step}: {_value_text(value)}")
 
 
 def _parse_rows(text: str, count: int) -> list[int]:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Never
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem, make_instance
 from zarr.abc.store import Store
 
+from cnr_backends import StorageError
 from cnr_store.catalog.catalog import Version
-from cnr_store.errors import OptionError, ReadOnlyError
+from cnr_store.errors import OptionError, ReadOnlyError, VersionNotFoundError
 from cnr_store.reading.opening import view
 from cnr_store.reading.virtual_store import VirtualStore
 
@@ -109,8 +110,11 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         cnr_backends.ObjectNotFoundError, CorruptionError, cnr_backends.StorageError
         """
         key = self._key(path)
-        first, last, _step = slice(start, end).indices(self.store.require(key, "get"))
-        return bytes(self.store.read(key, first, max(first, last)))
+        try:
+            first, last, _step = slice(start, end).indices(self.store.require(key, "get"))
+            return bytes(self.store.read(key, first, max(first, last)))
+        except VersionNotFoundError as error:  # a KeyError, of which mappings make an object that never was
+            raise StorageError(str(error)) from error
 
     def ukey(self, path: str) -> str:
         """Key for caches. It differs where the version, or the shape of its chunks, differs."""

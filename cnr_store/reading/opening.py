@@ -14,6 +14,7 @@ from cnr_store.catalog.version_info import VersionInfo, VersionList
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
+from cnr_store.errors import OptionError
 from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
@@ -114,7 +115,7 @@ def state_dict(
     catalog, record = open_record(url, version, **storage_options)
     arrays = model_arrays(record)
     if tables is not None:
-        wanted = {find_array(record, name) for name in tables}
+        wanted = {_find_table(record, name) for name in tables}
         arrays = {name: path for name, path in arrays.items() if path in wanted}
     dense = {name: path for name, path in arrays.items() if record.arrays[path].kind == "dense"}
     readers = [ArrayReader(catalog, record, path) for name, path in arrays.items() if name not in dense]
@@ -137,6 +138,15 @@ def model_arrays(record: Record) -> dict[str, str]:
         elif group == "dense" and middle == "model":
             paths[decode_name(last)] = path
     return paths
+
+
+def _find_table(record: Record, name: str) -> str:
+    path = find_array(record, name)
+    if not (path.startswith("tables/") and path.endswith("/weight")):
+        raise OptionError(
+            f"tables={name!r}: it is no table of version {record.id}; cnr_store.rows() reads it"
+        )
+    return path
 
 
 def _read_tables(readers: Sequence[ArrayReader], transfer: Transfer) -> list[Array]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import zarr
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from cnr_store.catalog.catalog import Url, Version, open_record
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.chains.allocation import Array
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import decode_name, table_parameter
@@ -41,7 +41,7 @@ def rows(url: Url, name: str, ids: ArrayLike, version: Version = "latest", **sto
     Raises
     ------
     OptionError
-        The version has no array of that name, or the array no such row.
+        The version has no array of that name, the array no such row, or its numbers are of a type that numpy lacks.
     EmptyStoreError, VersionNotFoundError, CorruptionError
 
     Examples
@@ -54,12 +54,31 @@ def rows(url: Url, name: str, ids: ArrayLike, version: Version = "latest", **sto
     if wanted.ndim != 1 or (wanted.dtype.kind not in "iu" and wanted.size):
         raise OptionError(f"ids of shape {wanted.shape} and type {wanted.dtype}: give a list of integers")
     shape = record.arrays[path].shape
-    count = shape[0] if shape else 0
+    if not shape:
+        raise OptionError(f"{name} is one number at version {record.id} and has no rows: state_dict() has it")
+    count = shape[0]
     outside = wanted[(wanted < 0) | (wanted >= count)] if wanted.size else wanted
     if len(outside):
         raise OptionError(f"{name} has no row {outside[0]} at version {record.id}: it has {count:,} rows")
+    return read_array(catalog, record, path, wanted.astype(np.int64))
+
+
+def read_array(catalog: Catalog, record: Record, path: str, ids: NDArray[np.int64] | None = None) -> Array:
+    """Rows of an array of a version, or, without `ids`, all of it. Numbers of bfloat16 come as float32.
+
+    Raises
+    ------
+    OptionError
+        It is a dense tensor of another type that numpy lacks.
+    """
     array = zarr.open_array(Overlay(catalog, record), path=path, mode="r")
-    return np.asarray(array.oindex[wanted.astype(np.int64)])
+    torch_dtype = array.attrs.get("torch_dtype") if record.arrays[path].kind == "dense" else None
+    if torch_dtype not in (None, "bfloat16"):
+        raise OptionError(
+            f"{path} holds {torch_dtype}, which numpy lacks: state_dict() has its bits, as unsigned integers"
+        )
+    values = np.asarray(array[...] if ids is None else array.oindex[ids])
+    return values if torch_dtype is None else (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def find_array(record: Record, name: str) -> str:

@@ -86,6 +86,15 @@ def test_cat_of_state_and_dense_tensors(capsys: pytest.CaptureFixture[str], stor
     assert values["0/sum"][1] == "0: [0. 0. 0. 0.]"
 
 
+def test_cat_of_one_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("count", torch.tensor(2.5))
+    with cnr_store.Checkpointer(tmp_path, model, None) as checkpointer:
+        checkpointer.save(7).result()
+    assert cnr(capsys, "cat", str(tmp_path), "count") == (0, "count of step 7: 2.5\n", "")
+    assert json.loads(cnr(capsys, "cat", str(tmp_path), "count", "--json")[1])["values"] == 2.5
+
+
 def test_du_adds_up_to_the_folder(capsys: pytest.CaptureFixture[str], store: str) -> None:
     status, out, _ = cnr(capsys, "du", store, "--json")
     doc = json.loads(out)

@@ -14,7 +14,7 @@ from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests, AbstractOp
 from torch import nn
 
 import cnr_store
-from cnr_backends import BackendError, OpenError, open_backend
+from cnr_backends import BackendError, OpenError, StorageError, open_backend
 from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError, VersionNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.filesystem import CnrFileSystem
@@ -249,3 +249,15 @@ def test_what_can_not_be_opened_says_why(folder: Path, tmp_path: Path) -> None:
         fsspec.url_to_fs(f"cnr://::file://{folder}", version=7)
     with pytest.raises(OpenError, match="no_such_option"):
         fsspec.url_to_fs(f"cnr://::file://{folder}", file={"no_such_option": 1})
+
+
+def test_a_removed_version_is_no_missing_object(tmp_path: Path) -> None:
+    model = nn.Embedding(100, 8)
+    with Checkpointer(tmp_path, model, policy="full") as checkpointer:
+        checkpointer.save(1).result()
+        checkpointer.save(2).result()
+    mapping = fsspec.get_mapper(f"cnr://::file://{tmp_path}", version=1)
+    key = next(name for name in mapping if "weight/c/" in name)
+    cnr_store.gc(tmp_path, keep_last=1, grace_seconds=0)
+    with pytest.raises(StorageError, match="was removed while it was read"):
+        mapping.get(key)

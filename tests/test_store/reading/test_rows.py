@@ -52,6 +52,20 @@ def test_rows_of_state_dense_and_other_types(store: str) -> None:
     assert (items.dtype, items.shape) == (np.float32, (2, 3))
 
 
+def test_dense_tensors_of_types_that_numpy_lacks(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 6, dtype=torch.bfloat16)
+    model.register_buffer("eight", torch.randn(4, 3).to(torch.float8_e4m3fn))
+    model.register_buffer("count", torch.tensor(3.0))
+    with cnr_store.Checkpointer(tmp_path, model, None) as checkpointer:
+        checkpointer.save(1).result()
+    expected = model.weight.detach().float().numpy()
+    np.testing.assert_array_equal(cnr_store.rows(tmp_path, "weight", [5, 0]), expected[[5, 0]])
+    with pytest.raises(OptionError, match="holds float8_e4m3fn, which numpy lacks"):
+        cnr_store.rows(tmp_path, "eight", [0])
+    with pytest.raises(OptionError, match="count is one number"):
+        cnr_store.rows(tmp_path, "count", [])
+
+
 @pytest.mark.parametrize(
     ("name", "ids", "message"),
     [
@@ -78,6 +92,9 @@ def test_some_tables_of_a_state_dict(store: str) -> None:
     assert cnr_store.state_dict(store, tables=[]) == {}
     with pytest.raises(OptionError, match="no array 'usrs': there are users"):
         cnr_store.state_dict(store, tables=["usrs"])
+    for other in ("users/exp_avg", "over.weight"):
+        with pytest.raises(OptionError, match=f"tables='{other}': it is no table"):
+            cnr_store.state_dict(store, tables=["users", other])
 
 
 def test_versions_in_a_notebook(store: str) -> None:
