@@ -114,6 +114,8 @@ def state_dict(
     """
     catalog, record = open_record(url, version, **storage_options)
     arrays = model_arrays(record)
+    if isinstance(tables, str):
+        raise OptionError(f"tables={tables!r} is one name: give a list of names")
     if tables is not None:
         wanted = {_find_table(record, name) for name in tables}
         arrays = {name: path for name, path in arrays.items() if path in wanted}

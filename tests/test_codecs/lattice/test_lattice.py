@@ -110,6 +110,15 @@ def test_rows_of_one_value(element: str, value: float) -> None:
         assert out.tobytes() == values.tobytes()
 
 
+def test_rows_that_are_stored_as_they_are_widen_no_step() -> None:
+    values = normal(100, 8)
+    spoiled = np.vstack([values, np.full((1, 8), 3e38, np.float32)])
+    spoiled[100, 3] = np.nan
+    out = decode(encode(LatticeRows(0.2), spoiled))
+    assert out[:100].tobytes() == decode(encode(LatticeRows(0.2), values)).tobytes()
+    assert out[100].tobytes() == spoiled[100].tobytes()
+
+
 def test_codes_beyond_16_bits_and_huge_values_are_raw() -> None:
     values = np.array(
         [[32767, -32767], [32768, 0], [0, -32768], [3e38, 1], [1, np.nan], [0.5, -1.5]], np.float32
@@ -142,8 +151,8 @@ def test_the_step_is_that_of_the_rows_whatever_block_is_summed_first() -> None:
     blocks = [block_sums(values[first : first + SUM_ROWS]) for first in range(0, len(values), SUM_ROWS)]
     together = [each for block in blocks for each in block]
     assert together == block_sums(values)
-    assert sum(count for _, count in together) == values.size - 4
-    squares = values[np.isfinite(values)].astype(np.float64) ** 2
+    assert sum(count for _, count in together) == values.size - 6
+    squares = values[np.isfinite(values).all(axis=1)].astype(np.float64) ** 2
     assert root_mean_square(together) == pytest.approx(math.sqrt(squares.mean()), rel=1e-12)
     lanes = np.zeros((-(-SUM_ROWS * 3 // 64), 64))
     finite = np.where(np.isfinite(values[:SUM_ROWS]), values[:SUM_ROWS].astype(np.float64), 0) ** 2

@@ -92,6 +92,8 @@ def test_some_tables_of_a_state_dict(store: str) -> None:
     assert cnr_store.state_dict(store, tables=[]) == {}
     with pytest.raises(OptionError, match="no array 'usrs': there are users"):
         cnr_store.state_dict(store, tables=["usrs"])
+    with pytest.raises(OptionError, match="give a list of names"):
+        cnr_store.state_dict(store, tables="users")
     for other in ("users/exp_avg", "over.weight"):
         with pytest.raises(OptionError, match=f"tables='{other}': it is no table"):
             cnr_store.state_dict(store, tables=["users", other])

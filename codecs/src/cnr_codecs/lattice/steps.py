@@ -1,8 +1,8 @@
 """Steps of lattices: a share of the root mean square of a table's values, rounded to 8 significant bits.
 
-The root mean square comes from the sum of the squares of finite values, as float64, of each `SUM_ROWS` rows, and these
-sums are added in order: so it is the same however many threads or ranks compute them. A block's sum is that of 64
-sums, which are added in order, too: value j of the block belongs to sum j mod 64.
+The root mean square comes from the sum of the squares of the values in rows that are finite, as float64, of each
+`SUM_ROWS` rows, and these sums are added in order: so it is the same however many threads or ranks compute them. A
+block's sum is that of 64 sums, which are added in order, too: value j of the block belongs to sum j mod 64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Sum: TypeAlias = tuple[float, int]
 
 
 def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
-    """Return the sum of squares and the number of the finite values of each `SUM_ROWS` rows of (n, dim) values.
+    """Return the sum of squares and the number of values of the finite rows of each `SUM_ROWS` rows of (n, dim) values.
+
+    A row with a value that is not finite is stored as it is, so its other values, huge ones perhaps, do not count.
 
     Parameters
     ----------
@@ -32,13 +34,16 @@ def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
     """
     sums = []
     for first in range(0, len(values), SUM_ROWS):
-        flat = np.ascontiguousarray(values[first : first + SUM_ROWS], np.float32).reshape(-1).view()
+        block = np.ascontiguousarray(values[first : first + SUM_ROWS], np.float32)
+        block = block.reshape(len(block), -1)
+        flat = block.reshape(-1).view()
         flat.flags.writeable = False
         total, finite = float(sum_squares(flat)), flat.size
         if not math.isfinite(total):
-            held = np.where(np.isfinite(flat), flat, np.float32(0))
+            rows = np.isfinite(block).all(axis=1)
+            held = np.where(rows[:, None], block, np.float32(0)).reshape(-1)
             held.flags.writeable = False
-            total, finite = float(sum_squares(held)), int(np.isfinite(flat).sum())
+            total, finite = float(sum_squares(held)), int(rows.sum()) * block.shape[1]
         sums.append((total, finite))
     return sums
 
