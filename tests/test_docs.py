@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -282,33 +285,49 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path: Path) -> None
 # Programs
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/index.md",
-        "docs/guide.md",
-        "docs/reader.md",
-        "docs/loading.md",
-        "docs/reading.md",
-        "docs/following.md",
-        "docs/upkeep.md",
-        "docs/codecs.md",
-        "docs/dcp.md",
-    ],
-)
+def pages_with_programs() -> list[str]:
+    """README, and every page that shows Python. The reader of docs/format.md is run by the tests above."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        str(page.relative_to(ROOT))
+        for page in pages
+        if re.search(r"^```python\n", page.read_text(), re.MULTILINE)
+    ]
+
+
+def run_in_a_shell(program: str) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e"],
+        input=program,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", pages_with_programs())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
 def test_the_programs_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Blocks marked `python` and `bash`. What needs a cloud, a cluster or a checkout is marked `text` or `sh`."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    programs = re.findall(
+        r"^```(python|bash)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
     names: dict[str, Any] = {}
-    for number, program in enumerate(programs):
-        exec(compile(program, f"{page}, program {number}", "exec"), names)
+    for number, (language, program) in enumerate(programs):
+        if language == "bash":
+            run_in_a_shell(program)
+        else:
+            exec(compile(program, f"{page}, program {number}", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
-    shown = re.findall(r"#-> (.*)", "".join(programs))
+    shown = re.findall(r"#-> (.*)", "".join(program for _, program in programs))
     assert shown
     assert [line for line in printed if line in shown] == shown
 
