@@ -311,6 +311,8 @@ def run_in_a_shell(program: str) -> None:
 
 @pytest.mark.parametrize("page", pages_with_programs())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning makes them
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # which is meant
 def test_the_programs_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
