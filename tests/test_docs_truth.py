@@ -123,6 +123,17 @@ def test_the_stalls_of_the_comparison_are_those_on_record(row: str, contender: s
     assert line in (ROOT / "docs" / "comparison.md").read_text().splitlines()
 
 
+def test_the_stalls_of_the_home_page_are_those_on_record() -> None:
+    on_record = json.loads((ROOT / "benchmarks" / "results" / "saving.json").read_text())["stall"]
+    median = {
+        each["contender"]: f"{1000 * each['median_seconds']:.0f}"
+        for each in on_record
+        if (each["optimizer"], each["share"]) == ("sgd", 0.01)
+    }
+    stalls = f"| {median['ours']} ms; `torch.save` takes {median['torch.save']} |"
+    assert stalls in (ROOT / "docs" / "index.md").read_text()
+
+
 # Links
 
 
