@@ -28,6 +28,7 @@ from cnr_store.training.saving.snapshot import StagedRows
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.writer import Writer
 from tests.paths import ROOT
+from tests.s3_server import S3Server
 from tests.test_codecs.payload_bytes import of_version_1
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
@@ -295,6 +296,25 @@ def pages_with_programs() -> list[str]:
     ]
 
 
+PROGRAMS = r"^```(python|bash)\n(.*?)^```"
+"""The language and the text of each block that is run."""
+
+
+def run_programs(page: str, programs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a page's programs in one process, and compare what they print with what the page shows."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for number, (language, program) in enumerate(programs):
+        if language == "bash":
+            run_in_a_shell(program)
+        else:
+            exec(compile(program, f"{page}, program {number}", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"#-> (.*)", "".join(program for _, program in programs))
+    assert shown
+    assert [line for line in printed if line in shown] == shown
+
+
 def run_in_a_shell(program: str) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -318,20 +338,23 @@ def test_the_programs_of_a_page_run_one_after_the_other(
 ) -> None:
     """Blocks marked `python` and `bash`. What needs a cloud, a cluster or a checkout is marked `text` or `sh`."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    programs = re.findall(
-        r"^```(python|bash)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
-    )
-    names: dict[str, Any] = {}
-    for number, (language, program) in enumerate(programs):
-        if language == "bash":
-            run_in_a_shell(program)
-        else:
-            exec(compile(program, f"{page}, program {number}", "exec"), names)
-    printed = capsys.readouterr().out.splitlines()
-    shown = re.findall(r"#-> (.*)", "".join(program for _, program in programs))
-    assert shown
-    assert [line for line in printed if line in shown] == shown
+    run_programs(page, re.findall(PROGRAMS, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE), capsys)
+
+
+@pytest.mark.server
+def test_the_programs_on_s3_run_on_a_real_server(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks called `on S3`: they find the server in the environment, as the page says."""
+    options = s3_server.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
+    page = "docs/how-to/s3.md"
+    text = (ROOT / page).read_text().replace("s3://bucket/", s3_server.url("docs/"))
+    on_s3 = PROGRAMS.replace(r"\n", r' title="on S3"\n', 1)
+    run_programs(page, re.findall(on_s3, text, re.DOTALL | re.MULTILINE), capsys)
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
