@@ -362,3 +362,12 @@ def test_every_link_between_pages_leads_somewhere() -> None:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_can_be_tried_from_nothing() -> None:
+    """But for the installation, which needs the network."""
+    command = [sys.executable, str(ROOT / "tools" / "try_readme.py"), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "30 30\n" in done.stdout
+    assert re.search(r"^-- train, resume and look: \d+ s$", done.stdout, re.MULTILINE)
