@@ -1,14 +1,23 @@
-"""What commands print of a version's record."""
+"""What commands print of records: of one version, and of all in a store."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.catalog.claims import list_tombstoned
+from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.tags import read_tags
+from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
+from cnr_store.format import layout
 from cnr_store.format.record import Record
+from cnr_store.maintenance.verification.glance import find_lost_bases, read_records
+
+Facts = Mapping[str, Any]
+"""What is known of a version, by name; each name is there, None where nothing is known."""
 
 _ATTRIBUTES = {
     **{name: name for name in ("id", "step", "kind", "rows", "table_rows")},
@@ -29,13 +38,87 @@ def record_facts(record: Record) -> dict[str, Any]:
     return facts | {"chain": 1 + len(record.needs)}
 
 
-def fold_bytes(catalog: Catalog, version: str) -> int | None:
-    """Bytes that the fold of a version takes. None if it has none that can be read."""
+def fold_of(catalog: Catalog, version: str) -> Record | None:
+    """The record of a version's fold. None if it has none that can be read."""
     try:
-        fold = catalog.find_fold(version)
+        return catalog.find_fold(version)
     except (CorruptionError, FormatError):  # `cnr verify` says so
         return None
+
+
+def fold_bytes(catalog: Catalog, version: str) -> int | None:
+    """Bytes that the fold of a version takes. None if it has none that can be read."""
+    fold = fold_of(catalog, version)
     return None if fold is None else fold.nbytes
+
+
+def health(facts: Facts) -> str:
+    """Whether a version can be restored, as far as names and records tell."""
+    marks = {"damaged": "damaged", "removed": "being removed", "lost_base": "can't be restored"}
+    return ", ".join(text for name, text in marks.items() if facts[name]) or "ok"
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """What names and records tell of a store.
+
+    Attributes
+    ----------
+    versions
+        The facts of each version, oldest first, also of those whose records can't be read.
+    records, folds
+        The records that can be read, oldest first; those of folds by version.
+    errors
+        What is wrong with the others, and with tags.
+    """
+
+    versions: list[Facts]
+    records: list[Record]
+    folds: Mapping[str, Record]
+    errors: list[Exception]
+
+
+def read_store(catalog: Catalog) -> StoreFacts:
+    """What names and records tell of a store now.
+
+    Raises
+    ------
+    EmptyStoreError
+        There is no store.
+    """
+    backend = catalog.backend
+    records, damaged = read_records(catalog)
+    if not (records or damaged or catalog.check_format()):
+        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
+    catalog.look_for_folds()
+    pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
+    tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
+    errors: list[Exception] = [*damaged.values()]
+    tags: dict[str, list[str]] = {}
+    try:
+        for name, version in read_tags(backend).items():
+            tags.setdefault(version, []).append(name)
+    except CorruptionError as error:
+        errors.append(error)
+    facts = {version: record_names() | {"id": version} for version in damaged}
+    facts |= {record.id: record_facts(record) for record in records}
+    found = {version: fold_of(catalog, version) for version in sorted(folded.intersection(facts))}
+    folds = {version: fold for version, fold in found.items() if fold is not None}
+    versions = [
+        facts[version]
+        | {
+            "tags": tags.get(version, []),
+            "pinned": version in pinned,
+            "folded": version in folded,
+            "chain": 1 if version in folded else facts[version]["chain"],
+            "fold_bytes": folds[version].nbytes if version in folds else None,
+            "removed": version in tombstoned,
+            "lost_base": lost.get(version),
+            "damaged": None if version not in damaged else str(damaged[version]),
+        }
+        for version in sorted(facts)
+    ]
+    return StoreFacts(versions, records, folds, errors)
 
 
 def codec_text(config: Mapping[str, Any]) -> str:
