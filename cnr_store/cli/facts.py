@@ -11,6 +11,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.tags import read_tags
+from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
@@ -131,10 +132,10 @@ def metadata_text(metadata: Any) -> str:
     """A version's metadata for people; empty if there is none."""
     if not isinstance(metadata, dict):
         return "" if metadata is None else _short(metadata)
-    return ", ".join(f"{name}={_short(value)}" for name, value in metadata.items())
+    return ", ".join(f"{plain(name)}={_short(value)}" for name, value in metadata.items())
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return plain(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

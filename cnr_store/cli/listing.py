@@ -88,13 +88,18 @@ def _figure(facts: Facts, name: str) -> float | None:
 
 def _print(shown: Sequence[Facts], listed: Sequence[Facts], long: bool) -> None:
     """The table, of columns that some version fills, and a line of totals."""
+    print_table(versions_table(shown, Console(), long=long))
+    print_line(totals_text(listed, len(shown)))
+
+
+def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = False) -> Table:
+    """Versions as a table of columns that some of them fill; on a terminal without those that it is too narrow for."""
     now = time.time()
     cells = {
         name: [cell(facts, now) for facts in shown]
         for name, cell in (_LONG | _COLUMNS if long else _COLUMNS).items()
     }
     columns = [name for name in cells if name in _ALWAYS or any(cells[name])]
-    console = Console()
     while (
         not long
         and console.is_terminal
@@ -102,8 +107,7 @@ def _print(shown: Sequence[Facts], listed: Sequence[Facts], long: bool) -> None:
         and _width(console, _table(columns, cells)) > console.width
     ):
         columns.remove(spare)
-    print_table(_table(columns, cells))
-    print_line(_totals(listed, len(shown)))
+    return _table(columns, cells)
 
 
 def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
@@ -117,7 +121,7 @@ def _width(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
-def _totals(listed: Sequence[Facts], shown: int) -> str:
+def totals_text(listed: Sequence[Facts], shown: int) -> str:
     """What all versions take, beside as many full copies of the model."""
     known = [facts for facts in listed if facts["bytes"] is not None]
     written, full = sum(facts["bytes"] for facts in known), sum(facts["full_bytes"] for facts in known)

@@ -42,12 +42,12 @@ def bars(
     least
         What the axis shows at least.
     """
-    spans = list(_spans(len(steps), MAX_COLUMNS))
+    parts = list(spans(len(steps), MAX_COLUMNS))
     known = [value for value in values if value is not None]
     top = _top(max(known, default=0), least)
-    width = _WIDTH / len(spans)
+    width = _WIDTH / len(parts)
     marks = []
-    for at, span in enumerate(spans):
+    for at, span in enumerate(parts):
         held = [(values[i], i) for i in span if values[i] is not None]
         if not held:
             continue
@@ -66,11 +66,11 @@ def lines(
     title: str, note: str, steps: Sequence[int], series: Sequence[tuple[str, Sequence[float]]], text: ToText
 ) -> str:
     """A chart of lines over the versions; the area beneath the first one is filled."""
-    spans = list(_spans(len(steps), MAX_COLUMNS))
+    parts = list(spans(len(steps), MAX_COLUMNS))
     top = _top(max((value for _, values in series for value in values), default=0))
     marks, names = [], []
     for kind, (name, values) in zip("ab", series, strict=False):
-        ends = [values[span[-1]] for span in spans]
+        ends = [values[span[-1]] for span in parts]
         across = _WIDTH / max(1, len(ends) - 1)
         points = [(at * across, _HEIGHT - _HEIGHT * value / top) for at, value in enumerate(ends)]
         points = points if len(points) > 1 else [points[0], (_WIDTH, points[0][1])]
@@ -85,9 +85,9 @@ def lines(
 
 def strip(name: str, steps: Sequence[int], shares: Values, columns: int) -> str:
     """One line of a map: the largest share of each column as an opacity, its square root, so that small ones show."""
-    spans = list(_spans(len(shares), columns))
+    parts = list(spans(len(shares), columns))
     marks = []
-    for at, span in enumerate(spans):
+    for at, span in enumerate(parts):
         held = [share for i in span if (share := shares[i]) is not None]
         if held:
             share = min(1.0, max(held))
@@ -97,7 +97,7 @@ def strip(name: str, steps: Sequence[int], shares: Values, columns: int) -> str:
             )
     label = escape(f"rows of {name} by version", quote=True)
     return (
-        f'<svg class="strip" viewBox="0 0 {len(spans)} 1" preserveAspectRatio="none" role="img" '
+        f'<svg class="strip" viewBox="0 0 {len(parts)} 1" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}">{"".join(marks)}</svg>'
     )
 
@@ -123,7 +123,7 @@ def _figure(
     )
 
 
-def _spans(count: int, most: int) -> Iterator[range]:
+def spans(count: int, most: int) -> Iterator[range]:
     """At most so many ranges of versions after one another, which hold all of them."""
     columns = min(count, most)
     for at in range(columns):
