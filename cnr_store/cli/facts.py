@@ -15,6 +15,7 @@ from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+from cnr_store.maintenance.collection.pins import read_reasons
 from cnr_store.maintenance.verification.glance import find_lost_bases, read_records
 
 Facts = Mapping[str, Any]
@@ -110,6 +111,7 @@ def read_store(catalog: Catalog) -> StoreFacts:
         | {
             "tags": tags.get(version, []),
             "pinned": version in pinned,
+            "pin_reasons": read_reasons(backend, version) if version in pinned else [],
             "folded": version in folded,
             "chain": 1 if version in folded else facts[version]["chain"],
             "fold_bytes": folds[version].nbytes if version in folds else None,
@@ -126,6 +128,13 @@ def codec_text(config: Mapping[str, Any]) -> str:
     """A row codec's configuration for people: its name and its settings."""
     name = str(config.get("id", "unknown")).removeprefix("cnr_").replace("_", " ")
     return ", ".join([name, *(f"{key} {value}" for key, value in config.items() if key != "id" and value)])
+
+
+def names_text(facts: Facts) -> str:
+    """A version's tags, and whether and why it is pinned, for people."""
+    reasons = "; ".join(plain(reason) for reason in facts["pin_reasons"])
+    pinned = [f"pinned: {reasons}" if reasons else "pinned"] if facts["pinned"] else []
+    return ", ".join([*facts["tags"], *pinned])
 
 
 def metadata_text(metadata: Any) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.cli.facts import Facts, health, metadata_text, read_store
+from cnr_store.cli.facts import Facts, health, metadata_text, names_text, read_store
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
 from cnr_store.cli.output import new_table, print_json, print_line, print_table, say, size_text, time_text
@@ -179,7 +179,7 @@ _COLUMNS: dict[str, Callable[[Facts, float], str]] = {
     "age": _age,
     "stall": _stall,
     "metadata": lambda facts, _now: metadata_text(facts["metadata"]),
-    "tags": lambda facts, _now: ", ".join([*facts["tags"], *(["pinned"] if facts["pinned"] else [])]),
+    "tags": lambda facts, _now: names_text(facts),
     "health": lambda facts, _now: health(facts),
 }
 _LONG: dict[str, Callable[[Facts, float], str]] = {

@@ -11,7 +11,7 @@ from html import escape
 from importlib import metadata as packages
 from itertools import accumulate
 
-from cnr_store.cli.facts import Facts, health, metadata_text
+from cnr_store.cli.facts import Facts, health, metadata_text, names_text
 from cnr_store.cli.output import size_text, time_text
 from cnr_store.cli.report.charts import TICKS, bars, lines, step_axis, strip
 from cnr_store.cli.report.figures import Decisions, Figures
@@ -232,7 +232,6 @@ def _cells(facts: Facts) -> Iterable[str]:
     state = health(facts)
     share = facts["rows"] / facts["table_rows"] if facts["table_rows"] else None
     of_full = facts["bytes"] / facts["full_bytes"] if facts["full_bytes"] else None
-    tags = [*facts["tags"], *(["pinned"] if facts["pinned"] else [])]
     return (
         f"{facts['step']:,}",
         escape(facts["kind"]),
@@ -243,7 +242,7 @@ def _cells(facts: Facts) -> Iterable[str]:
         "" if facts["stalled_seconds"] is None else _ms(facts["stalled_seconds"]),
         "" if facts["saved_seconds"] is None else _seconds(facts["saved_seconds"]),
         short(metadata_text(facts["metadata"])),
-        short(", ".join(tags)),
+        short(names_text(facts)),
         state if state == "ok" else f'<span class="bad">{escape(state)}</span>',
     )
 
