@@ -106,7 +106,7 @@ def read_store(catalog: Catalog) -> StoreFacts:
     facts |= {record.id: record_facts(record) for record in records}
     found = {version: fold_of(catalog, version) for version in sorted(folded.intersection(facts))}
     folds = {version: fold for version, fold in found.items() if fold is not None}
-    versions = [
+    versions: list[Facts] = [
         facts[version]
         | {
             "tags": tags.get(version, []),

@@ -70,15 +70,14 @@ def _tiles(figures: Figures) -> str:
                 f"less than as many full copies: {size_text(written)}, not {size_text(figures.full_bytes)}",
             )
         )
-    tiles.append((f"{len(figures.versions):,}", f"version{'s' * (len(figures.versions) != 1)}"))
+    count, word = _versions_text(len(figures.versions)).split()
+    tiles.append((count, word))
     if known:
         last = known[-1]
         tiles.append((f"{last['step']:,}", f"newest step, saved {time_text(last['time'])}"))
         reads = last["restore_bytes"]
         if reads is not None:
-            tiles.append(
-                (size_text(reads), f"read by a restore of it, from {last['chain']:,} of the versions")
-            )
+            tiles.append((size_text(reads), f"read by a restore of it, of {_versions_text(last['chain'])}"))
     stall = figures.typical("stalled_seconds")
     if stall is not None:
         longest = max(facts["stalled_seconds"] or 0.0 for facts in known)
@@ -260,6 +259,10 @@ def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _more(count: int, shown: int) -> str:
     return f'<p class="note">The newest {shown:,} of {count:,}.</p>' if count > shown else ""
+
+
+def _versions_text(count: int) -> str:
+    return f"{count:,} version{'s' * (count != 1)}"
 
 
 def _percent(share: float | None) -> str:

@@ -41,15 +41,18 @@ def pin(url: Url, version: Version = "latest", *, reason: str | None = None, **s
     EmptyStoreError, VersionNotFoundError
         There is no such version, or it is being deleted. Nothing is pinned.
     """
-    if reason is not None and not (
-        isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= MAX_REASON
-    ):
-        raise OptionError(
-            f"reason={reason!r}: give one line of 1 to {MAX_REASON} printable characters, or None"
-        )
+    _check_reason(reason)
     catalog, record = open_record(url, version, **storage_options)
     put_pin(catalog.backend, record.id, "pin", reason)
     return record.id
+
+
+def _check_reason(reason: object) -> None:
+    is_text = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= MAX_REASON
+    if reason is not None and not is_text:
+        raise OptionError(
+            f"reason={reason!r}: give one line of 1 to {MAX_REASON} printable characters, or None"
+        )
 
 
 def put_pin(backend: Backend, version: str, what: str, reason: str | None = None) -> str:

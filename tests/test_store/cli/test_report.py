@@ -18,12 +18,13 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.cli.facts import Facts
 from cnr_store.cli.report.figures import Figures, read_figures
 from cnr_store.cli.report.page import MAX_VERSIONS, page
-from tests.browser import NoBrowserError, find_browser, screenshot
 from tests.s3_server import S3Server
 from tests.test_store.cli.command import cnr
 from tests.test_store.support.damaged_store import SavedStore
+from tools.browser import NoBrowserError, find_browser, screenshot
 
 EVIL = "<script>alert(1)</script>"
 EVIL_FIGURE = '"><img src=x onerror=alert(2)>'
@@ -185,7 +186,7 @@ def test_records_and_names_alone_are_read(store: str) -> None:
 
 def test_the_page_of_many_versions_is_bounded(figures: Figures) -> None:
     many = 2000
-    versions = [
+    versions: list[Facts] = [
         {**figures.versions[at % 6], "step": at, "metadata": {"x" * 1000: "<" * 1000}} for at in range(many)
     ]
     tables = [replace(figures.tables[0], name="<" * 1000, shares=[at % 7 / 7 for at in range(many)])] * 100
@@ -199,7 +200,7 @@ def test_the_page_of_many_versions_is_bounded(figures: Figures) -> None:
 
 
 def test_half_a_character_is_no_error(figures: Figures) -> None:
-    versions = [{**facts, "metadata": "\ud800"} for facts in figures.versions]
+    versions: list[Facts] = [{**facts, "metadata": "\ud800"} for facts in figures.versions]
     assert b"&#55296;" in page(replace(figures, versions=versions))
 
 
