@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -200,8 +204,36 @@ def test_the_page_of_many_versions_is_bounded(figures: Figures) -> None:
 
 
 def test_half_a_character_is_no_error(figures: Figures) -> None:
-    versions: list[Facts] = [{**facts, "metadata": "\ud800"} for facts in figures.versions]
-    assert b"&#55296;" in page(replace(figures, versions=versions))
+    assert b"&#55296;" in page(replace(figures, url="\ud800"))
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Root may do everything, so become somebody else for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_no_permission_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, store: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is root's alone
+        Path(folder).chmod(0o755)
+        url = str(shutil.copytree(store, Path(folder, "store")))
+        commands = (["report", url, "-o", str(tmp_path / "r.html")], ["watch", url, "--once"])
+        for command in commands:  # all is imported before files of others may not be read any more
+            assert cnr(capsys, *command)[0] == 0
+        Path(url, "versions").chmod(0o000)
+        with _as_nobody():
+            told = [cnr(capsys, *command) for command in commands]
+        Path(url, "versions").chmod(0o755)
+    for status, out, err in told:
+        assert (status, out) == (1, "")
+        assert re.fullmatch(r"cnr: [^\n]*Permission denied[^\n]*\n", err)
 
 
 def test_a_damaged_record_is_told_and_the_rest_shown(
