@@ -59,6 +59,8 @@ def bars(
             f'width="{width * 0.84:.2f}" height="{max(height, 0.6):.2f}"><title>{_place(steps, span)}: '
             f"{escape(text(value or 0))}</title></rect>"
         )
+    if len(steps) > len(parts):
+        note = f"{note} Each bar is the highest of some {round(len(steps) / len(parts))} versions."
     return _figure(title, note, "".join(marks), steps, top, text)
 
 

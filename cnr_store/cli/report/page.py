@@ -82,7 +82,7 @@ def _tiles(figures: Figures) -> str:
     if stall is not None:
         longest = max(facts["stalled_seconds"] or 0.0 for facts in known)
         tiles.append((_ms(stall), f"typical stall of training; the longest was {_ms(longest)}"))
-    tiles.append((f"{figures.restorable:,} of {len(figures.versions):,}", "versions can be restored"))
+    tiles.append((f"{figures.restorable:,}", f"of {_versions_text(len(figures.versions))} can be restored"))
     return (
         '<section class="tiles">'
         + "".join(f"<div><b>{number}</b>{escape(text)}</div>" for number, text in tiles)

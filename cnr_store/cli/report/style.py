@@ -10,9 +10,9 @@ main{max-width:1080px;margin:0 auto;padding:24px 16px}
 h1{margin:0;font-size:26px}h2{margin:36px 0 8px;font-size:19px}h3{margin:0;font-size:15px}p{margin:0}
 header p,figcaption p,.note,footer,small,.tiles div{color:var(--soft)}
 header p,.health,li{overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:12px;margin:20px 0}
 .tiles div,figure,.health{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px}
-.tiles div{font-size:13px}.tiles b{display:block;font-size:24px;color:var(--ink)}
+.tiles div{font-size:13px}.tiles b{display:block;font-size:22px;white-space:nowrap;color:var(--ink)}
 .bad{color:var(--bad)}.health.bad{border-color:var(--bad)}.health.bad ul{margin:8px 0 0;padding-left:20px}
 figure{margin:0 0 16px}figcaption p{font-size:13px}
 .plot{display:grid;grid-template-columns:auto 1fr;column-gap:8px;margin-top:12px}

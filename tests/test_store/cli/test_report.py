@@ -131,7 +131,7 @@ def test_the_page_tells_what_happened(written: Path) -> None:
         "8 bits: no number of restores is expected",
         "best",
         "pinned",
-        "6 of 6",
+        "6of 6 versions can be restored",
         "Nothing is damaged",
         "uniform, scheme adaptive, bits 8",
         "typical stall",
@@ -201,6 +201,7 @@ def test_the_page_of_many_versions_is_bounded(figures: Figures) -> None:
     assert found.open == []
     assert f"The newest {MAX_VERSIONS:,} of 2,000." in found.text
     assert "8,976 more tables" in found.text
+    assert "Each bar is the highest of some 8 versions." in found.text
 
 
 def test_half_a_character_is_no_error(figures: Figures) -> None:
@@ -246,12 +247,12 @@ def test_a_damaged_record_is_told_and_the_rest_shown(
     assert status == 3
     assert saved.ids[1] in err
     text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    assert "1 of 4" in text
+    assert "1of 4 versions" in text
     assert f"its base {saved.ids[1]} is lost" in text
     for each in saved.folder.glob("versions/*/zarr.json"):
         each.write_bytes(each.read_bytes()[:-20])
     assert cnr(capsys, "report", str(saved.folder), "-o", str(tmp_path / "r.html"))[0] == 3
-    assert "0 of 4" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert "0of 4 versions" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
@@ -292,7 +293,7 @@ def test_a_page_is_replaced_whole(capsys: pytest.CaptureFixture[str], written: P
 
 
 @pytest.mark.server
-def test_report_and_watch_of_a_store_on_s3(
+def test_report_watch_and_pin_of_a_store_on_s3(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, s3_server: S3Server
 ) -> None:
     url, options = s3_server.url(f"report-{uuid.uuid4().hex}"), s3_server.storage_options
@@ -303,7 +304,10 @@ def test_report_and_watch_of_a_store_on_s3(
     status, out, _ = cnr(capsys, "watch", url, "--once", *opened)
     assert status == 0
     assert "1 version, " in out
-    assert cnr(capsys, "report", f"{url}-none", *opened)[0] == 1
+    assert cnr(capsys, "pin", url, "7", "--reason", "why not", *opened)[0] == 0
+    assert "pinned: why not" in cnr(capsys, "ls", url, *opened)[1]
+    for command in ("report", "watch"):
+        assert cnr(capsys, command, f"{url}-none", *opened)[0] == 1
 
 
 @pytest.mark.browser

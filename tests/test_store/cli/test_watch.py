@@ -78,6 +78,10 @@ def test_it_says_what_is_damaged(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert f"{saved.ids[2]}: can't be restored" in out
 
 
+def test_an_interval_of_no_time_is_wrong_usage(capsys: pytest.CaptureFixture[str], store: str) -> None:
+    assert cnr(capsys, "watch", store, "--interval", "0")[0] == 2
+
+
 @contextmanager
 def _watching(store: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "cnr_store.cli", "watch", store, "--interval", "0.2"]
