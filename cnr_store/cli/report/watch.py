@@ -96,7 +96,9 @@ def _parts(figures: Figures, console: Console, versions: int) -> list[Text | Tab
         versions_table(figures.versions[-versions:], console),
     ]
     if figures.known:
-        parts += [_charts(figures, console), _changed(figures, console)]
+        parts.append(_charts(figures, console))
+    if figures.tables:
+        parts.append(_changed(figures, console))
     return [*parts, _health(figures)]
 
 

@@ -27,6 +27,7 @@ from cnr_store.cli.report.figures import Figures, read_figures
 from cnr_store.cli.report.page import MAX_VERSIONS, page
 from tests.s3_server import S3Server
 from tests.test_store.cli.command import cnr
+from tests.test_store.golden.golden_values import STORES
 from tests.test_store.support.damaged_store import SavedStore
 from tools.browser import NoBrowserError, find_browser, screenshot
 
@@ -235,6 +236,26 @@ def test_no_permission_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
     for status, out, err in told:
         assert (status, out) == (1, "")
         assert re.fullmatch(r"cnr: [^\n]*Permission denied[^\n]*\n", err)
+
+
+@pytest.mark.parametrize("store", sorted(STORES.iterdir()), ids=lambda store: store.name)
+def test_stores_of_older_releases_are_reported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, store: Path
+) -> None:
+    shutil.unpack_archive(store / "store.zip", tmp_path / "store")
+    assert cnr(capsys, "watch", str(tmp_path / "store"), "--once")[0] == 0
+    found = read_figures(Catalog(open_backend(tmp_path / "store")))
+    assert Page(page(found).decode()).open == []
+    reads = [facts["restore_bytes"] for facts in found.versions if facts["lost_base"] is None]
+    assert all(0 < each < 1 << 30 for each in reads)
+
+
+def test_a_store_without_tables_has_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    cnr_store.save(url, torch.nn.Linear(3, 3), step=3)
+    assert cnr(capsys, "report", url, "-o", str(tmp_path / "r.html"))[0] == 0
+    assert "Changed rows" not in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert "changed rows" not in cnr(capsys, "watch", url, "--once")[1]
 
 
 def test_a_damaged_record_is_told_and_the_rest_shown(
