@@ -266,12 +266,17 @@ def _versions_text(count: int) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.3g} %"
+    return "" if share is None else f"{_number(100 * share)} %"
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.3g} ms" if seconds < 1 else _seconds(seconds)
+    return f"{_number(1000 * seconds)} ms" if seconds < 1 else _seconds(seconds)
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+    return f"{_number(seconds)} s"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 99.95 else f"{value:,.0f}"
