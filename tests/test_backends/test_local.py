@@ -61,6 +61,16 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def test_what_is_begun_is_written_and_has_no_name_yet(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path)
+    begun = [backend.begin_put(f"folder/{name}", b"data") for name in "ab"]
+    assert [path.stat().st_size for path in (tmp_path / "folder").iterdir()] == [4, 4]
+    assert backend.list_names("folder") == []
+    begun[0].close()
+    assert list(begun[1]) == []
+    assert _files(tmp_path) == ["folder", "folder/b"]
+
+
 def test_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     keys = 30
     racers = [_start(_RACE, tmp_path, name, keys) for name in "abcd"]
