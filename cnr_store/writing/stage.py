@@ -99,6 +99,8 @@ def stage(
         for made, part in done:
             if peers is not None:
                 peers.beat()
+            if part is None:
+                continue
             staged.nbytes += part.nbytes
             if made.path is not None:
                 staged.parts.setdefault(made.path, {})[made.index] = part
@@ -147,12 +149,14 @@ class _Chunks:
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 
-    def assemble(self, home: _Home, chunks: list[bytes | None]) -> Object:
-        """The shard's object, from the chunks of all its slots."""
+    def assemble(self, home: _Home, chunks: list[bytes | None] | None) -> Object:
+        """The shard's object, from the chunks of all its slots; None for its place alone."""
         return _shard_object(home, self.rows, self.shard, chunks)
 
 
-def _shard_object(home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None]) -> Object:
+def _shard_object(
+    home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None] | None
+) -> Object:
     return Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
 
 
@@ -252,6 +256,8 @@ def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: St
             if isinstance(made, Object):
                 yield made
             elif isinstance(task, _Chunks):
+                if not chunks and len(made) < task.grid.chunks_per_shard:
+                    yield task.assemble(home, None)
                 chunks += made
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(home, chunks)

@@ -101,10 +101,16 @@ class Staged:
 
 @dataclass(frozen=True)
 class Object:
-    """An object to put: a shard's chunks, or bytes that are the object. `path` is None for metadata."""
+    """An object to put. `path` is None for metadata.
+
+    Attributes
+    ----------
+    data
+        A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
+    """
 
     key: str
-    data: bytes | Sequence[BytesLike | None]
+    data: bytes | Sequence[BytesLike | None] | None
     path: str | None = None
     index: int = 0
 
@@ -118,13 +124,16 @@ class Put:
 
     def nbytes(self) -> int:
         data = self._made.data
-        return len(data) if isinstance(data, bytes) else sum(map(len, filter(None, data)))
+        return len(data) if isinstance(data, bytes) else sum(map(len, filter(None, data or ())))
 
     def begin(self) -> None:
         self._begun = self._backend.begin_put(self._made.key, self._pieces)
 
-    def finish(self) -> tuple[Object, Part]:
+    def finish(self) -> tuple[Object, Part | None]:
         """Put what is not put yet; the object, and what the manifest says of it."""
+        if self._made.data is None:
+            self._backend.prepare(self._made.key)
+            return self._made, None
         pieces = self._pieces
         if self._begun is None:
             self._backend.put(self._made.key, pieces)
@@ -140,7 +149,7 @@ class Put:
     @cached_property
     def _pieces(self) -> Sequence[BytesLike]:
         data = self._made.data
-        return [data] if isinstance(data, bytes) else build_shard(data)
+        return [data] if isinstance(data, bytes) else build_shard(data or ())
 
 
 class Puts:
@@ -166,7 +175,8 @@ class Puts:
         """The puts of objects, to be finished by other threads."""
         for made in objects:
             put = Put(made, self._backend)
-            if self._is_alone and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
+            is_here = self._is_alone and made.data is not None
+            if is_here and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
                 began = time.perf_counter()
                 put.begin()
                 self._begun.add(put)

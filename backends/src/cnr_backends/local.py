@@ -22,7 +22,7 @@ from cnr_backends.files import (
     sync_folder,
     write_file,
 )
-from cnr_backends.keys import TEMPORARY_PREFIX, check_prefix
+from cnr_backends.keys import TEMPORARY_PREFIX, check_key, check_prefix
 from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -164,6 +164,10 @@ class LocalBackend(Backend):
             return (self.root / RESERVE).lstat().st_size
         except FileNotFoundError:
             return 0
+
+    def prepare(self, key: str) -> None:
+        with contextlib.suppress(OSError, BackendError):
+            self._sync_parents(self._make_folder(self._path(check_key(key)).parent))
 
     def sweep(self, prefix: str) -> None:
         folder = self._path(check_prefix(prefix))

@@ -94,8 +94,8 @@ def compile_all() -> Iterator[None]:
     for element in (element.name for element in ELEMENTS if element.quantizable):
         for parameters in (ParameterType.FLOAT16, ParameterType.FLOAT32):
             yield from compile_decoding(element, parameters)
-        for codec in (KMeansRows(2), LatticeRows()):
-            yield from compile_encoding(codec, 16, element)
+        yield from compile_encoding(KMeansRows(2), 16, element)
+        yield from compile_encoding(LatticeRows(), 16, element)
     schemes = (
         UniformRows(bits=4),
         UniformRows(bits=8),

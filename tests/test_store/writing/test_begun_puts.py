@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,12 @@ class Noting(LocalBackend):
         super().__init__(root)
         self.began: list[str] = []
         self.ended: list[str] = []
+        self.prepared: list[str] = []
         self._seconds, self._faults = seconds, failures
+
+    def prepare(self, key: str) -> None:
+        self.prepared.append(key)
+        super().prepare(key)
 
     def _begin_put(self, key: str, pieces: list[memoryview]) -> Generator[None, None, None]:
         self.began.append(threading.current_thread().name)
@@ -85,6 +91,18 @@ def test_one_worker_writes_and_others_wait_for_the_disk(tmp_path: Path) -> None:
     put(other, plan(), workers=2)
     assert other.began == []
     assert objects(tmp_path / "one") == objects(tmp_path / "two") != set()
+
+
+def test_folders_are_made_while_rows_are_encoded(tmp_path: Path) -> None:
+    backend = Noting(tmp_path)
+    rows = RowsWrite(
+        "tables/t/weight", (1 << 19, 4), "float32", None, None, Values(fails=False), LosslessRows()
+    )
+    put(backend, replace(plan(), rows=[rows]))
+    assert backend.prepared == ["versions/000001-00000000.00000001/tables/t/weight/c/0/0"]
+    small = Noting(tmp_path / "small")
+    put(small, plan())
+    assert small.prepared == []
 
 
 def test_other_threads_write_while_rows_are_in_the_model(tmp_path: Path) -> None:

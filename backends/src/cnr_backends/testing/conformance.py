@@ -98,6 +98,14 @@ class BackendConformance(StoreConformance):
             assert list(pool.map(list, begun)) == [[], []]
         assert backend.get("folder/name") == backend.get("other/name") == b"new"
 
+    def test_what_is_prepared_is_no_object(self, backend: Backend) -> None:
+        backend.prepare("folder/name")
+        backend.prepare("")  # a failure is no error
+        assert list(backend.list_keys("")) == []
+        backend.put("folder/name", b"new")
+        backend.prepare("folder/name")
+        assert backend.get("folder/name") == b"new"
+
     def test_a_put_that_is_closed_before_its_end_leaves_the_object(self, backend: Backend) -> None:
         backend.put("folder/name", b"older")
         for key in ("folder/name", "other/name"):
