@@ -1,4 +1,4 @@
-"""What a backend does when its storage fills up, and to the folders of objects."""
+"""What a backend does when its storage fills up."""
 
 from __future__ import annotations
 
