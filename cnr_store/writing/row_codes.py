@@ -2,10 +2,14 @@
 
 They stand in memory as int8, a quarter of a float32 table, and outlive no process. A row whose codes are wider, or were
 not encoded here, is unknown: its next delta is not relative.
+
+A byte of this memory that is another than it was would give a delta that no reader can compose: its checksums say so.
+`check_parents` looks for such before each delta is written, in as many rows as cost next to nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +44,19 @@ class RowCodes:
     made: Codes | None
     parent: Codes | None = None
     rows: Rows | None = None
+
+    def known(self, begin: int, end: int) -> tuple[Rows, Codes]:
+        """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
+        assert self.parent is not None
+        assert self.rows is not None
+        codes = self.parent[self.rows[begin:end]]
+        found = np.flatnonzero(codes[:, 0] != _UNKNOWN)
+        return found + begin, codes[found]
+
+    def forget_parents(self) -> None:
+        """Make all rows of the array unknown, also to later deltas: none is written relative."""
+        if self.parent is not None:
+            self.parent[:, 0] = _UNKNOWN
 
     def encode(
         self,
