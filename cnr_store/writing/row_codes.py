@@ -4,12 +4,11 @@ They stand in memory as int8, a quarter of a float32 table, and outlive no proce
 not encoded here, is unknown: its next delta is not relative.
 
 A byte of this memory that is another than it was would give a delta that no reader can compose: its checksums say so.
-`check_parents` looks for such before each delta is written, in as many rows as cost next to nothing.
+So before a delta is written, some of the codes are compared with what is stored: see `lineage.check_parents`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
