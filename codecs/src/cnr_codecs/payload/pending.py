@@ -136,14 +136,15 @@ class Pending:
         ParentError
             One differs.
         """
-        for where, *_ in self.wrong():
-            raise ParentError(
-                f"{where}: the rows that it has relative to older ones do not come out as they were written "
-                "(crc32c differs)"
-            )
+        for where, _, is_right in self.checked():
+            if not is_right:
+                raise ParentError(
+                    f"{where}: the rows that it has relative to older ones do not come out as they were written "
+                    "(crc32c differs)"
+                )
 
-    def wrong(self, left_out: Mask | None = None) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Yield what messages call a payload, and rows, of each relative segment whose checksum differs.
+    def checked(self, left_out: Mask | None = None) -> Iterator[tuple[str, npt.NDArray[np.int64], bool]]:
+        """Yield what messages call a payload, rows, and whether their checksum fits, of segments that were read whole.
 
         Parameters
         ----------
@@ -157,8 +158,8 @@ class Pending:
                 is_read = is_read and (left_out is None or not left_out[rows].any())
                 for first in range(0, len(rows) if is_read else 0, _PROVEN_ROWS):
                     check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
-            if is_read and check != expected:
-                yield where, row_set.offsets() + shift
+            if is_read:
+                yield where, row_set.offsets() + shift, check == expected
 
     def check_settled(self, most: int, step: float) -> None:
         """Check the greatest magnitude of codes with what was pending; it is -1 if that has another step.
