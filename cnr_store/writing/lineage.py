@@ -18,7 +18,7 @@ from cnr_store.errors import CheckpointError
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Past, Since, past_after
 from cnr_store.writing.plan import RowsWrite
-from cnr_store.writing.row_codes import relative_lattice
+from cnr_store.writing.row_codes import RowCodes, relative_lattice
 from cnr_store.writing.steps import lattice_of
 
 log = logging.getLogger("cnr_store")
@@ -175,8 +175,10 @@ def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> N
     seed
         Of the rows that are drawn.
     """
-    relative = [write for write in writes if write.codes is not None and write.codes.parent is not None]
-    ends = np.cumsum([0 if write.ids is None else len(write.ids) for write in relative])
+    relative = [
+        (each, each.codes) for each in writes if each.codes is not None and each.codes.parent is not None
+    ]
+    ends = np.cumsum([0 if write.ids is None else len(write.ids) for write, _ in relative])
     if not len(ends) or not ends[-1]:
         return
     places = np.random.default_rng(abs(seed)).integers(ends[-1], size=_RUNS)
@@ -188,19 +190,20 @@ def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> N
         runs.setdefault(number, set()).add(place // _RUN_ROWS * _RUN_ROWS)
     catalog = Catalog(backend)
     for number, begins in runs.items():
-        wrong = _wrong_parents(catalog, relative[number], begins)
+        write, codes = relative[number]
+        wrong = _wrong_parents(catalog, write, codes, begins)
         if wrong:
-            log.warning("%s: %s. Its rows are written absolute in this save", relative[number].path, wrong)
-            relative[number].codes.forget_parents()
+            log.warning("%s: %s. Its rows are written absolute in this save", write.path, wrong)
+            codes.forget_parents()
 
 
-def _wrong_parents(catalog: Catalog, write: RowsWrite, begins: Iterable[int]) -> str:
+def _wrong_parents(catalog: Catalog, write: RowsWrite, codes: RowCodes, begins: Iterable[int]) -> str:
     """What is wrong with the parents known of runs of rows that begin there; "" for nothing."""
     assert write.base is not None
     try:
         reader = ArrayReader(catalog, catalog.record(write.base), write.path)
         with Transfer(READ_WORKERS, READ_WORKERS) as transfer:
-            found = transfer.map(lambda begin: _differing(reader, write, begin), begins)
+            found = transfer.map(lambda begin: _differing(reader, write, codes, begin), begins)
             wrong = [row for rows in found for row in rows]
     except (BackendError, CheckpointError) as error:
         return f"what version {write.base}, which its delta is relative to, has can't be read back ({error})"
@@ -212,17 +215,16 @@ def _wrong_parents(catalog: Catalog, write: RowsWrite, begins: Iterable[int]) ->
     )
 
 
-def _differing(reader: ArrayReader, write: RowsWrite, begin: int) -> list[int]:
+def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: int) -> list[int]:
     """The rows of a run whose codes are not those known."""
     codec = relative_lattice(write.codec)
-    assert write.codes is not None
     assert write.ids is not None
     assert codec is not None
     assert codec.step is not None
-    places, codes = write.codes.known(begin, begin + _RUN_ROWS)
+    places, known = codes.known(begin, begin + _RUN_ROWS)
     ids = write.ids[places]
     inside = ids < (ids[0] + _RUN_SPAN if len(ids) else 0)
-    ids, codes = ids[inside], codes[inside]
+    ids, known = ids[inside], known[inside]
     if not len(ids):
         return []
     need = np.zeros(int(ids[-1] - ids[0]) + 1, np.uint8)
@@ -231,5 +233,5 @@ def _differing(reader: ArrayReader, write: RowsWrite, begin: int) -> list[int]:
     reader.read_rows(int(ids[0]), out, need)
     # Of types of 16 bits, a value is its code's product rounded: by less than half a step, since codes are small there.
     found = np.rint(out[ids - ids[0]].astype(np.float64) / codec.step)
-    differing: list[int] = ids[(found != codes).any(axis=1)].tolist()
+    differing: list[int] = ids[(found != known).any(axis=1)].tolist()
     return differing

@@ -358,6 +358,28 @@ def test_follow_diff_and_export_compose(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(rows), job.expected[versions[3]][ids])
 
 
+def test_parts_of_a_version_are_loaded_and_saved_over(tmp_path: Path) -> None:
+    job, versions = chain_of(tmp_path)
+    changed = np.flatnonzero((job.expected[versions[0]] != job.expected[versions[3]]).any(axis=1))
+    ids, last = changed[::2], job.expected[versions[3]]
+    for chosen in ({"rows": {"songs": ids}}, {"tables": "songs"}):
+        with torch.no_grad():
+            job.weight.fill_(9)
+        with job.checkpointer() as checkpointer:
+            checkpointer.load(**chosen)
+            found, loaded = job.weight.detach().numpy().copy(), np.full(ROWS, "tables" in chosen)
+            loaded[ids] = True
+            np.testing.assert_array_equal(found, np.where(loaded[:, None], last, 9))
+            for seed in (7, 7):
+                job.train(seed)
+                values = job.weight.detach().numpy().copy()
+                version = checkpointer.save(seed).result().id
+                half = step_of(recorded(tmp_path, version)[PATH]) / 2
+                assert np.abs(held(tmp_path, version) - values).max() <= half
+            assert relative_rows(tmp_path, version) > 0
+    no_findings(tmp_path)
+
+
 def test_retention_keeps_what_relative_rows_need(tmp_path: Path) -> None:
     """A delta all of whose rows were written again is still beneath them."""
     job = Job(tmp_path, RELATIVE, policy="consecutive", keep_last=1)
