@@ -66,7 +66,7 @@ def train(job: Job) -> None:
     """Load the newest version and save until somebody else takes over."""
     draw, journal = random.Random(job["seed"]), Journal(Path(job["side"]))
     model = make_model(job["seed"])
-    weight(model).div_(STEP).round_().mul_(STEP)
+    weight(model).div_(STEP).round_().mul_(STEP).add_(0)  # no step has the sign of a zero
     checkpointer = Checkpointer(
         job["url"],
         model,
