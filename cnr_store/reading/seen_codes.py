@@ -58,8 +58,8 @@ class SeenTable:
         """The codes in values, int8 (n, columns)."""
         with np.errstate(invalid="ignore", over="ignore"):
             exact = np.rint(values.astype(np.float64) / self.step)
-            fits: Array = (np.abs(exact) <= _MAX_CODE).all(axis=1, keepdims=True)
-        codes: Array = np.where(fits, exact, _UNKNOWN).astype(np.int8)
+            fits = np.all(np.abs(exact) <= _MAX_CODE, axis=1)
+        codes: Array = np.where(fits[:, None], exact, _UNKNOWN).astype(np.int8)
         return codes
 
     def put(self, rows: Array, values: Array) -> None:

@@ -18,8 +18,8 @@ from cnr_store.errors import CheckpointError
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Past, Since, past_after
 from cnr_store.writing.plan import RowsWrite
-from cnr_store.writing.row_codes import RowCodes, relative_lattice
-from cnr_store.writing.steps import lattice_of
+from cnr_store.writing.row_codes import RowCodes, relative_codec
+from cnr_store.writing.steps import lattice_of, stored_grid
 
 log = logging.getLogger("cnr_store")
 _RUNS, _RUN_ROWS = 8, 8
@@ -95,13 +95,10 @@ class Lineage:
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
-    def steps_of(self, record: Record) -> dict[str, float | None]:
-        """By path of each array of which `record`, the last one, wrote rows: their step, None without one of all."""
-        return {
-            path: None if line.lattice is None else line.lattice.step
-            for path, line in self.lines.items()
-            if record.arrays[path].rows
-        }
+    def grids_of(self, record: Record) -> dict[str, float | None]:
+        """By path of each array of which `record`, the last one, wrote rows: their grid, None without one of all."""
+        entries = {path: record.arrays[path] for path in self.lines}
+        return {path: stored_grid(entry.codec) for path, entry in entries.items() if entry.rows}
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
@@ -217,10 +214,9 @@ def _wrong_parents(catalog: Catalog, write: RowsWrite, codes: RowCodes, begins: 
 
 def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: int) -> list[int]:
     """The rows of a run whose codes are not those known."""
-    codec = relative_lattice(write.codec)
+    codec = relative_codec(write.codec)
     assert write.ids is not None
     assert codec is not None
-    assert codec.step is not None
     places, known = codes.known(begin, begin + _RUN_ROWS)
     ids = write.ids[places]
     inside = ids < (ids[0] + _RUN_SPAN if len(ids) else 0)
@@ -231,7 +227,8 @@ def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: in
     need[ids - ids[0]] = 1
     out = reader.new_rows(len(need))
     reader.read_rows(int(ids[0]), out, need)
-    # Of types of 16 bits, a value is its code's product rounded: by less than half a step, since codes are small there.
-    found = np.rint(out[ids - ids[0]].astype(np.float64) / codec.step)
-    differing: list[int] = ids[(found != known).any(axis=1)].tolist()
+    _, found, coded = codec.encode_over(
+        *(out[ids - ids[0]], None, len(ids), known, np.zeros(len(ids), bool)), element=write.element
+    )
+    differing: list[int] = ids[~coded | (found != known).any(axis=1)].tolist()
     return differing
