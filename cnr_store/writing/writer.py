@@ -24,6 +24,7 @@ from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.writing.commit import commit, finish_record, put_state, put_state_parts
+from cnr_store.writing.lineage import check_parents
 from cnr_store.writing.outcome import commit_document, read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
@@ -246,6 +247,7 @@ class Writer:
     def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
         team.round.beat("encode")
         began = time.perf_counter()
+        check_parents(plan.rows, self._direct, plan.step)
         with Transfer(self._workers, 2 * self._workers) as transfer:
             staged = stage(self._backend, version, plan, transfer, team, rows_done)
         put_state_parts(self._backend, version, plan, staged)

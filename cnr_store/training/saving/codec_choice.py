@@ -32,6 +32,7 @@ from cnr_store.policies.widths import (
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
+from cnr_store.writing.row_codes import relative_codec
 
 log = logging.getLogger("cnr_store")
 
@@ -154,7 +155,7 @@ class CodecChoice:
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
         wanted |= {
-            (_state_codec(width, element), dim, element)
+            (_state_codec(width, element, is_relative=False), dim, element)
             for width in self._state.quantized
             for _, dim, element in sizes.values()
             if element in QUANTIZABLE
@@ -176,13 +177,15 @@ class CodecChoice:
     def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
         """The codec of an array of optimizer state beside a table's rows.
 
-        Element types that can't be quantized, such as integers, are lossless, even if a pattern names them.
+        Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
+        grids are relative where the rows of a large table of that name are.
         """
-        return _state_codec(self._state.of(table, slot, nbytes), element)
+        is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
+        return _state_codec(self._state.of(table, slot, nbytes), element, is_relative)
 
 
-def _state_codec(width: int | str, element: str) -> RowCodec:
+def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
     """The codec of state of a width, lossless where the element type can't be quantized."""
     if width == LOSSLESS or element not in QUANTIZABLE:
         return LosslessRows()
-    return FloatingRows(MANTISSAS[width]) if isinstance(width, str) else CeilingRows(width)
+    return FloatingRows(MANTISSAS[width], is_relative) if isinstance(width, str) else CeilingRows(width)

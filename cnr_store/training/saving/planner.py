@@ -102,7 +102,7 @@ class Planner:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
             foreseen = self._past, record, self._following(self._past, record, dirty)
-        self._code_cache.commit(record.id, foreseen[2][0].steps_of(record))
+        self._code_cache.commit(record.id, foreseen[2][0].grids_of(record))
         self._past = foreseen[2]
 
     def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:

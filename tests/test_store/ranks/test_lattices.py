@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
 from tests.test_store.chains.test_relative import count_relative
@@ -103,6 +105,32 @@ def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
         np.testing.assert_array_equal(found[4][key], values)
     assert counts[1][0] == counts[4][0] == 0
     assert all(0 < many <= one for one, many in zip(counts[1][1:], counts[4][1:], strict=True))
+
+
+@pytest.mark.parametrize("columns", [(0,), (0, 4)])
+def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int, ...]) -> None:
+    """Else large rows on three ranks would make the step larger than what one process finds."""
+    kind = KINDS[0]
+    spans = [(left, right - left) for left, right in pairwise((*columns, kind.dim))]
+    bands = [(0, 1000, (0,)), (1000, kind.rows - 1000, (1, 2, 3))]
+    pieces = [
+        Piece(first, rows, *span, rank) for first, rows, ranks in bands for span in spans for rank in ranks
+    ]
+    cut, steps = Cut(columns, tuple(pieces)), {}
+    for world in (1, 4):
+        url = str(Path(quick) / str(world))
+        cuts = {kind.name: cut if world == 4 else cut.alone(kind.rows, kind.dim)}
+        codec = {"id": "cnr_lattice", "rms_step": RMS_STEP}
+        with ThreadJob(url, world, [kind], cuts, codec=codec) as job:
+            truth = job.new_truth(np.random.default_rng(1))
+            truth[kind.name, ""][1000:] *= 8
+            job.fill(truth)
+            job.save(1)
+        (version,) = cnr_store.versions(url)
+        arrays = Catalog(open_backend(url)).record(version.id).arrays
+        (entry,) = (each for each in arrays.values() if each.shape == (kind.rows, kind.dim))
+        steps[world] = (entry.codec or {})["step"]
+    assert steps[1] == steps[4]
 
 
 def _bands(edges: list[int], dim: int, world: int) -> Cut:

@@ -22,6 +22,7 @@ import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.reading.index_page import MAX_ARRAYS, index_page
 from cnr_store.reading.server import app, serving
+from tests.test_store.chains.test_relative import RELATIVE
 
 
 class Model(nn.Module):
@@ -36,7 +37,7 @@ def _make(folder: Path, steps: int) -> None:
     model = Model()
     weight = model.tables["t/u"].weight
     assert isinstance(weight, nn.Parameter)
-    with Checkpointer(folder, model, policy="consecutive", bits=4) as checkpointer:
+    with Checkpointer(folder, model, policy="consecutive", codec={"tables.t/u": RELATIVE}) as checkpointer:
         for step in range(steps):
             with torch.no_grad():
                 weight[step] += 1

@@ -23,6 +23,7 @@ from cnr_store.format import layout, record_document
 from cnr_store.policies.widths import StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
 from tests.test_docs import block
+from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.training.saving.test_state_bits import Model, OneSumARow, slots, train
 
 PATH = "tables/users/sum"
@@ -85,13 +86,21 @@ def test_wrong_grids(wrong: Any) -> None:
         StateWidths(wrong)
 
 
-@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
-def test_versions_give_back_the_codes(tmp_path: Path, policy: str) -> None:
-    model, optimizer, expected = saved(tmp_path, policy)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(policy, {}) for policy in ("full", "one-shot", "consecutive", "intermittent")]
+    + [(policy, {"bits": "auto", "codec": {"*": RELATIVE}}) for policy in ("consecutive", "one-shot")],
+)
+def test_versions_give_back_the_codes(tmp_path: Path, policy: str, options: dict[str, Any]) -> None:
+    """Of state beside relative rows, too, which is relative."""
+    model, optimizer, expected = saved(tmp_path, policy, **options)
     for version, values in expected.items():
         np.testing.assert_array_equal(held(tmp_path, version), values)
         assert {"floating", "lattice", "rice"} <= requires(tmp_path, version)
-    assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3}
+    relative = {"relative": True} if options else {}
+    assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3, **relative}
+    if options:
+        assert count_relative(str(tmp_path), version, PATH) > 0
     assert not cnr_store.verify(str(tmp_path), deep=True).problems
     names: dict[str, Any] = {}
     exec(compile(block("reader"), "docs/format.md", "exec"), names)
