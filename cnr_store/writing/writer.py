@@ -11,14 +11,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
-from cnr_store.catalog.objects import has_object
-from cnr_store.errors import CheckpointError, SaveError
+from cnr_store.errors import CheckpointError, CorruptionError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
@@ -273,13 +273,15 @@ class Writer:
         attempt = VersionId.parse(version)
         if attempt is None or attempt.claim == self._shared:
             return
-        key = layout.writer_key(layout.claim_name(attempt.claim.generation))
-        if not has_object(self._backend, key):
-            raise SaveError(
-                f"this rank does not find {key}, which the first rank has just made, in {self._backend.url}: give all "
-                "ranks a URL of one place that they share"
-            )
-        self._shared = attempt.claim
+        name = layout.claim_name(attempt.claim.generation)
+        with suppress(CorruptionError):  # it is lost, or another store's
+            if claims.read_claim(self._backend, name).id == attempt.claim:
+                self._shared = attempt.claim
+                return
+        raise SaveError(
+            f"this rank does not find {layout.writer_key(name)} in {self._backend.url} as the first rank has just made "
+            "it: give all ranks a URL of one place that they share"
+        )
 
     def _committed(self, record: Record, team: Team) -> Record:
         team.round.conclude(commit_document(record))
