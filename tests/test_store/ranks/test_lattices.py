@@ -110,11 +110,8 @@ def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
 def test_one_rank_with_other_codes_writes_its_rows_absolute(
     quick: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    codec, kind, random = (
-        {"id": "cnr_lattice", "step": 0.1875, "relative": True},
-        KINDS[0],
-        np.random.default_rng(5),
-    )
+    codec: dict[str, Any] = {"id": "cnr_lattice", "step": 0.1875, "relative": True}
+    kind, random = KINDS[0], np.random.default_rng(5)
     cuts, url = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 3)}, str(Path(quick) / "store")
     counts = []
     with ThreadJob(url, 3, [kind], cuts, codec=codec, policy="consecutive") as job:
