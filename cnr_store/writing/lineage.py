@@ -22,7 +22,7 @@ from cnr_store.writing.row_codes import RowCodes, relative_codec
 from cnr_store.writing.steps import lattice_of, stored_grid
 
 log = logging.getLogger("cnr_store")
-_RUNS, _RUN_ROWS = 8, 8
+_RUNS, _RUN_ROWS = 4, 16
 """Of rows that are read back. Those of a run lie in few chunks, so that not each row costs a chunk of each link."""
 _RUN_SPAN = 1 << 12
 
@@ -159,7 +159,7 @@ def _past(record: Record) -> Past:
 def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> None:
     """Read some parents of relative rows back from the store; where they are not those known, no row is relative.
 
-    64 rows of a save are read, in 8 runs, wherever they fall on its arrays. An array whose parents can't be read is
+    64 rows of a save are read, in 4 runs, wherever they fall on its arrays. An array whose parents can't be read is
     written absolute as well, without another try: that costs no more than bytes, and where what it would be relative to
     is damaged or lost, its rows outlive that. So no save fails because this can't read.
 

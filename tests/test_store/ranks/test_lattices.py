@@ -107,6 +107,35 @@ def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
     assert all(0 < many <= one for one, many in zip(counts[1][1:], counts[4][1:], strict=True))
 
 
+def test_one_rank_with_other_codes_writes_its_rows_absolute(
+    quick: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec: dict[str, Any] = {"id": "cnr_lattice", "step": 0.1875, "relative": True}
+    kind, random = KINDS[0], np.random.default_rng(5)
+    cuts, url = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 3)}, str(Path(quick) / "store")
+    counts = []
+    with ThreadJob(url, 3, [kind], cuts, codec=codec, policy="consecutive") as job:
+        truth = job.new_truth(random)
+        job.fill(truth)
+        for step in range(1, 6):
+            job.save(step)
+            counts.append(count_relative(url, cnr_store.versions(url)[-1].id))
+            ids = np.flatnonzero(random.random(kind.rows) < 0.2)
+            truth = changed(truth, kind.name, ids, random, job)
+            job.change(kind.name, ids, truth, np.random.default_rng(0))
+            if step == 4:
+                (known,) = job.checkpointers[1]._saves.planner._code_cache._known.values()
+                known.codes[:, 1] += 1
+        found = job.found()
+    assert 0 < counts[4] < counts[3]
+    assert sum("has other codes" in each.getMessage() for each in caplog.records) == 1
+    assert not cnr_store.verify(url, deep=True).problems
+    stored = cnr_store.state_dict(url, 5)
+    (name,) = (name for name, values in stored.items() if values.shape == (kind.rows, kind.dim))
+    unchanged = np.setdiff1d(np.arange(kind.rows), ids)
+    assert np.abs(stored[name] - found[kind.name, ""])[unchanged].max() <= codec["step"] / 2
+
+
 @pytest.mark.parametrize("columns", [(0,), (0, 4)])
 def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int, ...]) -> None:
     """Else large rows on three ranks would make the step larger than what one process finds."""
