@@ -78,6 +78,7 @@ class CodecChoice:
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
+        self._chosen: dict[tuple[str | int, ...], RowCodec] = {}  # each save asks for all arrays again
         try:
             if isinstance(codec, Mapping) and "id" not in codec:
                 self._patterns = {pattern: row_codec(one) for pattern, one in codec.items()}
@@ -140,6 +141,7 @@ class CodecChoice:
         if not self._may_be_auto:
             return None
         self._auto, why = auto_bits(self._expected, restores)
+        self._chosen.clear()
         return self._auto, why
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
@@ -165,6 +167,12 @@ class CodecChoice:
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""
+        chosen = self._chosen.get((table, table_bytes))
+        if chosen is None:
+            chosen = self._chosen[table, table_bytes] = self._choose(table, table_bytes)
+        return chosen
+
+    def _choose(self, table: str, table_bytes: int) -> RowCodec:
         named = match_pattern(self._patterns, table)
         if named is not None:
             return named
@@ -178,7 +186,11 @@ class CodecChoice:
 
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them.
         """
-        return _state_codec(self._state.of(table, slot, nbytes), element)
+        key = table, slot, nbytes, element
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = _state_codec(self._state.of(table, slot, nbytes), element)
+        return chosen
 
 
 def _state_codec(width: int | str, element: str) -> RowCodec:
