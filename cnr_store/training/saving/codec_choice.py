@@ -79,6 +79,7 @@ class CodecChoice:
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
+        self._chosen: dict[tuple[str | int, ...], RowCodec] = {}  # each save asks for all arrays again
         try:
             if isinstance(codec, Mapping) and "id" not in codec:
                 self._patterns = {pattern: row_codec(one) for pattern, one in codec.items()}
@@ -141,6 +142,7 @@ class CodecChoice:
         if not self._may_be_auto:
             return None
         self._auto, why = auto_bits(self._expected, restores)
+        self._chosen.clear()
         return self._auto, why
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
@@ -166,6 +168,12 @@ class CodecChoice:
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""
+        chosen = self._chosen.get((table, table_bytes))
+        if chosen is None:
+            chosen = self._chosen[table, table_bytes] = self._choose(table, table_bytes)
+        return chosen
+
+    def _choose(self, table: str, table_bytes: int) -> RowCodec:
         named = match_pattern(self._patterns, table)
         if named is not None:
             return named
@@ -181,7 +189,11 @@ class CodecChoice:
         grids are relative where the rows of a large table of that name are.
         """
         is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
-        return _state_codec(self._state.of(table, slot, nbytes), element, is_relative)
+        key = table, slot, nbytes, element, is_relative
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = _state_codec(self._state.of(table, slot, nbytes), element, is_relative)
+        return chosen
 
 
 def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:

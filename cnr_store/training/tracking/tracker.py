@@ -201,11 +201,15 @@ class Tracker:
 
         Each reason is logged once for a table, in one warning for all tables.
         """
+        return self._judge()[0]
+
+    def _judge(self) -> tuple[dict[str, str], set[int]]:
+        """`whole_reasons`, and by id the trackers without a change that is not acknowledged, as far as passes tell."""
         self.adopt_replaced()
         self._find_owners()
         self._sharded.check()
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
-        unchanged = set(map(id, self._unchanged()))
+        unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
             known = id(tracker) in unchanged and not tracker.is_declared_whole
@@ -213,7 +217,7 @@ class Tracker:
                 reasons[name] = reason
         if self.logs:
             self.warn(reasons)
-        return reasons
+        return reasons, unchanged
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Log why tables are saved whole, each reason once."""
@@ -240,9 +244,6 @@ class Tracker:
         """What `swap` would return now; the interval goes on."""
         whole = self.whole_reasons()
         return {name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()}
-
-    def _unchanged(self) -> list[TableTracker]:
-        return self._stepped.unchanged(self._optimizers)
 
     def _moved_by_settings(self) -> dict[str, str]:
         """Why tables are whole whose given optimizer, with its present settings, may move any row."""
@@ -272,11 +273,10 @@ class Tracker:
         By table name, the packed bitmap of the rows that may have changed; every bit is set for a table that must be
         saved whole.
         """
-        whole = self.whole_reasons()
+        whole, unchanged = self._judge()
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            unchanged = set(map(id, self._unchanged()))
             with self._stepped.renewed():
                 for tracker in self._trackers.values():
                     if id(tracker) in unchanged and tracker.has_optimizer:

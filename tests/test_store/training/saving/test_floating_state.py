@@ -20,7 +20,7 @@ from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout, record_document
-from cnr_store.policies.widths import StateWidths
+from cnr_store.policies.widths import ExpectedRestores, StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
 from tests.test_docs import block
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
@@ -78,6 +78,17 @@ def test_widths_of_floating_grids() -> None:
     }
     assert codecs.pop("int32") == LosslessRows()
     assert set(codecs.values()) == {FloatingRows(5)}
+
+
+def test_the_width_of_a_table_follows_the_restores() -> None:
+    choice = CodecChoice(expected=ExpectedRestores(0.001, 1, 1))
+    widths = []
+    for restores in (0, 9, 0):
+        choice.resolve_auto(restores)
+        codecs = [choice.codec_for("t", 1 << 20) for _ in range(2)]
+        assert codecs[0] == codecs[1]
+        widths.append(codecs[0].get_config()["bits"])
+    assert widths == [2, 8, 2]
 
 
 @pytest.mark.parametrize("wrong", ["m0", "m8", "m", "3", "M3", "m03", {"users": "m9"}])
