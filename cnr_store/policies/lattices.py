@@ -58,7 +58,7 @@ class AutoLattice:
         config = {"id": codec} if isinstance(codec, str) else codec
         if not isinstance(config, Mapping) or config.get("id") != "auto":
             return None
-        options = {name: value for name, value in config.items() if name != "id"}
+        options: dict[str, Any] = {str(name): value for name, value in config.items() if name != "id"}
         if unknown := set(options) - {"fast_restore", "state"}:
             raise OptionError(
                 f"codec {codec!r}: 'auto' takes fast_restore and state, not {sorted(map(repr, unknown))}"
