@@ -1,4 +1,4 @@
-"""Benchmark of relative codes: `python benchmarks/relative.py [--quick] [--parts PART ...] [--seeds N ...]`."""
+"""Benchmark of relative codes: `python benchmarks/relative.py [--quick | --full] [--parts PART ...]`."""
 
 import sys
 from pathlib import Path

@@ -26,35 +26,33 @@ _RESULTS = Path(__file__).parents[1] / "results"
 _NAME = "relative"
 _OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 _PARTS = ("volumes", "losses", "counted", "movielens", "links")
-_QUICK_ROWS, _FULL_ROWS, _COUNTED_ROWS = 27_000, 270_000, 27_000
+_QUICK_ROWS, _ROWS, _FULL_ROWS, _COUNTED_ROWS = 9_000, 27_000, 270_000, 27_000
 _SAMPLES_A_ROW = 4 / 27
 _RATING_INTERVALS = 15
-_LINKS_ROWS = {_QUICK_ROWS: 200_000}
+_FEW_LINKS_ROWS, _LINKS_ROWS = 200_000, 1_000_000
 
 
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description="Relative codes on trainings: bytes, losses and reads.")
-    parser.add_argument("--quick", action="store_true", help=f"one seed, {_QUICK_ROWS:,} rows, few restores")
-    parser.add_argument("--rows", type=int, default=_FULL_ROWS, help="of the generated table")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_ROWS:,} rows: to see that it runs")
     parser.add_argument(
-        "--parts", nargs="*", choices=_PARTS, default=list(_PARTS), help="others stay as they are on record"
+        "--full", action="store_true", help=f"{_FULL_ROWS:,} rows, three seeds, all restores; hours"
     )
-    parser.add_argument("--restores", type=int, nargs="+", default=list(losses.RESTORES))
-    parser.add_argument(
-        "--join", type=Path, nargs="*", default=[], help="folders whose results join those of --out"
-    )
+    parser.add_argument("--rows", type=int, help=f"of the generated table, {_ROWS:,} by default")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--parts", nargs="*", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--restores", type=int, nargs="+")
+    parser.add_argument("--join", type=Path, nargs="*", default=[], help="folders whose results to add")
     parser.add_argument("--out", type=Path, default=_RESULTS, help=f"folder of {_NAME}.json")
     options = parser.parse_args()
-    if options.quick:
-        options.rows, options.seeds, options.restores = _QUICK_ROWS, options.seeds[:1], [5]
+    options.rows = options.rows or (_FULL_ROWS if options.full else _QUICK_ROWS if options.quick else _ROWS)
+    options.seeds = options.seeds or ([1, 2, 3] if options.full else [1])
+    options.restores = options.restores or (list(losses.RESTORES) if options.full else [5])
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{_NAME}.json"
-    lines = (
-        [] if options.quick else [line for each in (options.out, *options.join) for line in _on_record(each)]
-    )
+    lines = [line for folder in options.join for line in _on_record(folder)]
     for part in options.parts:
         for line in _measured(part, options):
             lines.append(line)
@@ -65,8 +63,8 @@ def main() -> None:
 
 
 def _on_record(folder: Path) -> list[dict[str, Any]]:
-    path = folder / f"{_NAME}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["lines"] if path.exists() else []
+    found: list[dict[str, Any]] = json.loads((folder / f"{_NAME}.json").read_text(encoding="utf-8"))["lines"]
+    return found
 
 
 def _write(lines: list[dict[str, Any]], path: Path) -> list[Target]:
@@ -152,7 +150,7 @@ def _torch_save(features: Features) -> int:
 
 
 def _links(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    rows = _LINKS_ROWS.get(options.rows, 1_000_000)
+    rows = _LINKS_ROWS if options.rows > _ROWS else _FEW_LINKS_ROWS
     yield "ten rows, 8 deltas", {"lines": links.few_rows(rows, seed)}
     yield "restores", {"lines": links.restores(rows, seed)}
 

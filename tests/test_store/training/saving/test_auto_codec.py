@@ -112,7 +112,8 @@ def test_width_beside_auto_is_refused(tmp_path: Path) -> None:
 def test_offers_follow_the_deltas_written(tmp_path: Path) -> None:
     """Relative rows take less than codecs estimate, so the policy would overrate what a delta costs."""
     torch.manual_seed(0)
-    model, offers, sizes = Model(), [], []
+    model, sizes = Model(), []
+    offers: list[Any] = []
     with Checkpointer(tmp_path, model, codec=ANY, expected_restores=ONCE, policy="auto") as checkpointer:
         for step in range(4):
             info = checkpointer.save(step).result()
