@@ -1,38 +1,45 @@
-"""Bytes a row of the deltas that were really written, by which policies estimate the next (standard library only)."""
+"""How many bytes deltas really took of those that codecs estimated, by which the next are estimated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from cnr_store.policies.past import Since
+from cnr_store.policies.past import SINCE, Since
 
-_MIN_ROWS = 256
-"""Of fewer, the head of a shard is a large share."""
-
-_OTHER: dict[Since, Since] = {"baseline": "previous", "previous": "baseline"}
+_MIN_BYTES = 16 << 10
+"""Of smaller deltas, heads and indexes are a large share."""
 
 
 @dataclass
 class DeltaBytes:
-    """What rows of deltas took in this process, by array and by what the delta covered."""
+    """By what a delta covers, the share of the codecs' estimate that the last one took in this process.
 
-    _row_bytes: dict[tuple[str, Since], float] = field(default_factory=dict)
+    Sums of all arrays, which every rank of a job knows, so that all decide alike.
+    """
 
-    def note(self, path: str, since: Since, nbytes: int, rows: int) -> None:
-        """Take down what a delta of an array took. The newest of each kind counts."""
-        if rows >= _MIN_ROWS:
-            self._row_bytes[path, since] = nbytes / rows
+    # The version noted last stands beside the shares, so that an interrupt never counts it twice.
+    _noted: tuple[str, Mapping[Since, float]] = field(default=("", {}))
 
-    def estimate(self, path: str, row_bytes: float, rows: Mapping[Since, int]) -> dict[Since, float]:
-        """The bytes of the next delta of an array, if it covers so many rows, by what it covers.
+    def note(self, version: str, policy: Mapping[str, Any], nbytes: int) -> None:
+        """Take down what a version took. A second call changes nothing.
 
-        A row takes what it took in the last such delta; else in one of the other kind, so that the two differ by their
-        rows alone; else `row_bytes`, which the codec estimates.
+        Parameters
+        ----------
+        policy
+            In its record: the fields of a `Decision`.
+        nbytes
+            Of its arrays.
         """
-        found = self._row_bytes
-        taken = {
-            each: found.get((path, each), found.get((path, other), row_bytes))
-            for each, other in _OTHER.items()
-        }
-        return {since: taken[since] * count for since, count in rows.items()}
+        offer, since = policy.get("offer"), policy.get("since")
+        if offer is None or policy.get("full") or since not in SINCE or version == self._noted[0]:
+            return
+        offered = offer[f"{since}_bytes"]
+        if min(offered, nbytes) >= _MIN_BYTES:
+            self._noted = version, {**self._noted[1], since: self.share(since) * nbytes / offered}
+
+    def share(self, since: Since) -> float:
+        """Of such deltas; where there was none, of the others, so that the two differ by their rows alone; else 1."""
+        shares = self._noted[1]
+        return shares.get(since, next(iter(shares.values()), 1.0))

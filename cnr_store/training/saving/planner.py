@@ -21,7 +21,7 @@ from cnr_store.training.saving.explanation import Explanation, explained
 from cnr_store.training.saving.options import Options, codec_of
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
-from cnr_store.training.saving.tally import Changed, Tally, note_deltas, since_whole_after
+from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan, RowsWrite
@@ -104,8 +104,9 @@ class Planner:
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
             foreseen = self._past, record, self._following(self._past, record, dirty)
         self._code_cache.commit(record.id, foreseen[2][0].steps_of(record))
-        self._codecs.note_deltas(record)
-        note_deltas(record, self._delta_bytes)
+        self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
+        if self._tally.world == 1:  # ranks of a job are not told the sizes of single arrays
+            self._codecs.note_deltas(record)
         self._past = foreseen[2]
 
     def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:
@@ -145,15 +146,13 @@ class Planner:
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         unknown = (each.table.name for each in snapshot.arrays if not self._continues(each))
         whole = {*snapshot.unsafe, *unknown}
-        sizes = [dict.fromkeys(SINCE, float(snapshot.dense_bytes))]
+        sums = dict.fromkeys(SINCE, float(snapshot.dense_bytes))
         for array in snapshot.arrays:
-            table, row_bytes = array.table, self._row_bytes(array)
-            if table.name in whole or not self._has_whole(table):
-                sizes.append(dict.fromkeys(SINCE, row_bytes * table.rows))
-            else:
-                rows = {since: changed.rows(since, table.name) for since in SINCE}
-                sizes.append(self._delta_bytes.estimate(array.path, row_bytes, rows))
-        return Offer(*(round(sum(each[since] for each in sizes)) for since in SINCE))
+            table, is_whole = array.table, array.table.name in whole or not self._has_whole(array.table)
+            for since in SINCE:
+                rows = table.rows if is_whole else changed.rows(since, table.name)
+                sums[since] += self._row_bytes(array) * rows
+        return Offer(*(round(self._delta_bytes.share(since) * sums[since]) for since in SINCE))
 
     def explain(
         self,

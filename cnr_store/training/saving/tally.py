@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnr_store.format.grid import BLOCK_ROWS, Counts, block_count
-from cnr_store.format.record import Record
-from cnr_store.policies.delta_bytes import DeltaBytes
 from cnr_store.policies.past import Since
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
@@ -44,6 +42,11 @@ class Tally:
         self._group = group
         self._tables = tables
         self.placements: Mapping[str, Placement] = {}
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
 
     def join(self, flags: dict[str, Bitmap]) -> None:
         """Flag on each rank the rows that it has in common with others and that one of them flagged.
@@ -145,11 +148,3 @@ def since_whole_after(
         else since_whole[table.name] | dirty[table.name]
         for table in tables
     }
-
-
-def note_deltas(record: Record, taken: DeltaBytes) -> None:
-    """Take down what the deltas of a committed version took."""
-    since: Since = "previous" if record.policy.get("since") == "previous" else "baseline"
-    for path, entry in record.arrays.items():
-        if entry.kind == "delta":
-            taken.note(path, since, entry.nbytes, entry.rows)

@@ -1,33 +1,37 @@
-"""Bytes a row of deltas that were written, by which the next are estimated."""
+"""The share of the codecs' estimates that deltas took, by which the next are estimated."""
 
 from __future__ import annotations
 
-from cnr_store.policies.delta_bytes import DeltaBytes
-from cnr_store.policies.past import Since
+from typing import Any
 
-ROWS: dict[Since, int] = {"baseline": 1000, "previous": 100}
+from cnr_store.policies.delta_bytes import DeltaBytes
+
+
+def policy(since: str, baseline: int, previous: int, full: bool = False) -> dict[str, Any]:
+    offer = {"baseline_bytes": baseline, "previous_bytes": previous}
+    return {"since": since, "full": full, "offer": offer}
 
 
 def test_codecs_estimate_where_nothing_was_written() -> None:
-    assert DeltaBytes().estimate("a", 20.0, ROWS) == {"baseline": 20_000, "previous": 2_000}
+    assert DeltaBytes().share("baseline") == DeltaBytes().share("previous") == 1
 
 
 def test_newest_delta_of_the_same_kind_counts() -> None:
     taken = DeltaBytes()
-    taken.note("a", "previous", 5_000, 1_000)
-    taken.note("a", "baseline", 8_000, 1_000)
-    taken.note("a", "previous", 4_000, 1_000)
-    assert taken.estimate("a", 20.0, ROWS) == {"baseline": 8_000, "previous": 400}
-    assert taken.estimate("b", 20.0, ROWS) == {"baseline": 20_000, "previous": 2_000}
+    taken.note("1", policy("previous", 400_000, 100_000), 50_000)
+    assert taken.share("previous") == taken.share("baseline") == 0.5
+    taken.note("1", policy("previous", 400_000, 100_000), 50_000)  # as after an interrupt
+    taken.note(
+        "2", policy("baseline", 200_000, 100_000), 160_000
+    )  # offered by half of the estimate: of 400,000
+    assert (taken.share("previous"), taken.share("baseline")) == (0.5, 0.4)
+    taken.note("3", policy("previous", 160_000, 50_000), 50_000)
+    assert taken.share("previous") == 0.5
 
 
-def test_kinds_differ_by_their_rows_alone_where_one_was_written() -> None:
+def test_versions_that_tell_nothing_do_not_count() -> None:
     taken = DeltaBytes()
-    taken.note("a", "previous", 5_000, 1_000)
-    assert taken.estimate("a", 20.0, ROWS) == {"baseline": 5_000, "previous": 500}
-
-
-def test_few_rows_do_not_count() -> None:
-    taken = DeltaBytes()
-    taken.note("a", "previous", 5_000, 10)
-    assert taken.estimate("a", 20.0, ROWS)["previous"] == 2_000
+    taken.note("4", policy("baseline", 400_000, 100_000, full=True), 50_000)
+    taken.note("5", {"since": "previous", "full": False}, 50_000)
+    taken.note("6", policy("previous", 400_000, 1_000), 50_000)
+    assert taken.share("previous") == 1

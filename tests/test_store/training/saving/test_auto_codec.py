@@ -121,7 +121,7 @@ def test_offers_follow_the_deltas_written(tmp_path: Path) -> None:
             sizes.append(found.arrays["tables/large/weight"].nbytes)
             offers.append(found.policy.get("offer"))
             with torch.no_grad():
-                model.large.weight[:10_000] += 0.02 * torch.randn(10_000, DIM)
-            checkpointer.touch("large", torch.arange(10_000))
+                model.large.weight[:100_000] += 0.02 * torch.randn(100_000, DIM)
+            checkpointer.touch("large", torch.arange(100_000))
     assert offers[1]["previous_bytes"] > 1.5 * sizes[1]
     assert offers[2]["previous_bytes"] < 1.1 * sizes[2]
