@@ -15,6 +15,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
+from cnr_store.policies import lattices
 from cnr_store.ranks.placement import Piece
 from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support.spread_model import Cut, TableKind, draw_cut
@@ -160,6 +161,35 @@ def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int,
         (entry,) = (each for each in arrays.values() if each.shape == (kind.rows, kind.dim))
         steps[world] = (entry.codec or {})["step"]
     assert steps[1] == steps[4]
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "auto"])
+def test_ranks_choose_alike(quick: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a process that knows the sizes of all arrays judges its deltas; ranks stay on the lattice."""
+    monkeypatch.setattr(lattices, "TRIAL_ROWS", 50)
+    random, codec = np.random.default_rng(7), {"id": "auto", "fast_restore": False}
+    expected = {"failures_per_node_hour": 1.0, "nodes": 1, "hours": 1}
+    cuts = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 4) for kind in KINDS}
+    options: dict[str, Any] = {"codec": codec, "expected_restores": expected, "policy": policy}
+    with ThreadJob(quick, 4, KINDS, cuts, **options) as job:
+        truth = job.new_truth(random)
+        job.fill(truth)
+        job.save(1)
+        for step in range(2, 7):
+            for kind in KINDS:
+                ids = np.flatnonzero(random.random(kind.rows) < 0.05)
+                truth = changed(truth, kind.name, ids, random, job)
+                job.change(kind.name, ids, truth, np.random.default_rng(0))
+            job.save(step)
+            chosen = job.each(lambda rank: _chosen(job, rank))
+            assert all(each == chosen[0] for each in chosen), chosen
+    assert {each["id"] for each in chosen[0]} == {"cnr_lattice"}
+    assert not cnr_store.verify(quick, deep=True).problems
+
+
+def _chosen(job: ThreadJob, rank: int) -> list[dict[str, Any]]:
+    codecs = job.checkpointers[rank]._options.codecs  # records tell of rank 0's choice alone
+    return [codecs.codec_for(f"ebc.embedding_bags.{kind.name}", 1 << 20).get_config() for kind in KINDS]
 
 
 def _bands(edges: list[int], dim: int, world: int) -> Cut:
