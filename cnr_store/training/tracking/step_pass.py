@@ -271,8 +271,8 @@ class StepPass:
         if dense:
             self._mark_dense(*np.array(dense, np.int64).reshape(-1, 2).T.copy())
         if sparse:
-            marked, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
-            self._mark_sparse(marked, addresses, counts, left)
+            places, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
+            self._mark_sparse(places, addresses, counts, left)
 
     def _mark_dense(self, tables: Any, addresses: Any) -> None:
         bitmap.mark_nonzero_of_tables(
