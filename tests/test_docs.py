@@ -296,6 +296,9 @@ def pages_with_programs() -> list[str]:
     ]
 
 
+NEEDED = {"docs/how-to/arrow.md": ["pyarrow", "duckdb", "faiss"]}
+"""Libraries that a page is about, and that its programs import."""
+
 PROGRAMS = r"^```(python|bash)\n(.*?)^```"
 """The language and the text of each block that is run."""
 
@@ -337,6 +340,8 @@ def test_the_programs_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Blocks marked `python` and `bash`. What needs a cloud, a cluster or a checkout is marked `text` or `sh`."""
+    for library in NEEDED.get(page, ()):
+        pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     run_programs(page, re.findall(PROGRAMS, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE), capsys)
 

@@ -27,6 +27,7 @@ HIDDEN = {
     "cnr_store.following.follow -> cnr_store.following.apply": "torch",
     "cnr_store.cli.demo -> cnr_store.demo.run": "demo",
     "cnr_store.cli.export -> cnr_store.reading.server": "serve",
+    "cnr_store.reading.export -> cnr_store.reading.parquet": "arrow",
     "cnr_store.cli.export -> cnr_store.training.importing.import_file": "torch",
     "cnr_store.training.importing.import_file -> cnr_store.training.importing.torch_file": "torch",
 }

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cnr_store.cli.options import Policy, StorageOptions, Width, parse_bits, parse_options, require
+from cnr_store.cli.options import Policy, StorageOptions, parse_bits, parse_options, require
 
 DemoUrl = Annotated[
     str | None,
@@ -22,6 +22,14 @@ Data = Annotated[
     Path | None,
     typer.Option(help="Folder with ml-100k.inter, .item and .user, fetched by default."),
 ]
+Bits = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|2|3|4|8|32",
+        help="Bits of a row's values, with lossless optimizer state. By default rows are relative integers on a "
+        "lattice, and state has 3 bits of mantissa.",
+    ),
+]
 Keep = Annotated[bool, typer.Option("--keep", help="Without URL: keep the store, in ./demo-run.")]
 
 
@@ -29,7 +37,7 @@ def demo(
     url: DemoUrl = None,
     options: StorageOptions = "{}",
     policy: Policy = "intermittent",
-    bits: Width = "auto",
+    bits: Bits = None,
     steps: Steps = None,
     every: Every = 200,
     data: Data = None,
@@ -47,7 +55,7 @@ def demo(
         url=url,
         storage_options=parse_options(options),
         policy=policy,
-        bits=parse_bits(bits),
+        bits=None if bits is None else parse_bits(bits),
         steps=steps,
         every=every,
         data=data,

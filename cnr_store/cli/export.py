@@ -27,13 +27,16 @@ class Format(StrEnum):
 
     safetensors = "safetensors"
     zarr = "zarr"
+    parquet = "parquet"
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A path, or any fsspec URL.")]
 VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="An id, a step, or latest.")]
 FormatOption = Annotated[
     Format | None,
-    typer.Option(help="What to write. By default, zarr for a TARGET that ends in .zarr, else safetensors."),
+    typer.Option(
+        help="What to write. By default, what TARGET ends in, .zarr or .parquet, else safetensors.",
+    ),
 ]
 TargetOptions = Annotated[
     str,
@@ -63,7 +66,7 @@ def export(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Write a version's tables and dense tensors as one safetensors file, or as a plain Zarr group."""
+    """Write a version as one safetensors file or plain Zarr group, or its tables as a folder of Parquet files."""
     info = reading.export(
         url,
         target,

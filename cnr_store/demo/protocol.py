@@ -28,7 +28,7 @@ class TrainConfig:
         Training steps, and steps between two saves; the last step is saved too.
     url, storage_options
         Where checkpoints go; with None, the run saves none.
-    policy, bits
+    policy, bits, codec, state_bits
         Those of `cnr_store.Checkpointer`.
     batch, seed
         Samples a step, and the seed of the model's first values.
@@ -41,6 +41,8 @@ class TrainConfig:
     storage_options: dict[str, Any] = field(default_factory=dict)
     policy: str = "intermittent"
     bits: int | str = "auto"
+    codec: dict[str, Any] | None = None
+    state_bits: int | str = 32
     batch: int = 32
     seed: int = 20_220_404
 

@@ -130,6 +130,8 @@ class _Run:
             self._optimizer,
             policy=config.policy,
             bits=config.bits,
+            codec=config.codec,
+            state_bits=config.state_bits,
             storage_options=options,
         ) as checkpointer:
             step = self._resume(checkpointer)

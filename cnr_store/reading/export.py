@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -32,13 +33,13 @@ def export(
     url: Url,
     target: Target,
     version: Version = "latest",
-    format: Literal["safetensors", "zarr"] | None = None,  # noqa: A002 - the public name
+    format: Literal["safetensors", "zarr", "parquet"] | None = None,  # noqa: A002 - the public name
     *,
     overwrite: bool = False,
     target_options: Mapping[str, Any] | None = None,
     **storage_options: Any,
 ) -> VersionInfo:
-    """Write the tables and dense tensors of a version as one safetensors file, or as a plain Zarr 3 group.
+    """Write a version as one safetensors file, as a plain Zarr 3 group, or its tables as Parquet files.
 
     A safetensors file has the names of `state_dict` and the types of the model. It holds a tied tensor once for each
     name. A Zarr group has the paths that `cnr_store.open` shows, ``tables/NAME/weight`` and ``dense/model/NAME``; its
@@ -46,8 +47,12 @@ def export(
     Tables of bfloat16 are float32 there, and dense tensors that Zarr lacks a type for are unsigned integers with the
     attribute ``torch_dtype``.
 
-    Memory is bounded by the pieces in flight. A file, or a group in a local folder, appears when it is complete. A
-    group elsewhere is complete when it has the attribute ``cnr_version``.
+    Parquet (extra ``arrow``) has tables alone, in a folder with a file for each, ``NAME.parquet``. Its columns are
+    ``row``, the row number, and ``weight``, a fixed-size list. Tables of bfloat16 are float32 there, too. The schema's
+    metadata ``cnr`` is JSON with the table's name in the model, its further names, and the version.
+
+    Memory is bounded by the pieces in flight. A file, or a local folder, appears when it is complete. A group elsewhere
+    is complete when it has the attribute ``cnr_version``. Parquet files elsewhere appear one by one, each complete.
 
     Parameters
     ----------
@@ -58,7 +63,8 @@ def export(
     target
         A path or fsspec URL; for Zarr also a Zarr store.
     format
-        By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, otherwise ``safetensors``.
+        By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, ``parquet`` if it ends in ``.parquet``,
+        otherwise ``safetensors``.
     overwrite
         Whether to replace an existing target.
     target_options
@@ -72,15 +78,30 @@ def export(
     cnr_backends.StorageError
         The target can't be written.
     """
-    if format is None:
-        is_zarr = isinstance(target, Store) or str(target).rstrip("/").endswith(".zarr")
-        format = "zarr" if is_zarr else "safetensors"  # noqa: A001
-    if format not in ("safetensors", "zarr"):
-        raise OptionError(f"format {format!r}: choose 'safetensors' or 'zarr'")
+    chosen = _format_of(target) if format is None else format
+    if chosen not in ("safetensors", "zarr", "parquet"):
+        raise OptionError(f"format {chosen!r}: choose 'safetensors', 'zarr' or 'parquet'")
+    write = (
+        _parquet_writer() if chosen == "parquet" else _write_file if chosen == "safetensors" else _write_group
+    )
     catalog, record = open_record(url, version, **storage_options)
-    write = _write_file if format == "safetensors" else _write_group
     write(catalog, record, target, overwrite, dict(target_options or {}))
     return VersionInfo.from_record(record)
+
+
+def _format_of(target: Target) -> str:
+    ending = "" if isinstance(target, Store) else str(target).rstrip("/").rpartition(".")[2]
+    if isinstance(target, Store) or ending == "zarr":
+        return "zarr"
+    return "parquet" if ending == "parquet" else "safetensors"
+
+
+def _parquet_writer() -> Callable[[Catalog, Record, Target, bool, dict[str, Any]], None]:
+    if find_spec("pyarrow") is None:
+        raise OptionError("format 'parquet' needs pyarrow: pip install 'cnr-store[arrow]'")
+    from cnr_store.reading.parquet import write_tables
+
+    return write_tables
 
 
 def _write_file(

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from cnr_backends import StorageError, open_backend
+from cnr_store import Checkpointer, versions
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.demo.data import CROSS_ROWS, FILES, DemoDataError, cache_folder, find_data, load_features
 from cnr_store.demo.interrupt import FailingBackend, Interruption, Story, Watcher, train_in_process
@@ -31,7 +34,7 @@ from cnr_store.demo.protocol import (
     event_line,
     parse_event,
 )
-from cnr_store.demo.report import check_all, kept_steps
+from cnr_store.demo.report import Volume, check_all, kept_steps, measure
 from cnr_store.demo.run import DemoOptions, demo_place, run_demo
 from cnr_store.demo.train import TimeOrderedReader
 
@@ -339,6 +342,46 @@ def test_the_demo_on_a_folder(small_data: Path, tmp_path: Path) -> None:
     assert "1,864 samples in 60 steps, 1,864 expected" in text
     assert "FAIL" not in text
     assert "<xarray.DataTree>" in text
+    for figure in ("6-17x", "2.5-8x", "without loss"):
+        assert figure in text
+    assert text.endswith(
+        f"  cnr ls {tmp_path}/store\n"
+        f"  cnr report {tmp_path}/store -o report.html\n"
+        f"  cnr cat {tmp_path}/store embed.user_year --rows 5:10\n"
+    )
+
+
+@pytest.mark.parametrize("given", [None, 4])
+def test_rows_and_state_have_the_newest_codecs_unless_a_width_is_given(
+    small_data: Path, given: int | None
+) -> None:
+    url = f"memory://test-demo-codecs-{given}"
+    text = run(url=url, data=small_data, bits=given)
+    assert "for:\n  cnr ls demo-run\n" in text  # nobody else sees a store in memory
+    with open_backend(url) as backend:
+        for record in Catalog(backend).oldest_first():
+            weight, state = (
+                record.arrays[f"tables/embed.user_year/{name}"].codec for name in ("weight", "sum")
+            )
+            names = (weight["id"], state["id"])
+            assert names == (("cnr_uniform", "cnr_rows") if given else ("cnr_lattice", "cnr_floating"))
+
+
+def test_volumes_count_every_object() -> None:
+    url = "memory://test-demo-volume"
+    model = torch.nn.Embedding(4_096, 8, sparse=True)
+    with Checkpointer(url, model, policy="consecutive") as checkpointer:
+        checkpointer.save(1).result()
+        checkpointer.save(2).result()
+    with open_backend(url) as backend:
+        backend.put(f"versions/{V2}/tables/weight/weight/c/0/0", b"left")
+        volume = measure(backend, 100)
+        every = sum(size for _, size in backend.list_keys(""))
+    assert volume == Volume(100, 2, every, volume.kept_bytes)
+    committed = versions(url)
+    assert (
+        sum(version.bytes for version in committed) == volume.kept_bytes < volume.written_bytes - len(b"left")
+    )
 
 
 def test_the_demo_in_memory_without_loss(small_data: Path) -> None:

@@ -59,6 +59,44 @@ def test_each_save_is_logged(kind: Any) -> None:
     assert all(0 < figures["cnr/seconds_stalled"] < 600 for figures in writer.found.values())
 
 
+def test_a_meter_of_opentelemetry_counts_and_measures() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    reader = export.InMemoryMetricReader()
+    provider = sdk.MeterProvider([reader])
+    log = log_to(provider.get_meter("training"))
+    model = torch.nn.EmbeddingBag(100, 4, sparse=True)
+    with Checkpointer("memory://measured", model, None, on_done=log) as checkpointer:
+        first = checkpointer.save(3).result()
+        checkpointer.touch("weight", [4])
+        second = checkpointer.save(5).result()
+    backend = FaultyBackend(
+        open_backend("memory://measured-failure"),
+        lambda operation, key, _: "before" if key.endswith("manifest") else None,
+    )
+    with (
+        pytest.raises(SaveError),
+        Checkpointer(backend, model, None, on_done=log, retry_seconds=0) as failing,
+    ):
+        failing.save(3).result()
+    [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
+    provider.shutdown()
+    found = {metric.name: (metric.unit, *metric.data.data_points) for metric in scope.metrics}
+    assert {
+        name: (unit, point.value) for name, (unit, point) in found.items() if hasattr(point, "value")
+    } == {
+        "checkpoint/bytes": ("By", first.bytes + second.bytes),
+        "checkpoint/rows": ("{row}", 101),
+        "checkpoint/fold_bytes": ("By", 0),
+        "checkpoint/failed": ("{save}", 1),
+    }
+    for name, unit in (("share_of_full", "1"), ("seconds_stalled", "s"), ("seconds_writing", "s")):
+        its_unit, point = found[f"checkpoint/{name}"]
+        assert (its_unit, point.count) == (unit, 2)
+        assert 0 < point.sum < 600
+        assert point.explicit_bounds[0] == 0.001
+
+
 def test_a_failed_save_is_logged() -> None:
     run = Run()
     backend = FaultyBackend(
