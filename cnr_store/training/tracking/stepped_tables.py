@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.memory import overlapping
+from cnr_store.training.tracking.optimizer_rules import unsound_sums
 from cnr_store.training.tracking.step_pass import StepPass, Stepped
 from cnr_store.training.tracking.table_tracker import TableTracker
 
@@ -46,6 +47,8 @@ class SteppedTables:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
+        self._sound: weakref.WeakKeyDictionary[Optimizer, set[TableTracker]] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.WeakKeyDictionary[Optimizer, Stepped] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Optimizer) -> Stepped:
         """The tables that an optimizer steps, each with the position of its parameter group."""
@@ -67,6 +70,45 @@ class SteppedTables:
         """Make another pass at the next step: counters may have been replaced."""
         self._passes.pop(optimizer, None)
 
+    def check_sums(self, optimizer: Optimizer, stepped: Stepped) -> None:
+        """Before a step, make tables whole whose rows it may move by `unsound_sums`.
+
+        It looks at each table once, and again after `doubt`.
+
+        Parameters
+        ----------
+        stepped
+            The tables that the optimizer steps; the same list while nothing changes.
+        """
+        if self._looked_at.get(optimizer) is stepped:
+            return
+        if any(tracker.table.parameter.is_cuda for _, tracker in stepped) and _is_capturing():
+            return  # a captured graph can't wait for the device, and moves nothing yet
+        sound = self._sound.setdefault(optimizer, set())
+        for _, tracker in stepped:
+            if tracker not in sound:
+                reason = unsound_sums(optimizer, tracker.table.parameter)
+                if reason is None:
+                    sound.add(tracker)
+                else:
+                    tracker.make_whole(reason)
+        self._looked_at[optimizer] = stepped
+
+    def check_rows(self, tracker: TableTracker, rows: torch.Tensor) -> None:
+        """Doubt a table if `rows`, changed by hand, have `unsound_sums`."""
+        parameter = tracker.table.parameter
+        if any(
+            unsound_sums(each, parameter, rows) for each, sound in self._sound.items() if tracker in sound
+        ):
+            self.doubt([tracker])
+
+    def doubt(self, trackers: Iterable[TableTracker]) -> None:
+        """Have `check_sums` look at tables again that were changed otherwise than by steps."""
+        self._looked_at.clear()
+        for tracker in trackers:
+            for sound in self._sound.values():
+                sound.discard(tracker)
+
     def unchanged(self, optimizers: Sequence[Optimizer]) -> list[TableTracker]:
         """Tables of one of these optimizers, without a change that is not acknowledged, as far as a pass tells."""
         steppers = Counter(id(tracker) for each in optimizers for _, tracker in self.by(each))
@@ -83,8 +125,12 @@ class SteppedTables:
         self._passes.clear()
 
     @contextmanager
-    def renewed(self) -> Iterator[None]:
-        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay."""
+    def renewed(self, whole: Iterable[TableTracker]) -> Iterator[None]:
+        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay.
+
+        `whole` are those whose changes in the last one are not known.
+        """
+        self.doubt(whole)
         # An interrupt leaves none: each knows bitmaps that may have been taken.
         passes = list(self._passes.items())
         self.forget()
@@ -127,6 +173,10 @@ class SteppedTables:
         self._trackers.pop(id(tracker.table.parameter), None)
         self._trackers[id(parameter)] = tracker
         self.forget()
+
+
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _addresses(parameters: Iterable[torch.Tensor]) -> list[_Address]:

@@ -111,6 +111,7 @@ class Tracker:
         # rounds what it writes back, perhaps to zero.
         marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         every = self._stepped.pass_over(optimizer)
+        self._stepped.check_sums(optimizer, every.stepped)
         left = every.before(optimizer)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
@@ -181,6 +182,7 @@ class Tracker:
         held = rows[(rows >= first) & (rows < first + tracker.table.local_rows)]
         if held.numel():
             tracker.mark(held - first)
+            self._stepped.check_rows(tracker, held - first)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
@@ -205,7 +207,7 @@ class Tracker:
         self._find_owners()
         self._sharded.check()
         by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
-        unchanged = set(map(id, self._unchanged()))
+        unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
             known = id(tracker) in unchanged and not tracker.is_declared_whole
@@ -241,9 +243,6 @@ class Tracker:
         whole = self.whole_reasons()
         return {name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()}
 
-    def _unchanged(self) -> list[TableTracker]:
-        return self._stepped.unchanged(self._optimizers)
-
     def _moved_by_settings(self) -> dict[str, str]:
         """Why tables are whole whose given optimizer, with its present settings, may move any row."""
         moved: dict[str, str] = {}
@@ -276,8 +275,8 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            unchanged = set(map(id, self._unchanged()))
-            with self._stepped.renewed():
+            unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
+            with self._stepped.renewed(self._trackers[name] for name in whole):
                 for tracker in self._trackers.values():
                     if id(tracker) in unchanged and tracker.has_optimizer:
                         tracker.begin_next()
@@ -307,6 +306,7 @@ class Tracker:
         """
         self.adopt_replaced()
         self._stepped.forget()
+        self._stepped.doubt(self._trackers.values())
         for tracker in self._trackers.values():
             tracker.begin_interval()
         self._sharded.acknowledge()
