@@ -165,9 +165,16 @@ def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()
     return 0 if optimizer.param_groups[position].get("fused") else 1
 
 
-def uncounted_groups(optimizer: Optimizer, trusted: Classes = ()) -> Collection[int]:
-    """Positions of the groups whose parameters a step changes without torch's counting it."""
+def uncounted_groups(
+    optimizer: Optimizer, trusted: Classes = (), has_closure: bool = False
+) -> Collection[int]:
+    """Positions of the groups whose parameters a step changes without torch's counting it.
+
+    The caller's `trusted` classes may do so, too. Their rows are flagged before a step, but for gradients of a closure.
+    """
     groups = range(len(optimizer.param_groups))
+    if has_closure and type(optimizer) in trusted:
+        return groups
     return {position for position in groups if not max_version_bumps(optimizer, position, trusted)}
 
 

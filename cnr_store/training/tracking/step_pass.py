@@ -96,11 +96,13 @@ class StepPass:
         # How often one step may change each. Trusted classes have no limit, and their tables get a closer look.
         limits, written = [1] * len(of_tensors), written_slots(optimizer) or ()
         self._keys, self._types, self._ids = [], [], []
-        self._are_tensors, self._are_slots = [], []
+        self._are_tensors, self._are_slots, self._names = [], [], list[object]()
+        self._odd: set[int] = set()  # tables with state beside their slots that may come to follow their rows
         for parameter, kept in optimizer.state.items() if self._tables else ():
             table = tables.get(id(parameter))
             slots = {} if table is None else counters[table][1]
             self._keys.append(id(parameter))
+            self._names += kept
             for key, value in kept.items():
                 self._types.append(type(value))
                 self._are_tensors.append(isinstance(value, torch.Tensor))
@@ -110,6 +112,8 @@ class StepPass:
                     self._counters.append(slots[key])
                     of_tensors.append(table)
                     limits.append(key in written)
+                elif table is not None and key != "step" and self._are_tensors[-1]:
+                    self._odd.add(table)
         self._of_tensors, self._limits = np.array(of_tensors, np.int64), np.array(limits, np.int64)
         self._pointers = [counter.pointer for counter in self._counters]
         self._storages = [counter.storage for counter in self._counters]
@@ -130,7 +134,11 @@ class StepPass:
         tensors, versions = self._look(optimizer)
         if tensors is None or not all(map(is_, self._counters_now(optimizer), self._own_counters)):
             return []
+        # Only here, and not at each step: the counters tell by name what changed in the interval.
+        if list(chain.from_iterable(optimizer.state.values())) != self._names:
+            return []
         left = self._elsewhere(tensors)
+        left |= {each for each in self._odd if not self._trackers[each].has_settled_counters(optimizer)}
         left |= self._differing(versions, list(map(_known_version, self._counters)))
         return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
@@ -220,6 +228,7 @@ class StepPass:
                     gradient.nbytes == self._nbytes[table]
                     and not address % _WORD_BYTES
                     and gradient.is_contiguous()
+                    and not gradient.is_neg()  # in memory, its -0.0 is a 0.0
                 ):
                     dense += table, address
                 else:
@@ -277,21 +286,26 @@ def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted
     )
 
 
-def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes) -> None:
-    """Flag the rows that a step had gradients for, table by table."""
+def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes, has_closure: bool = False) -> None:
+    """Flag the rows that a step had gradients for, table by table.
+
+    A class of the caller's may have changed a table uncounted, and removed the gradient: its own or its closure's.
+    """
+    is_trusted = type(optimizer) in trusted
     judged: tuple[int, torch.dtype] | None = None
     reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
     for position, tracker in stepped:
         parameter = tracker.table.parameter
         gradient = parameter.grad
         changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
-        if gradient is None and not changes and not tracker.had_gradient:
+        may_have_had = tracker.had_gradient or (is_trusted and has_closure and parameter.requires_grad)
+        if gradient is None and not changes and not may_have_had:
             continue
         if judged != (position, parameter.dtype):  # tables of a group share its settings
             judged = position, parameter.dtype
             reason = may_move_untouched_rows(optimizer, *judged, trusted)
             max_changes = max_version_bumps(optimizer, position, trusted)
-        if gradient is None and not changes and reason is None:
+        if gradient is None and not changes and reason is None and not is_trusted:
             continue  # a hook removed the gradient before the update
         tracker.note_step(optimizer)
         if reason is not None:

@@ -98,11 +98,11 @@ class Tracker:
 
     # Hooks
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Look for changes that no step made, before `optimizer` makes its own."""
         for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
             self._trackers[name].make_whole(reason)
-        self._begun[optimizer] = self._uncounted(optimizer)
+        self._begun[optimizer] = self._uncounted(optimizer, has_closure)
         for tracker in self._stepped.sharing(optimizer):
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
@@ -126,18 +126,18 @@ class Tracker:
             if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
                 tracker.mark_gradient(gradient)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Flag the rows that the step had gradients for."""
         every = self._stepped.pass_over(optimizer)
         left = every.after(optimizer, self._trusted)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
-        settle_step(optimizer, left, self._trusted)
+        settle_step(optimizer, left, self._trusted, has_closure)
         self._begun.pop(optimizer, None)
 
-    def _uncounted(self, optimizer: Optimizer) -> list[str]:
+    def _uncounted(self, optimizer: Optimizer, has_closure: bool) -> list[str]:
         """The tables that a step changes uncounted, with the present settings. Of others, version counters tell."""
-        groups = uncounted_groups(optimizer, self._trusted)
+        groups = uncounted_groups(optimizer, self._trusted, has_closure)
         stepped = self._stepped.by(optimizer) if groups else []
         return [tracker.table.name for position, tracker in stepped if position in groups]
 
