@@ -11,7 +11,7 @@ STAMP       := $(VENV)/.installed
 PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
 SCHEMA      := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 
-.PHONY: demo quick test nightly bench bench-smoke lint schemas types imports docs version clean
+.PHONY: demo quick test nightly bench bench-smoke lint schemas types imports docs pictures version clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,7 @@ nightly: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 	$(BIN)/python benchmarks/lattice.py $(ARGS)
+	$(BIN)/python benchmarks/relative.py $(ARGS)
 	$(BIN)/python benchmarks/reading.py $(ARGS)
 	$(BIN)/python benchmarks/following.py $(ARGS)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
@@ -73,6 +74,11 @@ imports: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
+
+# Those that README and docs show; the second asks for Chromium.
+pictures: $(STAMP)
+	$(BIN)/python -m tools.pictures
+	$(BIN)/python -m tools.screenshots
 
 # make version prints the version of the three distributions, make version V=0.2.0 sets it.
 version:

@@ -30,7 +30,7 @@ from cnr_store.errors import (
     VersionNotFoundError,
 )
 from cnr_store.following.follow import Update, follow
-from cnr_store.maintenance.collection.pins import pin, pins, unpin
+from cnr_store.maintenance.collection.pins import pin, pin_reasons, pins, unpin
 from cnr_store.maintenance.collection.retention import GcReport, gc
 from cnr_store.maintenance.collection.tags import tag, tags, untag
 from cnr_store.maintenance.folding.compact import CompactReport, compact
@@ -119,6 +119,7 @@ __all__ = [
     "pin",
     "unpin",
     "pins",
+    "pin_reasons",
     "tag",
     "untag",
     "tags",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from cnr_store.training.saving.snapshot import StagedRows
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.writer import Writer
 from tests.paths import ROOT
+from tests.s3_server import S3Server
 from tests.test_codecs.payload_bytes import of_version_1
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
@@ -282,35 +286,75 @@ def test_the_manifest_of_a_store_is_as_the_page_shows_it(tmp_path: Path) -> None
 # Programs
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/index.md",
-        "docs/guide.md",
-        "docs/reader.md",
-        "docs/loading.md",
-        "docs/reading.md",
-        "docs/following.md",
-        "docs/upkeep.md",
-        "docs/codecs.md",
-        "docs/dcp.md",
-    ],
-)
+def pages_with_programs() -> list[str]:
+    """README, and every page that shows Python. The reader of docs/format.md is run by the tests above."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        str(page.relative_to(ROOT))
+        for page in pages
+        if re.search(r"^```python\n", page.read_text(), re.MULTILINE)
+    ]
+
+
+PROGRAMS = r"^```(python|bash)\n(.*?)^```"
+"""The language and the text of each block that is run."""
+
+
+def run_programs(page: str, programs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a page's programs in one process, and compare what they print with what the page shows."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for number, (language, program) in enumerate(programs):
+        if language == "bash":
+            run_in_a_shell(program)
+        else:
+            exec(compile(program, f"{page}, program {number}", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"#-> (.*)", "".join(program for _, program in programs))
+    assert shown
+    assert [line for line in printed if line in shown] == shown
+
+
+def run_in_a_shell(program: str) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e"],
+        input=program,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", pages_with_programs())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning makes them
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # which is meant
 def test_the_programs_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Blocks marked `python` and `bash`. What needs a cloud, a cluster or a checkout is marked `text` or `sh`."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {}
-    for number, program in enumerate(programs):
-        exec(compile(program, f"{page}, program {number}", "exec"), names)
-    printed = capsys.readouterr().out.splitlines()
-    shown = re.findall(r"#-> (.*)", "".join(programs))
-    assert shown
-    assert [line for line in printed if line in shown] == shown
+    run_programs(page, re.findall(PROGRAMS, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE), capsys)
+
+
+@pytest.mark.server
+def test_the_programs_on_s3_run_on_a_real_server(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks called `on S3`: they find the server in the environment, as the page says."""
+    options = s3_server.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
+    page = "docs/how-to/s3.md"
+    text = (ROOT / page).read_text().replace("s3://bucket/", s3_server.url("docs/"))
+    on_s3 = PROGRAMS.replace(r"\n", r' title="on S3"\n', 1)
+    run_programs(page, re.findall(on_s3, text, re.DOTALL | re.MULTILINE), capsys)
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
@@ -318,3 +362,12 @@ def test_every_link_between_pages_leads_somewhere() -> None:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_can_be_tried_from_nothing() -> None:
+    """But for the installation, which needs the network."""
+    command = [sys.executable, str(ROOT / "tools" / "try_readme.py"), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "30 30\n" in done.stdout
+    assert re.search(r"^-- train, resume and look: \d+ s$", done.stdout, re.MULTILINE)

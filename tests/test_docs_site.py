@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,11 +79,18 @@ def test_every_link_and_image_of_the_site_leads_to_what_was_built(
 @pytest.mark.slow
 def test_the_site_has_every_page_of_the_documentation(site: Path) -> None:
     sources = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
-    built = [
-        site / (page.parent if page.stem == "index" else page.with_suffix("")) / "index.html"
-        for page in sources
-    ]
-    assert [page for page in built if not page.is_file()] == []
+    assert [page for page in sources if not (site / page.with_suffix(".html")).is_file()] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_without_a_server(site: Path, pages: dict[Path, Page]) -> None:
+    """Opened from the folder, a browser fetches no JSON and starts no worker: scripts stand in for both."""
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    for file, page in pages.items():
+        scripts = [Path(reference).name for tag, _, reference in page.references if tag == "script"]
+        stand_in, bundle = scripts
+        assert stand_in == "iframe-worker.js", file
+        assert bundle.startswith("bundle."), file
 
 
 @pytest.mark.slow
@@ -94,3 +102,5 @@ def test_the_pages_load_nothing_from_elsewhere(site: Path, pages: dict[Path, Pag
         if (tag, name) in LOADED and urlsplit(reference).netloc
     ]
     assert loaded == []
+    for style in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']*", style.read_text()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -96,6 +97,41 @@ def test_the_prose_of_the_format_states_no_limit_that_goes_unchecked() -> None:
         prose = prose.replace(phrase, "")
     stated = re.findall(r"(?:at most|more than) (?:two|three|four|five|[0-9])[^.;:|]*", prose)
     assert stated == []
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("row", "contender"),
+    [
+        ("cnr-store", "ours"),
+        ("torch.save", "torch.save"),
+        ("DCP, `save`", "DCP save"),
+        ("DCP, `async_save`", "DCP async_save"),
+        ("DCP, `async_save`, its buffers kept", "DCP async_save, stager kept"),
+    ],
+)
+def test_the_stalls_of_the_comparison_are_those_on_record(row: str, contender: str) -> None:
+    on_record = json.loads((ROOT / "benchmarks" / "results" / "saving.json").read_text())["stall"]
+    cells = [
+        f"{1000 * each['median_seconds']:.0f} ({1000 * each['best_seconds']:.0f})"
+        for each in on_record
+        if each["contender"] == contender
+    ]
+    line = " | ".join([f"| {row}", *cells]) + " |"
+    assert line in (ROOT / "docs" / "comparison.md").read_text().splitlines()
+
+
+def test_the_stalls_of_the_home_page_are_those_on_record() -> None:
+    on_record = json.loads((ROOT / "benchmarks" / "results" / "saving.json").read_text())["stall"]
+    median = {
+        each["contender"]: f"{1000 * each['median_seconds']:.0f}"
+        for each in on_record
+        if (each["optimizer"], each["share"]) == ("sgd", 0.01)
+    }
+    stalls = f"| {median['ours']} ms; `torch.save` takes {median['torch.save']} |"
+    assert stalls in (ROOT / "docs" / "index.md").read_text()
 
 
 # Links

@@ -45,6 +45,8 @@ def by_scheme(sizes: Sizes, tables: dict[str, Rows]) -> dict[str, Curves]:
 def _curves(rows: Rows) -> Curves:
     curves: Curves = {}
     for report in error_report(rows):
+        if "bits" not in report.config:
+            continue
         label = str(report.config.get("scheme") or f"k-means, {report.config['group']}")
         point = Point(
             report.config["bits"], report.row_bytes, report.mean_l2_error, report.mean_relative_error

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import cnr_store
@@ -29,6 +30,7 @@ _BATCH = 2048
 _BATCHES = 16
 _CHANGED = 0.25
 _PROCESS = "another process that encodes"
+_PUTTING = "one that encodes and puts"
 _PROCESS_SECONDS = 0.35
 _OURS = "ours"
 TORCH_THREADS = (1, 2)
@@ -134,12 +136,14 @@ def _lines(
         assert isinstance(future, Future)  # not staged asynchronously
         return future
 
-    with _encoding_process() as begin:
+    place = folder / f"helper of {torch.get_num_threads()}"
+    with _process(_encode) as begin, _process(_encode_and_put, training.nbytes, place) as begin_putting:
         works: dict[str, Callable[[], _Done]] = {
             f"{_OURS}, baseline of 4 bits": lambda: checkpointer.save(0, full=True),
             f"{_OURS}, delta of {_CHANGED:.0%}, 4 bits": delta,
             "DCP async_save, float32": dcp,
             _PROCESS: lambda: begin(_PROCESS_SECONDS),
+            _PUTTING: lambda: begin_putting(_PROCESS_SECONDS),
         }
         steps = Steps(training)
         for work in works.values():
@@ -161,17 +165,17 @@ def _lines(
 
 
 @contextmanager
-def _encoding_process() -> Iterator[Callable[[float], _Done]]:
-    """What sharing the machine costs by itself: a process of its own encodes for the seconds it is told."""
+def _process(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[float], _Done]]:
+    """What sharing the machine costs by itself: a process of its own works for the seconds it is told, at least."""
     context = multiprocessing.get_context("spawn")
     orders, answers = context.SimpleQueue(), context.SimpleQueue()
-    process = context.Process(target=_encode, args=(orders, answers))
+    process = context.Process(target=work, args=(orders, answers, *arguments))
     process.start()
 
     class Encoding:
         def done(self) -> bool:
             if not process.is_alive():
-                raise RuntimeError("the process that encodes has ended before its time")
+                raise RuntimeError("the process beside training has ended before its time")
             return not answers.empty()
 
     def begin(seconds: float) -> _Done:
@@ -197,6 +201,22 @@ def _encode(orders: Any, answers: Any) -> None:
         while time.perf_counter() < end:
             codec.encode_rows(rows, None, len(rows), element="float32")
         answers.put(None)
+
+
+def _encode_and_put(orders: Any, answers: Any, nbytes: int, folder: Path) -> None:
+    """Saves as a helper process would write them: of rows that are in its memory, and are not copied."""
+    rows = np.random.default_rng(0).standard_normal((nbytes // DIM // 4, DIM), np.float32)
+    model = nn.Module()
+    model.table = nn.Embedding.from_pretrained(torch.from_numpy(rows), freeze=False, sparse=True)
+    torch.set_num_threads(1)
+    with cnr_store.Checkpointer(
+        folder, model, bits=4, workers=1, keep_last=2, snapshot_bytes=0
+    ) as checkpointer:
+        for seconds in iter(orders.get, None):
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                checkpointer.save(0, full=True).result()
+            answers.put(None)
 
 
 def targets(lines: list[Line]) -> Iterator[Target]:

@@ -36,10 +36,10 @@ class Workload(Protocol):
 class MovieLens:
     """The model of `cnr demo`, trained with Adagrad on ratings in the order in which they were given."""
 
-    def __init__(self, features: Features, intervals: int) -> None:
+    def __init__(self, features: Features, intervals: int, seed: int = 0) -> None:
         self.intervals = intervals
         self.model: nn.Module
-        self.model, self.optimizer = new_training(features.rows, seed=0)
+        self.model, self.optimizer = new_training(features.rows, seed)
         self._features = features
         self._reader = TimeOrderedReader(features.train, _BATCH)
         self._steps = features.train // intervals // _BATCH

@@ -29,6 +29,7 @@ Url = str | os.PathLike[str] | Store | Backend
 
 Version = str | int | VersionInfo
 _READ_WORKERS = 8
+_MOST_LEARNT = 256
 _SHOWN = 5
 
 
@@ -62,6 +63,12 @@ class Catalog:
         self._records: dict[tuple[str, str], Record | None] = {}
         self._manifests: dict[tuple[str, str], Manifest] = {}
         self._folded: frozenset[str] | None = None
+
+    def learn(self, other: Catalog) -> None:
+        """Take over what another catalog of the same store has read, unless that is the records of many versions."""
+        if other.backend.url == self.backend.url and len(other._records) <= _MOST_LEARNT:
+            self._records.update(other._records)
+            self._manifests.update(other._manifests)
 
     def check_format(self) -> bool:
         """Whether the backend holds a store; False if it holds nothing.

@@ -5,7 +5,8 @@ the row had in the version that the link's version continued, its `previous`. So
 sends rows on: those that a link does not hold to its base; those that it may hold and can't give to its previous
 version, or to its base where that is gone. Of a damaged fold, rows are first looked for in its version's own chain,
 which holds the same values. A row that is relative is composed where it is found, from what lies beneath: it is lost
-there if a part of it is, or if it does not come out as it was written.
+there if it does not come out as it was written, or if a part of it may be lost and the checksum of its segment does not
+prove the rest.
 """
 
 from __future__ import annotations
@@ -226,12 +227,16 @@ class SalvageReader:
     ) -> None:
         """Find every row needed; once more if a version was folded meanwhile."""
         backend, distrusted = self._catalog.backend, Distrusted()
+
+        def probe(link: Link, need: Array, pending: Pending) -> Mask:
+            return link.fill_sound(first_row, np.empty((len(need), self.columns), self.dtype), need, pending)
+
         while True:
             # What a fold replaces may be removed, and must not count as lost.
             folds = list_ids(backend, layout.FOLDS)
             self._catalog.look_for_folds()
             restart()
-            walk = Walk(self._ancestry, need, visit, self.columns, distrusted)
+            walk = Walk(self._ancestry, need, visit, probe, self.columns, distrusted)
             if walk.is_trusted and list_ids(backend, layout.FOLDS) == folds:
                 break
         if self._catalog.is_gone(self._record.id):

@@ -24,6 +24,11 @@ Distrusted = dict[Place, Mask]
 class Walk:
     """One walk over an array's links, newest first, until each row needed is found.
 
+    Parameters
+    ----------
+    visit, probe
+        What takes rows, and what does the same for proofs alone, so that nothing is kept of it.
+
     Attributes
     ----------
     missing
@@ -34,9 +39,15 @@ class Walk:
     """
 
     def __init__(
-        self, ancestry: Ancestry, need: Array, visit: Visit, columns: int, distrusted: Distrusted
+        self,
+        ancestry: Ancestry,
+        need: Array,
+        visit: Visit,
+        probe: Visit,
+        columns: int,
+        distrusted: Distrusted,
     ) -> None:
-        self._ancestry, self._visit = ancestry, visit
+        self._ancestry, self._visit, self._probe = ancestry, visit, probe
         self._columns, self._distrusted = columns, distrusted
         self.is_trusted = True
         # By place: rows to look for there; lost rows, which may also be looked for there.
@@ -86,32 +97,56 @@ class Walk:
     def _compose(self, place: Place, need: Array, lost: Mask, pending: Pending) -> Mask:
         """Compose the rows that a place has relative, and clear their `need`. Returns those that can't be composed."""
         relative: Mask = (need == PENDING) & ~lost
-        found, still = np.zeros_like(relative), np.where(relative, PENDING, 0).astype(np.uint8)
-        beneath = self._ancestry.base(place)
-        while still.any() and beneath is not None:
-            link, before, sums = self._ancestry.link(beneath), still != 0, pending.sums
-            if beneath[1]:
-                sums = sums.copy()  # if the fold is damaged, its version's own chain has the same rows
-            failed = before if link is None else self._visit(link, still, pending)
-            found |= before & (still == 0) & ~failed
-            still[failed] = PENDING if beneath[1] else 0
-            if beneath[1] and failed.any():
-                pending.sums[failed] = sums[failed]
-                beneath = beneath[0], False
-            else:
-                beneath = self._ancestry.base(beneath)
-        for where, rows in pending.wrong(~found):
-            self._ancestry.note(
-                CorruptionError(f"{where}: relative rows do not come out as they were written")
-            )
-            found[rows] = False
-            wrong = np.zeros_like(found)
-            wrong[rows] = True
-            self._distrusted[place] = self._distrusted.get(place, False) | wrong
-            self.is_trusted = False
+        found, skipped = self._add_up(place, relative, pending, self._visit)
+        unproven = np.zeros_like(found)
+        for where, rows, is_right in pending.checked(~found | skipped):
+            if not is_right:
+                unproven[rows] = True
+                self._ancestry.note(
+                    CorruptionError(f"{where}: relative rows do not come out as they were written")
+                )
+        if skipped.any():
+            unproven |= skipped & ~self._proven(place)
+        self._distrust(place, unproven)
+        found &= ~unproven
         need[found] = 0
         relative &= ~found
         return relative
+
+    def _add_up(self, place: Place, relative: Mask, pending: Pending, visit: Visit) -> tuple[Mask, Mask]:
+        """Add up the rows that a place has relative, link by link. Returns the rows that come to an end, and which of
+        these a damaged link may hold: they were looked for beneath it, as if it did not.
+        """
+        found, skipped = np.zeros_like(relative), np.zeros_like(relative)
+        # These are read apart, since what they do not fit must not cost others their values.
+        sure, unsure = np.where(relative, PENDING, 0).astype(np.uint8), np.zeros(len(relative), np.uint8)
+        beneath = self._ancestry.base(place)
+        while beneath is not None and (sure.any() or unsure.any()):
+            link = self._ancestry.link(beneath)
+            failed, again = (_descend(link, still, found, pending, visit) for still in (sure, unsure))
+            if beneath[1] and (failed.any() or again.any()):
+                beneath = beneath[0], False  # the version's own chain has the same rows
+                continue
+            sure[failed], unsure[failed] = 0, PENDING
+            skipped |= failed
+            beneath = self._ancestry.base(beneath)
+        return found, skipped & found
+
+    def _proven(self, place: Place) -> Mask:
+        """The rows of the relative segments of a place that come out as they were written, by their checksums."""
+        link, proven = self._ancestry.link(place), np.zeros_like(self.missing)
+        need, pending = np.ones(len(proven), np.uint8), Pending(len(proven), self._columns)
+        if link is not None:
+            lost = self._probe(link, need, pending)
+            found, _ = self._add_up(place, (need == PENDING) & ~lost, pending, self._probe)
+            for _, rows, is_right in pending.checked(~found):
+                proven[rows] = is_right
+        return proven
+
+    def _distrust(self, place: Place, rows: Mask) -> None:
+        if rows.any():
+            self._distrusted[place] = self._distrusted.get(place, False) | rows
+            self.is_trusted = False
 
     def _send(self, place: Place, rows: Mask) -> None:
         if rows.any():
@@ -126,3 +161,15 @@ class Walk:
                 self._send(spare, lost & self._spare[spare])
                 lost = lost & ~self._spare[spare]
         self.missing |= lost
+
+
+def _descend(link: Link | None, still: Array, found: Mask, pending: Pending, visit: Visit) -> Mask:
+    """Add up what a link has of pending rows, and note those that it ends. Returns those that it can't give."""
+    before: Mask = still != 0
+    if link is None or not before.any():
+        return before
+    sums = pending.sums.copy()
+    failed = visit(link, still, pending) & before
+    found |= before & (still == 0) & ~failed
+    still[failed], pending.sums[failed] = PENDING, sums[failed]
+    return failed

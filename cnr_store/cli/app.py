@@ -22,6 +22,8 @@ from cnr_store.cli.export import export, import_, serve
 from cnr_store.cli.inspection import diff, info
 from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
+from cnr_store.cli.report.command import report
+from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm
 from cnr_store.errors import CheckpointError
@@ -53,7 +55,7 @@ app = typer.Typer(
 )
 for command in (
     *(demo, ls, info, cat, du, verify, repair, diff, compact, gc, pin, unpin, tag, untag),
-    *(export, import_, serve, simulate, warm),
+    *(export, import_, serve, report, watch, simulate, warm),
 ):
     app.command(command.__name__.rstrip("_"))(command)
 

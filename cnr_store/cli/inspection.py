@@ -12,11 +12,14 @@ from rich.text import Text
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.catalog.claims import list_tombstoned
+from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.tags import read_tags
-from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, record_facts
+from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import new_table, print_json, print_table, size_text, time_text
+from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry
+from cnr_store.maintenance.collection.pins import read_reasons
 from cnr_store.maintenance.verification.glance import find_lost
 from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
@@ -33,6 +36,8 @@ def info(
     catalog, record = open_record(url, parse_version(version), **parse_options(options))
     facts = record_facts(record) | {
         "tags": sorted(name for name, tagged in read_tags(catalog.backend).items() if tagged == record.id),
+        "pinned": record.id in list_ids(catalog.backend, layout.PINS),
+        "pin_reasons": read_reasons(catalog.backend, record.id),
         "fold_bytes": fold_bytes(catalog, record.id),
         "lost": find_lost(catalog, record),
         "removed": record.id in list_tombstoned(catalog.backend),
@@ -64,7 +69,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "fold": size_text(facts["fold_bytes"]) if facts["fold_bytes"] is not None else "",
         "time": time_text(facts["time"]),
         "took": _seconds_text(policy.get("seconds", {})),
-        "tags": ", ".join(facts["tags"]),
+        "tags": names_text(facts),
         "metadata": metadata_text(facts["metadata"]),
         "lost": facts["lost"] or "",
         "removed": "it is being removed" if facts["removed"] else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,19 +13,11 @@ from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.metadata import as_figure
-from cnr_store.catalog.objects import list_ids
-from cnr_store.catalog.tags import read_tags
-from cnr_store.cli.facts import fold_bytes, metadata_text, record_facts, record_names
+from cnr_store.cli.facts import Facts, health, metadata_text, names_text, read_store
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
 from cnr_store.cli.output import new_table, print_json, print_line, print_table, say, size_text, time_text
-from cnr_store.errors import CorruptionError, EmptyStoreError
-from cnr_store.format import layout
-from cnr_store.maintenance.verification.glance import find_lost_bases, read_records
-
-_Facts = Mapping[str, Any]
 
 Last = Annotated[int | None, typer.Option(min=1, help="List only so many, the newest ones.")]
 Sort = Annotated[
@@ -47,7 +39,8 @@ def ls(
 
     A terminal too narrow for all columns gets fewer of them. The exit status is 3 if a record is damaged.
     """
-    listed, damaged = _list(url, parse_options(options))
+    found = read_store(Catalog(open_backend(url, **parse_options(options))))
+    listed, damaged = found.versions, found.errors
     shown = _sorted(listed, sort) if sort else listed
     shown = shown[-last:] if last else shown
     if as_json:
@@ -62,41 +55,7 @@ def ls(
         raise typer.Exit(DAMAGED)
 
 
-def _list(url: str, options: Mapping[str, Any]) -> tuple[list[_Facts], list[Exception]]:
-    """The facts of each version, oldest first, and what is wrong with records that can't be read."""
-    backend = open_backend(url, **options)
-    catalog = Catalog(backend)
-    records, damaged = read_records(catalog)
-    if not (records or damaged or catalog.check_format()):
-        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
-    pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
-    tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
-    errors: list[Exception] = [*damaged.values()]
-    tags: dict[str, list[str]] = {}
-    try:
-        for name, version in read_tags(backend).items():
-            tags.setdefault(version, []).append(name)
-    except CorruptionError as error:
-        errors.append(error)
-    facts = {version: record_names() | {"id": version} for version in damaged}
-    facts |= {record.id: record_facts(record) for record in records}
-    return [
-        facts[version]
-        | {
-            "tags": tags.get(version, []),
-            "pinned": version in pinned,
-            "folded": version in folded,
-            "chain": 1 if version in folded else facts[version]["chain"],
-            "fold_bytes": fold_bytes(catalog, version) if version in folded else None,
-            "removed": version in tombstoned,
-            "lost_base": lost.get(version),
-            "damaged": None if version not in damaged else str(damaged[version]),
-        }
-        for version in sorted(facts)
-    ], errors
-
-
-def _sorted(listed: Sequence[_Facts], name: str) -> list[_Facts]:
+def _sorted(listed: Sequence[Facts], name: str) -> list[Facts]:
     """Ordered by a column or by a figure of the metadata; versions that lack it come first.
 
     Raises
@@ -114,27 +73,32 @@ def _sorted(listed: Sequence[_Facts], name: str) -> list[_Facts]:
     return ordered[::-1] if name == "age" else ordered
 
 
-def _figures(listed: Iterable[_Facts]) -> set[str]:
+def _figures(listed: Iterable[Facts]) -> set[str]:
     """Names of the figures in all metadata."""
     named = (facts["metadata"] for facts in listed if isinstance(facts["metadata"], dict))
     return {name for metadata in named for name, value in metadata.items() if as_figure(value) is not None}
 
 
-def _figure(facts: _Facts, name: str) -> float | None:
+def _figure(facts: Facts, name: str) -> float | None:
     metadata = facts["metadata"] if isinstance(facts["metadata"], dict) else {}
     value = facts[name] if name in facts else metadata.get(name)
     return as_figure(value)
 
 
-def _print(shown: Sequence[_Facts], listed: Sequence[_Facts], long: bool) -> None:
+def _print(shown: Sequence[Facts], listed: Sequence[Facts], long: bool) -> None:
     """The table, of columns that some version fills, and a line of totals."""
+    print_table(versions_table(shown, Console(), long=long))
+    print_line(totals_text(listed, len(shown)))
+
+
+def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = False) -> Table:
+    """Versions as a table of columns that some of them fill; on a terminal without those that it is too narrow for."""
     now = time.time()
     cells = {
         name: [cell(facts, now) for facts in shown]
         for name, cell in (_LONG | _COLUMNS if long else _COLUMNS).items()
     }
     columns = [name for name in cells if name in _ALWAYS or any(cells[name])]
-    console = Console()
     while (
         not long
         and console.is_terminal
@@ -142,8 +106,7 @@ def _print(shown: Sequence[_Facts], listed: Sequence[_Facts], long: bool) -> Non
         and _width(console, _table(columns, cells)) > console.width
     ):
         columns.remove(spare)
-    print_table(_table(columns, cells))
-    print_line(_totals(listed, len(shown)))
+    return _table(columns, cells)
 
 
 def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
@@ -157,7 +120,7 @@ def _width(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
-def _totals(listed: Sequence[_Facts], shown: int) -> str:
+def totals_text(listed: Sequence[Facts], shown: int) -> str:
     """What all versions take, beside as many full copies of the model."""
     known = [facts for facts in listed if facts["bytes"] is not None]
     written, full = sum(facts["bytes"] for facts in known), sum(facts["full_bytes"] for facts in known)
@@ -173,7 +136,7 @@ def _totals(listed: Sequence[_Facts], shown: int) -> str:
     return ", ".join(parts)
 
 
-def _rows(facts: _Facts, _now: float) -> str:
+def _rows(facts: Facts, _now: float) -> str:
     if facts["rows"] is None:
         return ""
     if not facts["table_rows"]:
@@ -182,16 +145,16 @@ def _rows(facts: _Facts, _now: float) -> str:
     return f"{facts['rows']:,} ({share:.{0 if share >= 10 else 1}f} %)"
 
 
-def _of_full(facts: _Facts, _now: float) -> str:
+def _of_full(facts: Facts, _now: float) -> str:
     return f"{100 * facts['bytes'] / facts['full_bytes']:.1f} %" if facts["full_bytes"] else ""
 
 
-def _stall(facts: _Facts, _now: float) -> str:
+def _stall(facts: Facts, _now: float) -> str:
     stalled = facts["stalled_seconds"]
     return "" if stalled is None else f"{1000 * stalled:,.0f} ms"
 
 
-def _age(facts: _Facts, now: float) -> str:
+def _age(facts: Facts, now: float) -> str:
     if facts["time"] is None:
         return ""
     seconds = max(0.0, now - facts["time"])
@@ -201,16 +164,11 @@ def _age(facts: _Facts, now: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _health(facts: _Facts, _now: float) -> str:
-    marks = {"damaged": "damaged", "removed": "being removed", "lost_base": "can't be restored"}
-    return ", ".join(text for name, text in marks.items() if facts[name]) or "ok"
-
-
-def _named(name: str) -> Callable[[_Facts, float], str]:
+def _named(name: str) -> Callable[[Facts, float], str]:
     return lambda facts, _now: "" if facts[name] is None else str(facts[name])
 
 
-_COLUMNS: dict[str, Callable[[_Facts, float], str]] = {
+_COLUMNS: dict[str, Callable[[Facts, float], str]] = {
     "step": _named("step"),
     "kind": _named("kind"),
     "rows": _rows,
@@ -220,10 +178,10 @@ _COLUMNS: dict[str, Callable[[_Facts, float], str]] = {
     "age": _age,
     "stall": _stall,
     "metadata": lambda facts, _now: metadata_text(facts["metadata"]),
-    "tags": lambda facts, _now: ", ".join([*facts["tags"], *(["pinned"] if facts["pinned"] else [])]),
-    "health": _health,
+    "tags": lambda facts, _now: names_text(facts),
+    "health": lambda facts, _now: health(facts),
 }
-_LONG: dict[str, Callable[[_Facts, float], str]] = {
+_LONG: dict[str, Callable[[Facts, float], str]] = {
     "id": _named("id"),
     "previous": _named("previous"),
     "time": lambda facts, _now: "" if facts["time"] is None else time_text(facts["time"]),

@@ -55,6 +55,7 @@ EndRun = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
+Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Why, in one line; cnr ls shows it.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
@@ -319,9 +320,12 @@ def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
     )
 
 
-def pin(url: Url, version: VersionName = "latest", options: StorageOptions = "{}") -> None:
+def pin(
+    url: Url, version: VersionName = "latest", reason: Reason = None, options: StorageOptions = "{}"
+) -> None:
     """Keep a version, whatever the rules of retention say."""
-    print_line(f"{pins.pin(url, parse_version(version), **parse_options(options))}: pinned")
+    pinned = pins.pin(url, parse_version(version), reason=reason, **parse_options(options))
+    print_line(f"{pinned}: pinned")
 
 
 def unpin(url: Url, version: VersionName, options: StorageOptions = "{}") -> None:

@@ -30,6 +30,7 @@ OWN_PARAMETERS = frozenset(
         "older",
         "overwrite",
         "progress",
+        "reason",
         "tables",
         "target",
         "target_options",

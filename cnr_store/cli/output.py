@@ -22,7 +22,7 @@ from rich.table import Table
 _NUMBERS = frozenset(
     {
         *("step", "rows", "bytes", "size", "of full", "fold", "chain", "age", "stall", "changed", "max abs"),
-        *("save", "written", "kept", "restore"),
+        *("save", "written", "kept", "restore", "newest", "most"),
     }
 )
 _WIDEST = 10_000
@@ -59,6 +59,11 @@ def print_line(text: str) -> None:
 def say(text: str) -> None:
     """Print a remark on standard error."""
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def plain(text: str) -> str:
+    """Text of a store for a terminal: what is no letter, such as an escape sequence, is spelled out."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def size_text(nbytes: float) -> str:

@@ -21,6 +21,9 @@ Exponent = Annotated[float, typer.Option(help="Exponent of Zipf's law: how fast 
 KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept. By default, all.")]
 MaxChain = Annotated[int, typer.Option(min=1, help="Versions that reading one may take before it is folded.")]
 RowBytes = Annotated[float, typer.Option(min=0, help="Encoded bytes of a row with its optimizer state.")]
+DeltaRowBytes = Annotated[
+    float | None, typer.Option(min=0, help="The same in a delta, as of relative rows. By default as many.")
+]
 Failure = Annotated[
     float | None,
     typer.Option(min=0.001, help="Hours between two failures: say how often to save, and nothing else."),
@@ -37,6 +40,7 @@ def simulate(
     accesses: Accesses = 100_000,
     exponent: Exponent = 1.05,
     row_bytes: RowBytes = 68.0,
+    delta_row_bytes: DeltaRowBytes = None,
     keep_last: KeepLast = None,
     max_chain: MaxChain = MAX_CHAIN,
     policy: Chosen = None,
@@ -61,14 +65,24 @@ def simulate(
     trace = Trace.zipf(rows, saves, accesses, exponent)
     names = POLICIES if policy is None else (policy,)
     simulated = {
-        name: run_policy(trace, name, keep_last=keep_last, row_bytes=row_bytes, max_chain=max_chain)
+        name: run_policy(
+            trace,
+            name,
+            keep_last=keep_last,
+            row_bytes=row_bytes,
+            delta_row_bytes=delta_row_bytes,
+            max_chain=max_chain,
+        )
         for name in names
     }
     if as_json:
         print_json({name: [asdict(save) for save in saved] for name, saved in simulated.items()})
     elif policy is None:
+        sizes = f"{row_bytes:g} bytes" + (
+            f", {delta_row_bytes:g} in a delta" if delta_row_bytes is not None else ""
+        )
         print_line(
-            f"{saves:,} saves of {rows:,} rows of {row_bytes:g} bytes, {accesses:,} lookups between two of them, "
+            f"{saves:,} saves of {rows:,} rows of {sizes}, {accesses:,} lookups between two of them, "
             f"of which the n-th most popular row gets a share like 1/n^{exponent:g}:"
         )
         _print_summary(simulated)

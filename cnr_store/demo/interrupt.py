@@ -237,6 +237,9 @@ class FailingBackend(Backend):
     def shrink_reserve(self) -> bool:
         return self._inner.shrink_reserve()
 
+    def prepare(self, key: str) -> None:
+        self._inner.prepare(key)
+
     def sweep(self, prefix: str) -> None:
         self._inner.sweep(prefix)
 

@@ -25,10 +25,9 @@ from cnr_store.format.arrays import parse_dense_document
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.reading.blocks import ArrayInfo, Block
-from cnr_store.reading.changed_rows import Unshared, all_rows, changed_rows, find_unshared
+from cnr_store.reading.changed_rows import Rows, Unshared, all_rows, changed_rows, find_unshared
 from cnr_store.reading.opening import model_arrays
-
-Since = Version | Sequence[Version] | None
+from cnr_store.reading.seen_codes import SeenCodes
 
 
 class Update:
@@ -44,8 +43,8 @@ class Update:
         Its tables and dense tensors by name.
     """
 
-    def __init__(self, catalog: Catalog, record: Record, before: _Held) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, record: Record, before: _Held, seen: SeenCodes) -> None:
+        self._catalog, self._seen = catalog, seen
         self._record = record
         self._paths = model_arrays(record)
         self._before: _Held = before
@@ -127,17 +126,33 @@ class Update:
 
     def _rows(self, name: str, path: str, unshared: Unshared | None, transfer: Transfer) -> Iterator[Block]:
         if unshared is not None:
-            changed = changed_rows(self._catalog, self._record, path, unshared, transfer)
             try:
-                yield from (Block(name, *block) for block in changed)
+                for rows, values in self._changed(path, unshared, transfer):
+                    yield Block(name, rows, values)
             except (CorruptionError, VersionNotFoundError):
                 # Since the plan was made, a version that tells which rows differ may have been removed, or this one's
                 # chain folded. All rows are right in any case; damage of this version is raised below.
                 self._catalog.refresh()
             else:
                 return
-        rows = all_rows(self._catalog, self._record, path, transfer)
-        yield from (Block(name, *block) for block in rows)
+        seen = self._seen.blank(path, self._record.arrays[path], self.version.id)
+        for rows, values in all_rows(self._catalog, self._record, path, transfer):
+            if seen is not None:
+                seen.put(rows, values)
+            yield Block(name, rows, values)
+        if seen is not None:
+            self._seen.keep(path, seen)
+
+    def _changed(self, path: str, unshared: Unshared, transfer: Transfer) -> Iterator[Rows]:
+        base = unshared.own[-1].arrays[path].base if unshared.own else None
+        seen = None if base is None else self._seen.beneath(path, self._record.arrays[path], base)
+        changed = list[Rows]()
+        for rows, values in changed_rows(self._catalog, self._record, path, unshared, transfer, seen):
+            if seen is not None:
+                changed.append((rows, seen.codes_of(values)))
+            yield rows, values
+        if seen is not None:
+            seen.put_later(self.version.id, changed)
 
     def _plan(self) -> dict[str, Unshared]:
         """By table that need not come whole, the versions that tell its changed rows."""
@@ -182,6 +197,7 @@ class Update:
 
 
 _Held = Update | tuple[str, ...] | None
+Since = Version | Update | Sequence[Version] | None
 
 
 def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Update]:
@@ -197,7 +213,8 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     since
         The version that the follower holds: an id, a `VersionInfo`, or the step of a stored version. If an update
         to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, the first
-        update brings everything.
+        update brings everything. In the same process, the last `Update` itself, however much of it was taken: it keeps
+        what was read of the store, and the codes of rows that later ones may be relative to.
     storage_options
         For the filesystem, as in fsspec.
 
@@ -212,13 +229,16 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     catalog = Catalog(open_backend(url, **storage_options))
     catalog.check_format()
     if since is None:
-        return _updates(catalog, None, "")
+        return _updates(catalog, None, "", SeenCodes())
+    if isinstance(since, Update):
+        catalog.learn(since._catalog)
+        return _updates(catalog, since, since.version.id, since._seen)
     versions = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
     if not versions:
         raise OptionError("since=[]: give the version held, or None if there is none")
     held = tuple(_id(catalog, version) for version in versions)
     # From the oldest on, so that the update that was cut off comes again if its version still exists.
-    return _updates(catalog, held, min(held))
+    return _updates(catalog, held, min(held), SeenCodes())
 
 
 def _id(catalog: Catalog, version: Version) -> str:
@@ -229,7 +249,7 @@ def _id(catalog: Catalog, version: Version) -> str:
     return catalog.find(version).id
 
 
-def _updates(catalog: Catalog, before: _Held, newest: str) -> Iterator[Update]:
+def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes) -> Iterator[Update]:
     while True:
         listed_after = newest
         for version in reversed(catalog.ids()):
@@ -238,7 +258,7 @@ def _updates(catalog: Catalog, before: _Held, newest: str) -> Iterator[Update]:
                 record is not None
             ):  # else seen already, never committed, not yet, or deleted since it was listed
                 newest = version
-                before = update = Update(catalog, record, before)
+                before = update = Update(catalog, record, before, seen)
                 yield update
         if newest == listed_after:
             return

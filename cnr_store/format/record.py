@@ -86,7 +86,7 @@ class ArrayEntry:
         codec = self.codec or {}
         is_relative = self.kind == "delta" and codec.get("relative") is True
         features = self.features | _CODEC_FEATURES.get(str(codec.get("id")), frozenset())
-        return features | {RELATIVE} if is_relative and codec.get("id") == "cnr_lattice" else features
+        return features | {RELATIVE} if is_relative and codec.get("id") in _CODEC_FEATURES else features
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 Since = Literal["baseline", "previous"]
+SINCE: tuple[Since, ...] = get_args(Since)
 WINDOW = 16
 """Versions whose excess is known one by one. Of those before them only the greatest is."""
 

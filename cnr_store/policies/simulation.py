@@ -205,6 +205,7 @@ def simulate(
     keep_last: int | None = None,
     restores_per_save: float = 0.1,
     row_bytes: float = 64.0,
+    delta_row_bytes: float | None = None,
     fixed_bytes: int = 0,
     max_chain: int | None = MAX_CHAIN,
 ) -> list[SimulatedSave]:
@@ -222,6 +223,8 @@ def simulate(
         Restores that ``auto`` expects between two saves.
     row_bytes
         Encoded bytes of a row, its optimizer state included.
+    delta_row_bytes
+        Those of a row in a delta, where they are others: relative rows take fewer. None for `row_bytes`.
     fixed_bytes
         Bytes of each version beside its rows: dense arrays, state, metadata.
     max_chain
@@ -233,10 +236,13 @@ def simulate(
         An unknown policy, or a number out of range.
     """
     row_bytes, fixed_bytes = number("row_bytes", row_bytes, MOST), integer("fixed_bytes", fixed_bytes)
+    delta_row_bytes = (
+        row_bytes if delta_row_bytes is None else number("delta_row_bytes", delta_row_bytes, MOST)
+    )
     if max_chain is not None:
         max_chain = integer("max_chain", max_chain, minimum=1)
     costs = Costs(keep_last, restores_per_save).limited(max_chain)
-    return list(_Run(trace, row_bytes, fixed_bytes, costs, max_chain).saves(policy))
+    return list(_Run(trace, row_bytes, delta_row_bytes, fixed_bytes, costs, max_chain).saves(policy))
 
 
 @dataclass(frozen=True)
@@ -253,6 +259,7 @@ class _Run:
 
     trace: Trace
     row_bytes: float
+    delta_row_bytes: float
     fixed_bytes: int
     costs: Costs
     max_chain: int | None
@@ -267,7 +274,7 @@ class _Run:
             offer = self._offer(save, baseline) if save else None
             decision = decide(name, past, offer=offer, costs=self.costs)
             if decision.full or offer is None:
-                nbytes = self._size(self.trace.rows)
+                nbytes = self._size(self.trace.rows, self.row_bytes)
                 baseline, past = save, Past.of([nbytes])
                 self.chains.append((save,))
             else:
@@ -283,12 +290,13 @@ class _Run:
                 baseline, past = save, past.with_fold(self.folds[save], newest=True)
                 self.chains[save] = (save,)
 
-    def _size(self, rows: int) -> int:
-        return self.fixed_bytes + round(self.row_bytes * rows)
+    def _size(self, rows: int, row_bytes: float) -> int:
+        return self.fixed_bytes + round(row_bytes * rows)
 
     def _offer(self, save: int, baseline: int) -> Offer:
         changed = self.trace.changed[save]
-        return Offer(self._size(int(changed[baseline])), self._size(int(changed[save - 1])))
+        rows = int(changed[baseline]), int(changed[save - 1])
+        return Offer(*(self._size(count, self.delta_row_bytes) for count in rows))
 
     def _report(self, save: int, decision: Decision) -> SimulatedSave:
         chain = self.chains[save]

@@ -27,6 +27,7 @@ from cnr_store.chains.link import PENDING, Link
 from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
+from cnr_store.reading.seen_codes import SeenTable
 
 Rows = tuple[Array, Array]
 """Row numbers, int64 (n,) ascending, and their values, (n, columns)."""
@@ -83,12 +84,22 @@ def _walk(catalog: Catalog, record: Record, path: str) -> list[str]:
 
 
 def changed_rows(
-    catalog: Catalog, record: Record, path: str, unshared: Unshared, transfer: Transfer
+    catalog: Catalog,
+    record: Record,
+    path: str,
+    unshared: Unshared,
+    transfer: Transfer,
+    seen: SeenTable | None = None,
 ) -> Iterator[Rows]:
     """The changed rows with their values in `record`, in blocks of at most `BLOCK_BYTES` of values (or one row).
 
     Reads in proportion to the rows that the unshared versions wrote: their chunks, and those chunks of the shared
-    chain that hold rows which only `others` wrote.
+    chain that hold rows which only `others` wrote, or which rows are relative to that were not `seen`.
+
+    Parameters
+    ----------
+    seen
+        Codes in the version where all walks meet.
 
     Raises
     ------
@@ -102,28 +113,45 @@ def changed_rows(
     def read(region: tuple[int, int]) -> Rows:
         first_row, rows = region
         out = reader.new_rows(rows)
-        missing, relative = np.ones(rows, np.uint8), np.zeros(rows, np.uint8)
-        for link in own:
-            relative |= _fill(link, first_row, out, missing)
-        unwritten = missing.copy()
+        relative, missing = _own_rows(own, first_row, out, seen)
+        unwritten = missing.astype(np.uint8)
         for link in others:
             _fill(link, first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
-        elsewhere = (missing & (unwritten ^ 1)) | relative
-        ids = np.flatnonzero((missing ^ 1) | elsewhere)
-        reader.read_rows(first_row, out, elsewhere)
+        elsewhere = (missing & (unwritten == 0)) | relative
+        ids = np.flatnonzero(~missing | elsewhere)
+        reader.read_rows(first_row, out, elsewhere.astype(np.uint8))
         return ids + first_row, out[ids]
 
     for ids, values in transfer.map(read, _regions(reader, [*own, *others])):
         yield from _blocks(ids, values)
 
 
-def _fill(link: Link, first_row: int, out: Array, need: Array) -> Array:
-    """As `Link.fill`, and clears `need` of relative rows, too. Returns these, (n,) uint8: they have no value yet."""
-    pending = Pending(len(out), out.shape[1]) if RELATIVE in link.record.requires else None
+def _own_rows(own: Sequence[Link], first_row: int, out: Array, seen: SeenTable | None) -> tuple[Array, Array]:
+    """Decode what links have. Returns the rows, bool (n,), that they have and that must be read from the chain, since
+    they are relative to what is not known or proven here; and those that they don't have.
+    """
+    need = np.ones(len(out), np.uint8)
+    pending = Pending(len(out), out.shape[1]) if any(map(_may_be_relative, own)) else None
+    for link in own:
+        link.fill(first_row, out, need, pending)
+    relative, missing = need == PENDING, need == 1
+    if pending is not None:
+        if seen is not None and relative.any():
+            relative = seen.compose(first_row, out, pending, relative)
+        for _, rows, is_right in pending.checked(relative):
+            relative[rows] |= not is_right  # the chain's reader tells what is wrong
+    return relative, missing
+
+
+def _fill(link: Link, first_row: int, out: Array, need: Array) -> None:
+    """As `Link.fill`, and clears `need` of relative rows, too. They have no value then."""
+    pending = Pending(len(out), out.shape[1]) if _may_be_relative(link) else None
     link.fill(first_row, out, need, pending)
-    relative: Array = (need == PENDING).astype(np.uint8)
-    need[relative != 0] = 0
-    return relative
+    need[need == PENDING] = 0
+
+
+def _may_be_relative(link: Link) -> bool:
+    return RELATIVE in link.record.requires
 
 
 def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:

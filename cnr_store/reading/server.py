@@ -1,6 +1,7 @@
 """A version over HTTP, for tools that know plain Zarr and nothing of this package.
 
-The root is one version as plain Zarr: ``/tables/NAME/weight/zarr.json`` and its chunks. This needs the extra `serve`.
+The root is one version as plain Zarr: ``/tables/NAME/weight/zarr.json`` and its chunks. ``/`` itself is a page that
+lists its arrays. This needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cnr_backends import BackendError
 from cnr_store.catalog.catalog import Url, Version
 from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.layout import NODE
+from cnr_store.reading.index_page import POLICY, index_page
 from cnr_store.reading.opening import view
 from cnr_store.reading.overlay import Overlay
 from cnr_store.reading.virtual_store import BytesLike, in_read_thread
@@ -27,7 +29,7 @@ try:
     from starlette.middleware import Middleware
     from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import Request
-    from starlette.responses import PlainTextResponse, Response
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -70,7 +72,10 @@ def app(url: Url, version: Version = "latest", **storage_options: Any) -> Starle
         expose_headers=["Accept-Ranges", "Content-Length", "Content-Range", "ETag"],
     )
     return Starlette(
-        routes=[Route("/{key:path}", objects.answer, methods=["GET"])],
+        routes=[
+            Route("/", objects.index, methods=["GET"]),
+            Route("/{key:path}", objects.answer, methods=["GET"]),
+        ],
         middleware=[cors],
         exception_handlers={CheckpointError: _unreadable, BackendError: _unreadable},
     )
@@ -176,6 +181,14 @@ class _Objects:
 
     def __init__(self, overlay: Overlay) -> None:
         self._overlay = overlay
+
+    async def index(self, request: Request) -> Response:
+        """The page for people. Every web page may read it, too, as it may read what is listed."""
+        tag = f'"index-{self._overlay.fingerprint(NODE)}"'
+        headers = {"ETag": tag, "Cache-Control": "no-cache", "Content-Security-Policy": POLICY}
+        if _matches(request.headers.get("If-None-Match"), tag):
+            return Response(status_code=304, headers=headers)
+        return HTMLResponse(index_page(self._overlay.document("")), headers=headers)
 
     async def answer(self, request: Request) -> Response:
         candidates = self._candidates(request)

@@ -92,13 +92,15 @@ class Checkpointer:
     bits
         Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
-        Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these.
+        Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these. ``auto``
+        chooses between uniform codes and relative ones on a lattice, by `expected_restores` and the deltas written.
     state_bits
         Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), ``"m1"`` to ``"m7"`` (that
         many bits of the mantissa, entropy-coded), or a mapping to these from patterns of ``TABLE/SLOT``, such as
         ``"users/exp_avg*"``. State that no pattern fits is lossless.
     expected_restores
-        Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` chooses by them.
+        Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` and
+        ``codec="auto"`` choose by them.
     restores_per_save
         Restores to expect between two saves. ``policy="auto"`` weighs the cost of reading by them.
     state
@@ -220,6 +222,7 @@ class Checkpointer:
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
         self._structure = ModelStructure(model, trained.sharded)
         options.codecs.check_tables([table.name for table in trained.tables])
+        options.codecs.choose_tables({table.name: table.nbytes for table in trained.tables})
         if ranks.rank == 0:
             options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)

@@ -238,7 +238,7 @@ class Exchange:
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
                 for span in spans:
-                    part = _columns(held, values, span.first_column, span.columns)
+                    part = columns_of(held, values, span.first_column, span.columns)
                     yield RawRows(
                         shard.write, shard.shard, slot, span.first_column, offsets.astype(np.uint32), part
                     )
@@ -275,8 +275,8 @@ def _share(rows: RowsWrite, grid: Grid) -> Share:
     return Share(_held(rows).placement, grid.shard_rows, nbytes)
 
 
-def _columns(held: Held, values: Array, first_column: int, columns: int) -> Array:
-    """The columns of one part, of the values of all parts side by side."""
+def columns_of(held: Held, values: Array, first_column: int, columns: int) -> Array:
+    """The columns of one part, of the values of all parts side by side, as memory of their own."""
     at = 0
     for first, size in held.columns:
         if (first, size) == (first_column, columns):

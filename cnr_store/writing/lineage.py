@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from cnr_backends import Backend, BackendError, Transfer
 from cnr_codecs import LatticeRows
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.written_link import WrittenLink
+from cnr_store.errors import CheckpointError
 from cnr_store.format.record import Record
 from cnr_store.policies.past import Past, Since, past_after
-from cnr_store.writing.steps import lattice_of
+from cnr_store.writing.plan import RowsWrite
+from cnr_store.writing.row_codes import RowCodes, relative_codec
+from cnr_store.writing.steps import lattice_of, stored_grid
+
+log = logging.getLogger("cnr_store")
+_RUNS, _RUN_ROWS = 4, 16
+"""Of rows that are read back. Those of a run lie in few chunks, so that not each row costs a chunk of each link."""
+_RUN_SPAN = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -83,13 +95,10 @@ class Lineage:
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
-    def steps_of(self, record: Record) -> dict[str, float | None]:
-        """By path of each array of which `record`, the last one, wrote rows: their step, None without one of all."""
-        return {
-            path: None if line.lattice is None else line.lattice.step
-            for path, line in self.lines.items()
-            if record.arrays[path].rows
-        }
+    def grids_of(self, record: Record) -> dict[str, float | None]:
+        """By path of each array of which `record`, the last one, wrote rows: their grid, None without one of all."""
+        entries = {path: record.arrays[path] for path in self.lines}
+        return {path: stored_grid(entry.codec) for path, entry in entries.items() if entry.rows}
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
@@ -145,3 +154,81 @@ def _past(record: Record) -> Past:
     if record.kind == "baseline":
         return Past.of([record.shared_bytes])
     return past_after(record.policy, record.shared_bytes)
+
+
+def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> None:
+    """Read some parents of relative rows back from the store; where they are not those known, no row is relative.
+
+    64 rows of a save are read, in 4 runs, wherever they fall on its arrays. An array whose parents can't be read is
+    written absolute as well, without another try: that costs no more than bytes, and where what it would be relative to
+    is damaged or lost, its rows outlive that. So no save fails because this can't read.
+
+    Parameters
+    ----------
+    writes
+        Of a delta. Of those that no row is to be relative of any more, all parents become unknown.
+    backend
+        Where the store is.
+    seed
+        Of the rows that are drawn.
+    """
+    relative = [
+        (each, each.codes) for each in writes if each.codes is not None and each.codes.parent is not None
+    ]
+    ends = np.cumsum([0 if write.ids is None else len(write.ids) for write, _ in relative])
+    if not len(ends) or not ends[-1]:
+        return
+    places = np.random.default_rng(abs(seed)).integers(ends[-1], size=_RUNS)
+    runs = dict[int, set[int]]()
+    for place, number in zip(
+        places.tolist(), np.searchsorted(ends, places, side="right").tolist(), strict=True
+    ):
+        place -= int(ends[number - 1]) if number else 0
+        runs.setdefault(number, set()).add(place // _RUN_ROWS * _RUN_ROWS)
+    catalog = Catalog(backend)
+    for number, begins in runs.items():
+        write, codes = relative[number]
+        wrong = _wrong_parents(catalog, write, codes, begins)
+        if wrong:
+            log.warning("%s: %s. Its rows are written absolute in this save", write.path, wrong)
+            codes.forget_parents()
+
+
+def _wrong_parents(catalog: Catalog, write: RowsWrite, codes: RowCodes, begins: Iterable[int]) -> str:
+    """What is wrong with the parents known of runs of rows that begin there; "" for nothing."""
+    assert write.base is not None
+    try:
+        reader = ArrayReader(catalog, catalog.record(write.base), write.path)
+        with Transfer(READ_WORKERS, READ_WORKERS) as transfer:
+            found = transfer.map(lambda begin: _differing(reader, write, codes, begin), begins)
+            wrong = [row for rows in found for row in rows]
+    except (BackendError, CheckpointError) as error:
+        return f"what version {write.base}, which its delta is relative to, has can't be read back ({error})"
+    if not wrong:
+        return ""
+    return (
+        f"version {write.base} has other codes of {len(wrong)} rows, such as row {wrong[0]}, than this process knows, "
+        "whose memory may be damaged"
+    )
+
+
+def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: int) -> list[int]:
+    """The rows of a run whose codes are not those known."""
+    codec = relative_codec(write.codec)
+    assert write.ids is not None
+    assert codec is not None
+    places, known = codes.known(begin, begin + _RUN_ROWS)
+    ids = write.ids[places]
+    inside = ids < (ids[0] + _RUN_SPAN if len(ids) else 0)
+    ids, known = ids[inside], known[inside]
+    if not len(ids):
+        return []
+    need = np.zeros(int(ids[-1] - ids[0]) + 1, np.uint8)
+    need[ids - ids[0]] = 1
+    out = reader.new_rows(len(need))
+    reader.read_rows(int(ids[0]), out, need)
+    _, found, coded = codec.encode_over(
+        *(out[ids - ids[0]], None, len(ids), known, np.zeros(len(ids), bool)), element=write.element
+    )
+    differing: list[int] = ids[~coded | (found != known).any(axis=1)].tolist()
+    return differing

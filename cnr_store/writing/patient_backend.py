@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
-from cnr_backends import Backend, ObjectExistsError
+from cnr_backends import Backend, ObjectExistsError, StorageError
 from cnr_store.writing.patience import Patience
 
 Result = TypeVar("Result")
@@ -45,12 +47,32 @@ class PatientBackend(Backend):
     def shrink_reserve(self) -> bool:
         return self.inner.shrink_reserve()
 
+    def prepare(self, key: str) -> None:
+        self.inner.prepare(key)
+
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
 
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._patience.pace(sum(map(len, pieces)))
         self._run(lambda: self._timed(lambda: self.inner.put(key, pieces)))
+
+    def _begin_put(self, key: str, pieces: list[memoryview]) -> Generator[None, None, None]:
+        self._patience.pace(sum(map(len, pieces)))
+        with ExitStack() as stack:
+            begun: list[Generator[None, None, None]] = []
+            with suppress(StorageError):  # what failed is tried again below
+                putting = self._timed(lambda: self.inner.begin_put(key, pieces))
+                begun.append(stack.enter_context(closing(putting)))
+            yield
+
+            def put() -> None:
+                if begun:
+                    deque(begun.pop(), maxlen=0)
+                else:
+                    self.inner.put(key, pieces)
+
+            self._run(lambda: self._timed(put))
 
     def _create(self, key: str, data: bytes) -> bool:
         attempts = 0
@@ -100,10 +122,10 @@ class PatientBackend(Backend):
             self.operations += 1
         return result
 
-    def _timed(self, write: Callable[[], None]) -> None:
+    def _timed(self, write: Callable[[], Result]) -> Result:
         began = time.perf_counter()
         try:
-            write()
+            return write()
         finally:
             with self._lock:
                 self.seconds_putting += time.perf_counter() - began

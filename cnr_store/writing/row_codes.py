@@ -1,7 +1,10 @@
 """Codes of rows on a lattice: those that rows have in the version that a delta depends on, and those that a save gives.
 
-They stand in memory as int8, a quarter of a float32 table, and outlive no process. A row whose codes are wider, or were
-not encoded here, is unknown: its next delta is not relative.
+They stand in memory as int8, a quarter of a float32 table, on floating grids as int16, and outlive no process. A row
+whose codes are wider, or were not encoded here, is unknown: its next delta is not relative.
+
+A byte of this memory that is another than it was would give a delta that no reader can compose: its checksums say so.
+So before a delta is written, some of the codes are compared with what is stored: see `lineage.check_parents`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs import Followed, LatticeRows, Packer, RowCodec
+from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
 
-Codes = npt.NDArray[np.int8]
+Codes = npt.NDArray[np.signedinteger[Any]]
 Rows = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
-_UNKNOWN = -128
-"""In the first column: the row's codes are not known. Codes that are known are within 127."""
-_MAX_CODE = 127
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,19 @@ class RowCodes:
     made: Codes | None
     parent: Codes | None = None
     rows: Rows | None = None
+
+    def known(self, begin: int, end: int) -> tuple[Rows, Codes]:
+        """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
+        assert self.parent is not None
+        assert self.rows is not None
+        codes = self.parent[self.rows[begin:end]]
+        found = np.flatnonzero(_are_known(codes))
+        return found + begin, codes[found]
+
+    def forget_parents(self) -> None:
+        """Make all rows of the array unknown, also to later deltas: none is written relative."""
+        if self.parent is not None:
+            self.parent[:, 0] = _unknown_code(self.parent.dtype)
 
     def encode(
         self,
@@ -62,19 +75,20 @@ class RowCodes:
         begin
             Position of the first of these rows in the write.
         """
-        lattice = relative_lattice(codec)
-        if lattice is None or lattice.step is None:
+        own = relative_codec(codec)
+        if own is None or grid_of(own) is None:
             return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
         end = begin + len(values)
         if self.parent is None or self.rows is None:
-            parent: Codes = np.broadcast_to(np.int8(_UNKNOWN), values.shape)
+            parent: Codes = np.broadcast_to(_unknown_code(np.int8), values.shape)
         else:
             parent = self.parent[self.rows[begin:end]]
-        data, codes, coded = lattice.encode_over(
-            *(values, offsets, chunk_rows, parent, parent[:, 0] != _UNKNOWN), element=element, seal=seal
+        data, codes, coded = own.encode_over(
+            *(values, offsets, chunk_rows, parent, _are_known(parent)), element=element, seal=seal
         )
         if self.made is not None:
-            fits = np.flatnonzero(coded & (np.abs(codes) <= _MAX_CODE).all(axis=1))
+            most = np.iinfo(self.made.dtype).max
+            fits = np.flatnonzero(coded & (np.abs(codes) <= most).all(axis=1))
             self.made[begin:end][fits] = codes[fits]
         then = tuple(codec.then) if isinstance(codec, Followed) else ()
         return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
@@ -93,17 +107,17 @@ class _Write:
 
 @dataclass(eq=False)
 class _Known:
-    """What is known of an array in one version: the step, and the codes of the rows from `first_row` on."""
+    """What is known of an array in one version: the grid, and the codes of the rows from `first_row` on."""
 
     version: str | None
-    step: float
+    grid: float
     first_row: int
     codes: Codes
 
-    def fits(self, base: str | None, step: float | None, first_row: int, shape: tuple[int, int]) -> bool:
+    def fits(self, base: str | None, grid: float | None, first_row: int, shape: tuple[int, int]) -> bool:
         """Whether these are the codes of such rows in the version `base`."""
-        found = self.version, self.step, self.first_row, self.codes.shape
-        return base is not None and found == (base, step, first_row, shape)
+        found = self.version, self.grid, self.first_row, self.codes.shape
+        return base is not None and found == (base, grid, first_row, shape)
 
 
 class CodeCache:
@@ -149,51 +163,73 @@ class CodeCache:
             Whether later deltas may depend on the version that is written.
         """
         self._writes.pop(path, None)  # of a save that was not committed
-        lattice = relative_lattice(codec)
-        if lattice is None or parts not in ((), ((0, shape[1]),)):
+        own = relative_codec(codec)
+        if own is None or parts not in ((), ((0, shape[1]),)):
             return None
         known, parent = self._known.get(path), None
-        if known is not None and rows is not None and known.fits(base, lattice.step, first_row, shape):
+        if known is not None and rows is not None and known.fits(base, grid_of(own), first_row, shape):
             parent = known.codes
-        made = _unknown((shape[0] if rows is None else len(rows), shape[1])) if is_kept else None
+        dtype, count = (
+            np.int8 if isinstance(own, LatticeRows) else np.int16,
+            shape[0] if rows is None else len(rows),
+        )
+        made = _unknown((count, shape[1]), dtype) if is_kept else None
         codes = RowCodes(made, parent, rows)
         self._writes[path] = _Write(codes, base, rows, first_row, shape)
         return codes
 
-    def commit(self, version: str, steps: Mapping[str, float | None]) -> None:
+    def commit(self, version: str, grids: Mapping[str, float | None]) -> None:
         """Keep the codes of a save that was committed. A second call may only forget some.
 
         Parameters
         ----------
         version
             What it was committed as.
-        steps
-            By path of an array of which rows were written: their step, None if they have no step in common.
+        grids
+            By path of an array of which rows were written: their grid, None if they have none in common.
         """
         for path, write in self._writes.items():
-            made, step = write.codes.made, steps.get(path)
-            if made is None or path not in steps:
+            made, grid = write.codes.made, grids.get(path)
+            if made is None or path not in grids:
                 continue
-            if step is None:
+            if grid is None:
                 self._known.pop(path, None)
             elif write.base is None or write.rows is None:
-                self._known[path] = _Known(version, step, write.first_row, made)
+                self._known[path] = _Known(version, grid, write.first_row, made)
             else:
                 known = self._known.get(path)
-                if known is None or not known.fits(write.base, step, write.first_row, write.shape):
-                    known = self._known[path] = _Known(None, step, write.first_row, _unknown(write.shape))
+                if known is None or not known.fits(write.base, grid, write.first_row, write.shape):
+                    blank = _unknown(write.shape, made.dtype)
+                    known = self._known[path] = _Known(None, grid, write.first_row, blank)
                 known.version = None  # an interrupt must not leave codes of two versions under one id
                 known.codes[write.rows] = made
                 known.version = version
 
 
-def relative_lattice(codec: RowCodec) -> LatticeRows | None:
-    """The lattice of a codec whose rows may be relative."""
+def relative_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
+    """The codec itself, without those that follow, if its rows may be relative."""
     own = codec.codec if isinstance(codec, Followed) else codec
-    return own if isinstance(own, LatticeRows) and own.relative else None
+    return own if isinstance(own, LatticeRows | FloatingRows) and own.relative else None
 
 
-def _unknown(shape: tuple[int, int]) -> Codes:
-    codes = np.empty(shape, np.int8)
-    codes[:, 0] = _UNKNOWN
+def grid_of(codec: LatticeRows | FloatingRows) -> float | None:
+    """What tells the grid of a codec's rows from others, as `Segment.grid` does; None as long as there is no step."""
+    return codec.step if isinstance(codec, LatticeRows) else -float(codec.mantissa_bits)
+
+
+def _unknown_code(dtype: npt.DTypeLike) -> np.signedinteger[Any]:
+    """In the first column: the row's codes are not known. Codes that are known are none below its negative."""
+    info = np.iinfo(dtype)
+    found: np.signedinteger[Any] = info.dtype.type(info.min)
+    return found
+
+
+def _are_known(codes: Codes) -> npt.NDArray[np.bool_]:
+    known: npt.NDArray[np.bool_] = codes[:, 0] != _unknown_code(codes.dtype)
+    return known
+
+
+def _unknown(shape: tuple[int, int], dtype: npt.DTypeLike) -> Codes:
+    codes: Codes = np.empty(shape, dtype)
+    codes[:, 0] = _unknown_code(dtype)
     return codes

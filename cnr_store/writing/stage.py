@@ -17,7 +17,7 @@ from itertools import pairwise
 import google_crc32c
 import numpy as np
 
-from cnr_backends import Backend, Transfer, build_shard
+from cnr_backends import Backend, Transfer
 from cnr_codecs import array_dtype, zarr_codecs
 from cnr_store.format import layout
 from cnr_store.format.arrays import (
@@ -28,13 +28,12 @@ from cnr_store.format.arrays import (
     rows_document,
 )
 from cnr_store.format.grid import Grid
-from cnr_store.format.manifest import Part
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.dense_pieces import joined
 from cnr_store.writing.exchange import Exchange, Peers, positions_of
 from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
-from cnr_store.writing.staged import Staged
+from cnr_store.writing.staged import Object, Put, Puts, Staged
 from cnr_store.writing.steps import find_steps
 
 PUTS_IN_FLIGHT = 16
@@ -89,17 +88,19 @@ def stage(
     staged, home = Staged(rows), _Home(version, moved_nodes(plan.place()))
     shared = None if peers is None else _exchange(peers, plan)
 
-    def put(made: _Object) -> tuple[_Object, Part]:
-        return made, made.put(backend)
-
+    # Training stands still for live rows, so nothing may keep their encoders waiting.
+    is_alone = transfer.workers == 1 and not any(each.is_live for each in rows)
     with (
         Transfer(PUTS_IN_FLIGHT, _PUTS_WAITING, PUT_BYTES_IN_FLIGHT) as putting,
+        closing(Puts(backend, staged, is_alone)) as puts,
         closing(_objects(home, plan, transfer, staged, shared, rows_done)) as objects,
-        closing(putting.map(put, _telling(objects, peers), _Object.nbytes)) as done,
+        closing(putting.map(Put.finish, puts.begin(_telling(objects, peers)), Put.nbytes)) as done,
     ):
         for made, part in done:
             if peers is not None:
                 peers.beat()
+            if part is None:
+                continue
             staged.nbytes += part.nbytes
             if made.path is not None:
                 staged.parts.setdefault(made.path, {})[made.index] = part
@@ -108,7 +109,7 @@ def stage(
     return staged
 
 
-def _telling(objects: Iterable[_Object], peers: Peers | None) -> Iterator[_Object]:
+def _telling(objects: Iterable[Object], peers: Peers | None) -> Iterator[Object]:
     """The objects; the other ranks hear of each, and this rank of their failures."""
     for each in objects:
         if peers is not None:
@@ -119,24 +120,6 @@ def _telling(objects: Iterable[_Object], peers: Peers | None) -> Iterator[_Objec
 def _exchange(peers: Peers, plan: Plan) -> Exchange:
     writes = [rows for rows in plan.rows if rows.held is not None and rows.rows_written]
     return Exchange(peers, [(rows, rows.grid) for rows in writes])
-
-
-@dataclass(frozen=True)
-class _Object:
-    """An object to put: a shard's chunks, or bytes that are the object. `path` is None for metadata."""
-
-    key: str
-    data: bytes | Sequence[BytesLike | None]
-    path: str | None = None
-    index: int = 0
-
-    def nbytes(self) -> int:
-        return len(self.data) if isinstance(self.data, bytes) else sum(map(len, filter(None, self.data)))
-
-    def put(self, backend: Backend) -> Part:
-        pieces = [self.data] if isinstance(self.data, bytes) else build_shard(self.data)
-        backend.put(self.key, pieces)
-        return Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
 
 
 @dataclass(frozen=True)
@@ -166,13 +149,15 @@ class _Chunks:
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 
-    def assemble(self, home: _Home, chunks: list[bytes | None]) -> _Object:
-        """The shard's object, from the chunks of all its slots."""
+    def assemble(self, home: _Home, chunks: list[bytes | None] | None) -> Object:
+        """The shard's object, from the chunks of all its slots; None for its place alone."""
         return _shard_object(home, self.rows, self.shard, chunks)
 
 
-def _shard_object(home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None]) -> _Object:
-    return _Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
+def _shard_object(
+    home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None] | None
+) -> Object:
+    return Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
 
 
 @dataclass(frozen=True)
@@ -182,11 +167,11 @@ class _MovedShard:
     rows: MovedRows
     shard: int
 
-    def encode(self, home: _Home) -> _Object:
+    def encode(self, home: _Home) -> Object:
         path = self.rows.path
         chunks = self.rows.chunks(self.shard, lambda first_row: home.seal(path, first_row))
         place = _shard_place(self.shard, self.rows.entry.shape)
-        return _Object(home.key(path, place), chunks, path, self.shard)
+        return Object(home.key(path, place), chunks, path, self.shard)
 
 
 def _shard_place(shard: int, shape: tuple[int, ...]) -> str:
@@ -198,7 +183,7 @@ class _DenseChunk:
     dense: DenseWrite
     index: int
 
-    def encode(self, home: _Home) -> _Object:
+    def encode(self, home: _Home) -> Object:
         values = self.dense.values
         grid = dense_grid(values.shape, values.dtype)
         if grid.shape:
@@ -209,7 +194,7 @@ class _DenseChunk:
                 values = np.concatenate([values, padding])
         data = np.ascontiguousarray(values).tobytes()
         data += google_crc32c.value(data).to_bytes(4, "little")
-        return _Object(home.key(self.dense.path, grid.key(self.index)), data, self.dense.path, self.index)
+        return Object(home.key(self.dense.path, grid.key(self.index)), data, self.dense.path, self.index)
 
 
 @dataclass(frozen=True)
@@ -219,12 +204,12 @@ class _DenseDocument:
     path: str
     doc: Doc
 
-    def encode(self, home: _Home) -> _Object:
-        return _Object(home.key(self.path, layout.NODE), document_bytes(self.doc))
+    def encode(self, home: _Home) -> Object:
+        return Object(home.key(self.path, layout.NODE), document_bytes(self.doc))
 
 
 _Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
-_Encoded = tuple[_Task, _Object | list[bytes | None], float]
+_Encoded = tuple[_Task, Object | list[bytes | None], float]
 
 
 def _objects(
@@ -234,7 +219,7 @@ def _objects(
     staged: Staged,
     shared: Exchange | None,
     rows_done: Callable[[], None],
-) -> Generator[_Object, None, None]:
+) -> Generator[Object, None, None]:
     """Every object in turn, first those of rows that training waits for."""
     live = [rows for rows in plan.rows if rows.is_live]
     exchanged = _exchanged(home, shared)
@@ -251,13 +236,13 @@ def _objects(
     yield from exchanged
 
 
-def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[_Object]:
+def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[Object]:
     if shared is not None:
         for each in shared.run(home.seal):
             yield _shard_object(home, each.rows, each.shard, each.chunks)
 
 
-def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[_Object]:
+def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[Object]:
     """The objects of tasks. Notes each array in `staged` when its first object is made."""
 
     def encode(task: _Task) -> _Encoded:
@@ -268,9 +253,11 @@ def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: St
     with closing(_mapped(transfer, encode, tasks)) as encoded:
         for task, made, seconds in encoded:
             staged.encoding_seconds += seconds
-            if isinstance(made, _Object):
+            if isinstance(made, Object):
                 yield made
             elif isinstance(task, _Chunks):
+                if not chunks and len(made) < task.grid.chunks_per_shard:
+                    yield task.assemble(home, None)
                 chunks += made
                 if len(chunks) == task.grid.chunks_per_shard:
                     yield task.assemble(home, chunks)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
+from cnr_backends import Backend, build_shard
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
+from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.plan import DenseWrite, RowsWrite
 
 _NUMBER = np.dtype("<u4")
+_MOST_BEGINNING = 0.3
+"""Of the time that encoding takes: how long the thread that encodes may write, at most."""
 
 
 @dataclass
@@ -89,6 +97,96 @@ class Staged:
             "dense", dense.values.shape, grid.dtype.name, aliases=dense.aliases
         )
         return doc
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object to put. `path` is None for metadata.
+
+    Attributes
+    ----------
+    data
+        A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
+    """
+
+    key: str
+    data: bytes | Sequence[BytesLike | None] | None
+    path: str | None = None
+    index: int = 0
+
+
+class Put:
+    """The put of an object. It may be begun by one thread and be finished by another one."""
+
+    def __init__(self, made: Object, backend: Backend) -> None:
+        self._made, self._backend = made, backend
+        self._begun: Generator[None, None, None] | None = None
+
+    def nbytes(self) -> int:
+        data = self._made.data
+        return len(data) if isinstance(data, bytes) else sum(map(len, filter(None, data or ())))
+
+    def begin(self) -> None:
+        self._begun = self._backend.begin_put(self._made.key, self._pieces)
+
+    def finish(self) -> tuple[Object, Part | None]:
+        """Put what is not put yet; the object, and what the manifest says of it."""
+        if self._made.data is None:
+            self._backend.prepare(self._made.key)
+            return self._made, None
+        pieces = self._pieces
+        if self._begun is None:
+            self._backend.put(self._made.key, pieces)
+        else:
+            deque(self._begun, maxlen=0)
+        return self._made, Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+
+    def close(self) -> None:
+        """Leave nothing of a put that was begun. No thread may be at it."""
+        if self._begun is not None:
+            self._begun.close()
+
+    @cached_property
+    def _pieces(self) -> Sequence[BytesLike]:
+        data = self._made.data
+        return [data] if isinstance(data, bytes) else build_shard(data or ())
+
+
+class Puts:
+    """The puts of a version.
+
+    Parameters
+    ----------
+    staged
+        What is being put.
+    is_alone
+        Whether one thread encodes, and training goes on beside it. That thread then begins the puts: one more thread
+        that copies bytes to the page cache would be a third one, and training would wait for it on two cores. It does
+        so only while that takes little beside encoding: where writing waits for the storage, a save must not take as
+        long as both.
+    """
+
+    def __init__(self, backend: Backend, staged: Staged, is_alone: bool) -> None:
+        self._backend, self._staged, self._is_alone = backend, staged, is_alone
+        self._begun = WeakSet[Put]()
+        self._seconds = 0.0
+
+    def begin(self, objects: Iterable[Object]) -> Generator[Put, None, None]:
+        """The puts of objects, to be finished by other threads."""
+        for made in objects:
+            put = Put(made, self._backend)
+            is_here = self._is_alone and made.data is not None
+            if is_here and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
+                began = time.perf_counter()
+                put.begin()
+                self._begun.add(put)
+                self._seconds += time.perf_counter() - began
+            yield put
+
+    def close(self) -> None:
+        """Leave nothing of those that were begun and not finished."""
+        for put in self._begun:
+            put.close()
 
 
 def _packed(parts: list[tuple[int, int, int]]) -> str:

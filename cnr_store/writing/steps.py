@@ -1,13 +1,13 @@
 """Steps of lattices: found where a table is written whole, and kept by its deltas.
 
-The squares of a table's values are added up by each rank for the rows that it has. So with other ranks the sum may
-differ in its last bits, which a step of 8 bits nearly never shows.
+The squares of a table's values are added up by each rank for the rows that it has; of those that several have, by the
+first of these. So with other ranks the sum may differ in its last bits, which a step of 8 bits nearly never shows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,10 @@ from cnr_backends import Transfer
 from cnr_codecs import CodecError, Followed, LatticeRows, RowCodec, row_codec
 from cnr_codecs.lattice.steps import SUM_ROWS, Sum, add_sums, block_sums, root_mean_square
 from cnr_store.errors import SaveError
-from cnr_store.writing.exchange import Peers
-from cnr_store.writing.plan import RowsWrite
+from cnr_store.ranks.placement import Span
+from cnr_store.writing.exchange import Peers, columns_of
+from cnr_store.writing.plan import Array, RowsWrite
+from cnr_store.writing.row_codes import grid_of, relative_codec
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:
@@ -35,7 +37,8 @@ def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | N
     found = {rows.path: (rows, lattice) for rows in writes if (lattice := _wants_step(rows)) is not None}
     if not found:
         return list(writes)
-    sums = {path: _sum(rows, transfer) for path, (rows, _) in found.items()}
+    rank = 0 if peers is None else peers.rank
+    sums = {path: _sum(rows, rank, transfer) for path, (rows, _) in found.items()}
     if peers is not None and peers.world > 1:
         shared = sorted(path for path, (rows, _) in found.items() if rows.held is not None)
         if shared:
@@ -53,12 +56,45 @@ def _wants_step(rows: RowsWrite) -> LatticeRows | None:
     return lattice if lattice is not None and lattice.step is None and is_whole else None
 
 
-def _sum(rows: RowsWrite, transfer: Transfer) -> Sum:
-    """The sum of the squares of the rows that this rank has, and how many values there are."""
-    count, source = rows.shape[0] if rows.held is None else rows.held.rows, rows.source
-    blocks = ((first, min(first + SUM_ROWS, count)) for first in range(0, count, SUM_ROWS))
-    with closing(transfer.map(lambda block: block_sums(source.values(*block)), blocks)) as sums:
+_Block = tuple[int, int, tuple[Span, ...] | None]
+"""Rows of those that this rank has, and the columns of them that it counts; None for all."""
+
+
+def _sum(rows: RowsWrite, rank: int, transfer: Transfer) -> Sum:
+    """The sum of the squares of the values that this rank counts, and how many these are."""
+
+    def squares(block: _Block) -> list[Sum]:
+        begin, end, spans = block
+        values = rows.source.values(begin, end)
+        return [each for part in _parts(rows, values, spans) for each in block_sums(part)]
+
+    with closing(transfer.map(squares, _blocks(rows, rank))) as sums:
         return add_sums(each for block in sums for each in block)
+
+
+def _blocks(rows: RowsWrite, rank: int) -> Iterator[_Block]:
+    held, bands = rows.held, list[_Block]()
+    if held is None:
+        bands = [(0, rows.shape[0], None)]
+    else:
+        bands = [
+            (
+                max(band.first_row, held.first_row) - held.first_row,
+                min(band.end_row, held.first_row + held.rows) - held.first_row,
+                tuple(span for span in band.spans if span.ranks[0] == rank),
+            )
+            for band in held.placement.overlapping(held.first_row, held.first_row + held.rows)
+        ]
+    for begin, end, spans in bands:
+        if spans != ():
+            for first in range(begin, end, SUM_ROWS):
+                yield first, min(first + SUM_ROWS, end), spans
+
+
+def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> list[Array]:
+    if spans is None or rows.held is None:
+        return [values]
+    return [columns_of(rows.held, values, span.first_column, span.columns) for span in spans]
 
 
 def _added(own: Sequence[Sum], paths: Sequence[str], peers: Peers) -> dict[str, Sum]:
@@ -102,6 +138,15 @@ def lattice_of(config: Mapping[str, Any] | None) -> LatticeRows | None:
         return _lattice(row_codec(config))
     except CodecError:  # a newer release's
         return None
+
+
+def stored_grid(config: Mapping[str, Any] | None) -> float | None:
+    """The grid that relative rows were stored on, by the codec's configuration in a record; None without one of all."""
+    try:
+        codec = None if config is None else relative_codec(row_codec(config))
+    except CodecError:  # a newer release's
+        return None
+    return None if codec is None else grid_of(codec)
 
 
 def _lattice(codec: RowCodec) -> LatticeRows | None:

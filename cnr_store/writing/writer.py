@@ -11,19 +11,20 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
-from cnr_store.catalog.objects import has_object
-from cnr_store.errors import CheckpointError, SaveError
+from cnr_store.errors import CheckpointError, CorruptionError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.writing.commit import commit, finish_record, put_state, put_state_parts
+from cnr_store.writing.lineage import check_parents
 from cnr_store.writing.outcome import commit_document, read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
@@ -246,6 +247,7 @@ class Writer:
     def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
         team.round.beat("encode")
         began = time.perf_counter()
+        check_parents(plan.rows, self._direct, plan.step)
         with Transfer(self._workers, 2 * self._workers) as transfer:
             staged = stage(self._backend, version, plan, transfer, team, rows_done)
         put_state_parts(self._backend, version, plan, staged)
@@ -271,13 +273,15 @@ class Writer:
         attempt = VersionId.parse(version)
         if attempt is None or attempt.claim == self._shared:
             return
-        key = layout.writer_key(layout.claim_name(attempt.claim.generation))
-        if not has_object(self._backend, key):
-            raise SaveError(
-                f"this rank does not find {key}, which the first rank has just made, in {self._backend.url}: give all "
-                "ranks a URL of one place that they share"
-            )
-        self._shared = attempt.claim
+        name = layout.claim_name(attempt.claim.generation)
+        with suppress(CorruptionError):  # it is lost, or another store's
+            if claims.read_claim(self._backend, name).id == attempt.claim:
+                self._shared = attempt.claim
+                return
+        raise SaveError(
+            f"this rank does not find {layout.writer_key(name)} in {self._backend.url} as the first rank has just made "
+            "it: give all ranks a URL of one place that they share"
+        )
 
     def _committed(self, record: Record, team: Team) -> Record:
         team.round.conclude(commit_document(record))

@@ -61,6 +61,29 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def test_folders_are_made_and_synced_once_before_a_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("cnr_backends.local.sync_folder", synced.append)
+    backend = open_backend(tmp_path)
+    backend.prepare("a/b/name")
+    assert _files(tmp_path) == ["a", "a/b"]
+    assert synced == [tmp_path / "a", tmp_path, tmp_path.parent]
+    backend.put("a/b/name", b"data")
+    assert len(synced) == 3
+
+
+def test_what_is_begun_is_written_and_has_no_name_yet(tmp_path: Path) -> None:
+    backend = open_backend(tmp_path)
+    begun = [backend.begin_put(f"folder/{name}", b"data") for name in "ab"]
+    assert [path.stat().st_size for path in (tmp_path / "folder").iterdir()] == [4, 4]
+    assert backend.list_names("folder") == []
+    begun[0].close()
+    assert list(begun[1]) == []
+    assert _files(tmp_path) == ["folder", "folder/b"]
+
+
 def test_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     keys = 30
     racers = [_start(_RACE, tmp_path, name, keys) for name in "abcd"]

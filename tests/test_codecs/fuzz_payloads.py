@@ -200,8 +200,11 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
         )
     if segment.scheme in CODED:
         size = count, min(payload.dim, 256)
-        on_floats = segment.scheme == LATTICE and 1 <= segment.bits <= 7
-        grid, coded = floating(rng, segment.bits, *size) if on_floats else lattice(rng, *size)
+        on_floats = 1 <= segment.bits <= 7
+        is_centered = on_floats and segment.scheme == LATTICE
+        grid, coded = floating(rng, segment.bits, *size) if is_centered else lattice(rng, *size)
+        if on_floats and not is_centered:
+            grid = bytes(4) + grid[4:]
         rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
         return replace(segment, row_set=rows, parameters=grid, codes=coded)
     width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8
@@ -227,12 +230,12 @@ def sound(rng: Rng) -> Payload:
         prefix = offsets[-1] == len(offsets) - 1
         quantized = [int(each) for each in Scheme if payload.version > 1 or each not in CODED]
         quantized += 2 * quantized[6:]  # most spoiled ones are refused: their codes have a checksum
-        doubles = [0, 1, LATTICE] if element == 4 and payload.version > 1 else [0, 1]
+        doubles = [0, 1, *CODED] if element == 4 and payload.version > 1 else [0, 1]
         scheme = int(rng.choice(quantized if element <= 3 else doubles))
         bits = 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
         if scheme in (0, *CODED):
             bits = 0
-        if scheme == LATTICE and (element == 4 or rng.random() < 0.5):
+        if scheme in CODED and (element == 4 or rng.random() < 0.5):
             bits = int(rng.integers(1, 8))
         kind = int(rng.integers(0 if prefix else 1, 3 + payload.version))
         parameter_type = 0 if scheme < 2 else 2 if scheme in CODED else int(rng.integers(1, 3))
@@ -395,7 +398,8 @@ def settled(payload: cnr_codecs.Payload, out: Any, need: Any, pending: cnr_codec
     rows = np.flatnonzero(need == 2)
     if len(rows):
         values = np.zeros((len(rows), payload.dim), cnr_codecs.array_dtype(payload.element))
-        codec = cnr_codecs.LatticeRows(step=float(pending.steps[rows[0]]))
+        grid = float(pending.steps[rows[0]])
+        codec = cnr_codecs.LatticeRows(step=grid) if grid > 0 else cnr_codecs.FloatingRows(int(-grid))
         older = codec.encode_rows(values, rows, payload.rows, element=payload.element)
         with suppress(CodecError):
             cnr_codecs.decode_into(cnr_codecs.parse(older), out, need, 0, pending)

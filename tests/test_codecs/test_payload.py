@@ -369,11 +369,6 @@ def test_malformed_bytes_are_refused(data: bytes, message: str) -> None:
 
 NEWER = {
     "version 3": (header() + RAW_ROW, 3, "version 3 is unknown.*upgrade"),
-    "relative floating": (
-        header() + segment(7, 3, 2, 0, 1, bytes(9)),
-        2,
-        "segment 0: a floating grid of 3 bits is unknown: a newer",
-    ),
     "unknown": (header() + segment(8, 3, 9, 9, 1, bytes(3), bytes(9)), 2, r"scheme 8 is unknown.*newer"),
     "scheme 9": (header() + segment(9, 0, 0, 0, 1), 2, "scheme 9 is unknown.*newer"),
     "row-set kind 5": (

@@ -33,6 +33,10 @@ def test_every_scheme_and_width_is_reported() -> None:
         assert relative == sorted(relative, reverse=True)
     for bits in range(1, 9):
         assert found["adaptive", bits].mean_l2_error <= found["asymmetric", bits].mean_l2_error * 1.0001
+    lattice = {report.config["rms_step"]: report for report in reports if "rms_step" in report.config}
+    assert list(lattice) == [0.35, 0.2, 0.1, 0.05]
+    steps = [report.mean_l2_error for report in lattice.values()]
+    assert steps == sorted(steps, reverse=True)
     assert all(report.encode_seconds > 0 and report.decode_seconds > 0 for report in reports)
     assert all(row_codec(report.config).get_config() == report.config for report in reports)
 

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Self
 
 from zarr.abc.store import Store
 
 from cnr_backends.backend_store import zarr_store
 from cnr_backends.errors import (
     ArgumentError,
-    BackendError,
+    Guarded,
     ObjectExistsError,
-    ObjectNotFoundError,
     ObjectTooShortError,
-    storage_error,
 )
 from cnr_backends.keys import check_key, check_prefix, is_key, is_name
 from cnr_backends.pieces import BytesLike, Pieces, as_pieces
 from cnr_backends.room import Room
 
-_READS = frozenset({"get", "get_range", "get_suffix", "size"})
 
-
-class Backend(Room, ABC):
+class Backend(Guarded, Room, ABC):
     """Stores whole objects under "/"-separated keys.
 
     The public methods check keys and arguments, and raise this distribution's errors for failures of the
@@ -43,11 +38,7 @@ class Backend(Room, ABC):
         Whether exactly one of several processes succeeds that `create` one key at the same time.
     """
 
-    url: str
     atomic_create: bool
-
-    _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
-    """What the methods that begin with an underscore raise when the underlying system fails."""
 
     def put(self, key: str, data: BytesLike | Sequence[BytesLike]) -> None:
         """Store an object, and replace the one that was there.
@@ -70,6 +61,31 @@ class Backend(Room, ABC):
         pieces = as_pieces(data)
         with self._guard("put", key):
             self._put(key, pieces)
+
+    def begin_put(self, key: str, data: BytesLike | Sequence[BytesLike]) -> Generator[None, None, None]:
+        """Begin to `put` an object. What waits for the storage is done as the generator is exhausted, by any thread.
+
+        A generator that is closed before its end MUST leave the key as it was.
+
+        Parameters
+        ----------
+        key, data
+            As for `put`. The pieces must not change before the end.
+
+        Raises
+        ------
+        KeyNameError, StorageError, StorageFullError
+            Here, or as the generator is exhausted.
+        """
+        check_key(key)
+
+        def putting() -> Generator[None, None, None]:
+            with self._guard("put", key):
+                yield from self._begin_put(key, as_pieces(data))
+
+        begun = putting()
+        next(begun)
+        return begun
 
     def create(self, key: str, data: bytes) -> None:
         """Store an object that MUST NOT exist yet, as durably and as whole as `put` does.
@@ -260,6 +276,11 @@ class Backend(Room, ABC):
     def _put(self, key: str, pieces: Pieces) -> None:
         """Write the concatenated pieces."""
 
+    def _begin_put(self, key: str, pieces: Pieces) -> Generator[None, None, None]:
+        """Write the concatenated pieces; up to the one step, what takes the processor."""
+        yield
+        self._put(key, pieces)
+
     @abstractmethod
     def _create(self, key: str, data: bytes) -> bool:
         """Write `data` and return True, or return False if the key exists."""
@@ -292,14 +313,6 @@ class Backend(Room, ABC):
     def _delete(self, key: str) -> None:
         """Delete the object if it exists."""
 
-    def _is_missing(self, error: Exception) -> bool:
-        """Whether a failed read means that there is no such object. A folder is not an object."""
-        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-
-    def _advice(self, error: Exception) -> str:
-        """Return what to do about `error`, as the end of a message."""
-        return "check the storage and its permissions, then try again"
-
     def _nothing(self, key: str) -> bytes:
         self._size(key)  # a missing object is an error, even if no bytes of it are wanted
         return b""
@@ -320,19 +333,3 @@ class Backend(Room, ABC):
             for key, size in self._list_keys(prefix):
                 if is_key(key):
                     yield key, size
-
-    @contextmanager
-    def _guard(self, operation: str, key: str) -> Iterator[None]:
-        try:
-            yield
-        except BackendError:
-            raise
-        except self._failures as error:
-            raise self._translated(error, operation, key) from error
-
-    def _translated(self, error: Exception, operation: str, key: str) -> BackendError:
-        if operation in _READS and self._is_missing(error):
-            return ObjectNotFoundError(
-                f"no object {key!r} in {self.url}", operation=operation, key=key, url=self.url
-            )
-        return storage_error(error, self._advice(error), operation=operation, key=key, url=self.url)

@@ -15,7 +15,11 @@ BackendError
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
+_READS = frozenset({"get", "get_range", "get_suffix", "size"})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NETWORK = frozenset(
     {
@@ -115,6 +119,39 @@ def storage_error(error: Exception, advice: str, *, operation: str, key: str, ur
     failure.errno = code
     failure.transient = kind is StorageError and _is_transient(error)
     return failure
+
+
+class Guarded:
+    """The part of every backend that raises failures of the underlying system as errors of this distribution."""
+
+    url: str
+
+    _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    """What the methods that begin with an underscore raise when the underlying system fails."""
+
+    def _is_missing(self, error: Exception) -> bool:
+        """Whether a failed read means that there is no such object. A folder is not an object."""
+        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+
+    def _advice(self, error: Exception) -> str:
+        """Return what to do about `error`, as the end of a message."""
+        return "check the storage and its permissions, then try again"
+
+    @contextmanager
+    def _guard(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except BackendError:
+            raise
+        except self._failures as error:
+            raise self._translated(error, operation, key) from error
+
+    def _translated(self, error: Exception, operation: str, key: str) -> BackendError:
+        if operation in _READS and self._is_missing(error):
+            return ObjectNotFoundError(
+                f"no object {key!r} in {self.url}", operation=operation, key=key, url=self.url
+            )
+        return storage_error(error, self._advice(error), operation=operation, key=key, url=self.url)
 
 
 def _is_transient(error: BaseException | None) -> bool:

@@ -9,12 +9,15 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from cnr_backends.keys import TEMPORARY_PREFIX, is_name
 from cnr_backends.pieces import Pieces
+
+Result = TypeVar("Result")
 
 _TEMPORARY_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 _PIECES_A_WRITE = 1024  # what Linux and macOS take
@@ -29,12 +32,27 @@ class LackingFilesystemError(OSError):
     """The filesystem can't do what a durable or an exclusive write needs."""
 
 
-def write_file(path: Path, pieces: Pieces, *, replace: bool) -> bool:
+def run_to_end(steps: Generator[None, None, Result]) -> Result:
+    """Exhaust a generator, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def write_file(path: Path, pieces: Pieces, *, replace: bool) -> Generator[None, None, bool]:
+    """Write a file; after the one step wait for the disk, and give the file its name. Closed there, leave nothing.
+
+    The generator returns False if the name is taken and must not be replaced.
+    """
     temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
     is_there = True
     try:
         with os.fdopen(os.open(temporary, _TEMPORARY_FLAGS, 0o666), "wb", buffering=0) as file:
             _write_all(file.fileno(), pieces)
+            yield
             sync(file.fileno(), "files")
         if replace:
             temporary.replace(path)

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from cnr_backends.backend import Backend
@@ -18,10 +18,11 @@ from cnr_backends.files import (
     entries,
     read,
     remove_abandoned,
+    run_to_end,
     sync_folder,
     write_file,
 )
-from cnr_backends.keys import TEMPORARY_PREFIX, check_prefix
+from cnr_backends.keys import TEMPORARY_PREFIX, check_key, check_prefix
 from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -84,6 +85,9 @@ class LocalBackend(Backend):
 
     def _put(self, key: str, pieces: Pieces) -> None:
         self._write(key, pieces, replace=True)
+
+    def _begin_put(self, key: str, pieces: Pieces) -> Generator[None, None, None]:
+        yield from self._writing(key, pieces, replace=True)
 
     def _create(self, key: str, data: bytes) -> bool:
         if self._path(key).exists():
@@ -161,6 +165,10 @@ class LocalBackend(Backend):
         except FileNotFoundError:
             return 0
 
+    def prepare(self, key: str) -> None:
+        with contextlib.suppress(OSError, BackendError):
+            self._sync_parents(self._make_folder(self._path(check_key(key)).parent))
+
     def sweep(self, prefix: str) -> None:
         folder = self._path(check_prefix(prefix))
         with self._guard("sweep", prefix):
@@ -209,11 +217,19 @@ class LocalBackend(Backend):
 
     def _write(self, key: str, pieces: Pieces, *, replace: bool) -> bool:
         """Store a synced file. Return False if one is there and must not be replaced."""
+        return run_to_end(self._writing(key, pieces, replace=replace))
+
+    def _writing(self, key: str, pieces: Pieces, *, replace: bool) -> Generator[None, None, bool]:
+        """`_write`, which waits for the disk after its first step only."""
         for attempt in range(_WRITE_ATTEMPTS):
             path = self._path(key)
             try:
-                self._make_folder(path.parent)
-                return write_file(path, pieces, replace=replace)
+                made = self._make_folder(path.parent)
+                with contextlib.closing(write_file(path, pieces, replace=replace)) as steps:
+                    next(steps)
+                    yield
+                    self._sync_parents(made)
+                    return run_to_end(steps)
             except FileNotFoundError:
                 # A concurrent delete removed the empty folder.
                 with self._lock:
@@ -225,8 +241,8 @@ class LocalBackend(Backend):
                 raise
         raise AssertionError("unreachable")
 
-    def _make_folder(self, folder: Path) -> None:
-        """Make `folder` and its parents, and make them durable."""
+    def _make_folder(self, folder: Path) -> list[Path]:
+        """Make `folder` and its parents. Return those that may not be durable yet, the folder first."""
         root = Path(os.path.realpath(self.root))
         unsynced: list[Path] = []
         while folder not in self._synced:
@@ -238,8 +254,11 @@ class LocalBackend(Backend):
         for each in reversed(unsynced):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
-        # Once all are made: where a filesystem has a journal, the first sync writes them down together.
-        for each in unsynced:
+        return unsynced
+
+    def _sync_parents(self, folders: list[Path]) -> None:
+        """Make folders durable once all are made: a filesystem's journal has them together at the first sync."""
+        for each in folders:
             sync_folder(each.parent)
             with self._lock:
                 self._synced.add(each)

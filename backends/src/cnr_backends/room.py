@@ -11,7 +11,9 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """The part of every backend that holds room back for small objects. Here it does nothing, as on object stores.
+    """The part of every backend that holds room back for small objects, and minds folders.
+
+    Here it does nothing, as on object stores.
 
     A backend that passes operations on to another one passes these on as well.
     """
@@ -23,6 +25,16 @@ class Room:
     def shrink_reserve(self) -> bool:
         """Give up a part of the room that is held back. Return whether there was any."""
         return False
+
+    def prepare(self, key: str) -> None:
+        """Make the folder of an object that will be put, which then takes less time. A failure is no error.
+
+        Parameters
+        ----------
+        key
+            Of the object.
+        """
+        return
 
     def sweep(self, prefix: str) -> None:
         """Remove what crashed writers left below ``prefix/`` that is no object: temporary files, empty folders.

@@ -6,16 +6,21 @@ import secrets
 import time
 from typing import Any
 
-from cnr_backends import Backend, open_backend
+from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids
-from cnr_store.errors import CorruptionError, FormatError, VersionNotFoundError
-from cnr_store.format import layout
-from cnr_store.format.state import dumps
+from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError
+from cnr_store.format import layout, validate
+from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
+from cnr_store.format.state import dumps, loads
+
+MAX_REASON = 200
+"""Characters."""
+_UNREADABLE = "(its reason can't be read)"
 
 
-def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
+def pin(url: Url, version: Version = "latest", *, reason: str | None = None, **storage_options: Any) -> str:
     """Keep a version, and everything that it depends on, until `unpin`. Returns its id.
 
     Parameters
@@ -24,26 +29,41 @@ def pin(url: Url, version: Version = "latest", **storage_options: Any) -> str:
         Any fsspec URL, a path, or a Zarr store.
     version
         An id, a `VersionInfo`, a step, or ``latest``.
+    reason
+        Why, for people: one line of at most 200 characters. `pin_reasons` and ``cnr ls`` show it.
     storage_options
         For the filesystem, as in fsspec.
 
     Raises
     ------
+    OptionError
+        The reason is no such line.
     EmptyStoreError, VersionNotFoundError
         There is no such version, or it is being deleted. Nothing is pinned.
     """
+    _check_reason(reason)
     catalog, record = open_record(url, version, **storage_options)
-    put_pin(catalog.backend, record.id, "pin")
+    put_pin(catalog.backend, record.id, "pin", reason)
     return record.id
 
 
-def put_pin(backend: Backend, version: str, what: str) -> str:
+def _check_reason(reason: object) -> None:
+    is_text = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= MAX_REASON
+    if reason is not None and not is_text:
+        raise OptionError(
+            f"reason={reason!r}: give one line of 1 to {MAX_REASON} printable characters, or None"
+        )
+
+
+def put_pin(backend: Backend, version: str, what: str, reason: str | None = None) -> str:
     """Make a pin, and return its key.
 
     Parameters
     ----------
     what
         What the caller does to the version, for the message.
+    reason
+        Why, for people.
 
     Raises
     ------
@@ -52,7 +72,7 @@ def put_pin(backend: Backend, version: str, what: str) -> str:
     """
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(version, secrets.token_hex(8), prefix=layout.PINS)
-    backend.put(mine, dumps({"time": time.time()}))
+    backend.put(mine, _encode(version, reason))
     # Asked of a new catalog, since the caller's remembers the record.
     if version in claims.list_tombstoned(backend) or Catalog(backend).find_record(version) is None:
         backend.delete(mine)
@@ -111,6 +131,59 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     return sorted(
         version for version in list_ids(catalog.backend, layout.PINS) if not _is_void(catalog, version)
     )
+
+
+def pin_reasons(url: Url, **storage_options: Any) -> dict[str, list[str]]:
+    """Why versions are pinned: by id, oldest first, the reason of each `pin` call that gave one.
+
+    Parameters
+    ----------
+    url
+        Any fsspec URL, a path, or a Zarr store.
+    storage_options
+        For the filesystem, as in fsspec.
+
+    Raises
+    ------
+    FormatError
+        The place holds something else than a store.
+    """
+    backend = open_backend(url, **storage_options)
+    found = {version: read_reasons(backend, version) for version in pins(backend)}
+    return {version: reasons for version, reasons in found.items() if reasons}
+
+
+def read_reasons(backend: Backend, version: str) -> list[str]:
+    """Why a version is pinned. A pin holds whatever its bytes are, so one whose reason is damaged says that."""
+    folder, found = layout.version_key(version, prefix=layout.PINS), []
+    for key, _ in sorted(backend.list_keys(folder)):
+        try:
+            reason = _decode(backend.get(key), version)
+        except ObjectNotFoundError:
+            continue  # it was removed meanwhile
+        except (CorruptionError, ValueError, KeyError):  # FormatError is a ValueError
+            reason = _UNREADABLE
+        if reason is not None:
+            found.append(reason)
+    return sorted(found)
+
+
+def _encode(version: str, reason: str | None) -> bytes:
+    doc = {"time": time.time()}
+    if reason is None:
+        return dumps(doc)
+    return with_digest(dumps({"digest": NO_DIGEST, "reason": reason, "version": version, **doc}))
+
+
+def _decode(data: bytes, version: str) -> str | None:
+    """The reason that a pin gives; None if it gives none."""
+    doc = validate.members(loads(data, "it"), "it")
+    if doc.keys() <= {"time"}:
+        return None
+    check_digest(data, doc, "it")
+    if doc["version"] != version:
+        raise ValueError("it is another version's: objects were swapped")
+    return validate.text(doc["reason"], "reason")
 
 
 def _is_void(catalog: Catalog, version: str) -> bool:

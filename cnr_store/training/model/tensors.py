@@ -28,6 +28,7 @@ TABLE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 SLOT_DTYPES = TABLE_DTYPES | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Element types of optimizer state that may be stored row by row."""
 
+_FEW = 256  # values, which are copied sooner by numpy than by torch
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -53,6 +54,7 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+@functools.cache
 def has_numpy_type(dtype: torch.dtype) -> bool:
     """Whether numpy has the same element type."""
     try:
@@ -234,6 +236,10 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
             "to store; convert it to a dense tensor"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
+    # An optimizer may keep thousands of counts, and torch takes several times as long to copy one.
+    is_plain = type(plain) is torch.Tensor and plain.is_cpu
+    if is_plain and plain.numel() <= _FEW and has_numpy_type(plain.dtype):
+        return plain.numpy().copy(), None
     copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
     name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 from cnr_codecs import (
     CodecError,
     FloatingRows,
+    LatticeRows,
     LosslessRows,
     RowCodec,
     UniformRows,
@@ -17,6 +18,9 @@ from cnr_codecs import (
     row_codec,
 )
 from cnr_store.errors import OptionError
+from cnr_store.format.layout import weight_path
+from cnr_store.format.record import Record
+from cnr_store.policies.lattices import AutoLattice, Trial, auto_fineness
 from cnr_store.policies.widths import (
     LOSSLESS,
     LOSSLESS_BELOW_BYTES,
@@ -32,6 +36,7 @@ from cnr_store.policies.widths import (
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
+from cnr_store.writing.row_codes import relative_codec
 
 log = logging.getLogger("cnr_store")
 
@@ -52,9 +57,10 @@ class CodecChoice:
         2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
     codec
         None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or a
-        mapping from name patterns to these. `bits` then applies to the tables that no pattern fits.
+        mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"``, or a
+        configuration of that id, chooses by the restores expected and by the deltas written: see `AutoLattice`.
     expected
-        The restores that ``"auto"`` chooses a width by.
+        The restores that ``"auto"`` chooses a width or a codec by.
     state_bits
         See `StateWidths`.
 
@@ -62,7 +68,7 @@ class CodecChoice:
     ------
     OptionError
         A width is out of range, a codec is unknown, a single codec stands beside `bits`, or `expected` was given
-        although no width is ``"auto"``.
+        although neither a width nor the codec is ``"auto"``.
     """
 
     def __init__(
@@ -78,8 +84,13 @@ class CodecChoice:
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
+        self._chosen: dict[tuple[str | int, ...], RowCodec] = {}  # each save asks for all arrays again
+        self._lattice, self._fineness = AutoLattice.of(codec), auto_fineness(expected, 0)
+        self._trials: dict[str, Trial] = {}
         try:
-            if isinstance(codec, Mapping) and "id" not in codec:
+            if self._lattice is not None:
+                self._single = self._uniform
+            elif isinstance(codec, Mapping) and "id" not in codec:
                 self._patterns = {pattern: row_codec(one) for pattern, one in codec.items()}
             elif codec is not None:
                 self._single = row_codec(codec)
@@ -89,7 +100,7 @@ class CodecChoice:
             raise OptionError(
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
-        if expected is not None and not self._may_be_auto:
+        if expected is not None and not self._may_be_auto and self._lattice is None:
             raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
 
     @property
@@ -98,7 +109,7 @@ class CodecChoice:
         patterns = {pattern: codec.get_config() for pattern, codec in self._patterns.items()}
         return {
             "bits": repr(self._bits),
-            "codec": repr(patterns if self._single is None else self._single.get_config()),
+            "codec": repr(self._lattice or (patterns if self._single is None else self._single.get_config())),
             "state_bits": repr(self._state_bits),
             "expected_restores": repr(self._expected),
         }
@@ -123,6 +134,12 @@ class CodecChoice:
                 )
         self._state.check_tables(tables)
 
+    def choose_tables(self, sizes: Mapping[str, int]) -> None:
+        """Choose the tables that ``codec="auto"`` may put on the lattice, of those with these names and bytes."""
+        if self._lattice is not None:
+            self._trials = {name: Trial() for name in self._lattice.may_take(sizes)}
+            self._chosen.clear()
+
     def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log patterns of `state_bits` that fit no slot: see `StateWidths.unknown_slots`."""
         for pattern, slots in self._state.unknown_slots(find).items():
@@ -137,10 +154,35 @@ class CodecChoice:
 
         Returns the width and the reason, for the commit record; None if no width is ``"auto"``.
         """
+        self._fineness = auto_fineness(self._expected, restores)
+        self._chosen.clear()
         if not self._may_be_auto:
             return None
         self._auto, why = auto_bits(self._expected, restores)
         return self._auto, why
+
+    def explain_auto(self) -> dict[str, dict[str, Any]]:
+        """What ``codec="auto"`` stands for now, as the entry ``codec`` of a record's policy; none for other codecs."""
+        found = self._fineness
+        said = {"rms_step": found.rms_step, "bits": found.bits, "reason": found.reason}
+        return {} if self._lattice is None else {"codec": said}
+
+    def note_deltas(self, record: Record) -> None:
+        """Count the deltas that were committed: a table's first ones decide whether it stays on the lattice."""
+        for table, trial in self._trials.items():
+            entry = record.arrays.get(weight_path(table))
+            if entry is not None and entry.kind == "delta" and (entry.codec or {}).get("id") == "cnr_lattice":
+                uniform_bytes = entry.rows * self._uniform.bytes_per_row(entry.shape[1], entry.element)
+                trial.note(record.id, entry.rows, entry.nbytes, uniform_bytes)
+                self._chosen.clear()
+
+    @property
+    def _auto_widths(self) -> set[int | str]:
+        return {self._fineness.state_bits} if self._lattice is not None and self._lattice.state else set()
+
+    @property
+    def _uniform(self) -> UniformRows:
+        return UniformRows(scheme="adaptive", bits=self._fineness.bits)
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
         """Compile the kernels that saving and loading these tables will run, one a step.
@@ -154,8 +196,8 @@ class CodecChoice:
             (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
         }
         wanted |= {
-            (_state_codec(width, element), dim, element)
-            for width in self._state.quantized
+            (_state_codec(width, element, is_relative=False), dim, element)
+            for width in self._state.quantized | self._auto_widths
             for _, dim, element in sizes.values()
             if element in QUANTIZABLE
         }
@@ -165,24 +207,54 @@ class CodecChoice:
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""
+        chosen = self._chosen.get((table, table_bytes))
+        if chosen is None:
+            chosen = self._chosen[table, table_bytes] = self._choose(table, table_bytes)
+        return chosen
+
+    def _choose(self, table: str, table_bytes: int) -> RowCodec:
         named = match_pattern(self._patterns, table)
         if named is not None:
             return named
         if self._single is not None:
-            return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
+            return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single_for(table)
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
+
+    def _single_for(self, table: str) -> RowCodec:
+        """The one codec of large tables; of ``"auto"``, the table's."""
+        assert self._single is not None
+        if self._lattice is None:
+            return self._single
+        trial = self._trials.get(table)
+        if trial is None or trial.lost:
+            return self._uniform
+        return LatticeRows(self._fineness.rms_step, relative=True)
 
     def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
         """The codec of an array of optimizer state beside a table's rows.
 
-        Element types that can't be quantized, such as integers, are lossless, even if a pattern names them.
+        Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
+        grids are relative where the rows of a large table of that name are.
         """
-        return _state_codec(self._state.of(table, slot, nbytes), element)
+        is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
+        key = table, slot, nbytes, element, is_relative
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = _state_codec(
+                self._state_width(table, slot, nbytes), element, is_relative
+            )
+        return chosen
+
+    def _state_width(self, table: str, slot: str, nbytes: int) -> int | str:
+        width = self._state.of(table, slot, nbytes)
+        if width == LOSSLESS and nbytes >= LOSSLESS_BELOW_BYTES and self._auto_widths:
+            return self._fineness.state_bits
+        return width
 
 
-def _state_codec(width: int | str, element: str) -> RowCodec:
+def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
     """The codec of state of a width, lossless where the element type can't be quantized."""
     if width == LOSSLESS or element not in QUANTIZABLE:
         return LosslessRows()
-    return FloatingRows(MANTISSAS[width]) if isinstance(width, str) else CeilingRows(width)
+    return FloatingRows(MANTISSAS[width], is_relative) if isinstance(width, str) else CeilingRows(width)

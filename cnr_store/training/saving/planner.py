@@ -9,7 +9,8 @@ import numpy as np
 
 from cnr_store.format.grid import Counts
 from cnr_store.format.record import Record
-from cnr_store.policies.past import Since
+from cnr_store.policies.delta_bytes import DeltaBytes
+from cnr_store.policies.past import SINCE, Since
 from cnr_store.policies.policy import Decision, Offer, decide
 from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray, checked
@@ -49,7 +50,7 @@ class Planner:
         self._costs = options.costs
         self._staging = Staging(options.snapshot_bytes)
         self._tally = tally
-        self._code_cache = CodeCache()
+        self._code_cache, self._delta_bytes = CodeCache(), DeltaBytes()
 
     @property
     def lineage(self) -> Lineage:
@@ -102,7 +103,10 @@ class Planner:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
             foreseen = self._past, record, self._following(self._past, record, dirty)
-        self._code_cache.commit(record.id, foreseen[2][0].steps_of(record))
+        self._code_cache.commit(record.id, foreseen[2][0].grids_of(record))
+        self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
+        if self._tally.world == 1:  # ranks of a job are not told the sizes of single arrays
+            self._codecs.note_deltas(record)
         self._past = foreseen[2]
 
     def _following(self, past: _Past, record: Record, dirty: Bitmaps) -> _Past:
@@ -120,10 +124,7 @@ class Planner:
         """Count the rows that the next version may have to hold; every rank counts at once."""
         if full or self._policy == "full" or self.lineage.past is None:
             return Changed({})
-        choices: dict[str, tuple[Since, ...]] = {
-            "auto": ("baseline", "previous"),
-            "consecutive": ("previous",),
-        }
+        choices: dict[str, tuple[Since, ...]] = {"auto": SINCE, "consecutive": ("previous",)}
         return Changed(
             {
                 since: self._tally.counts(
@@ -143,18 +144,15 @@ class Planner:
         return replace(decision, bits=bits)
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
-        whole = {array.table.name for array in snapshot.arrays if not self._continues(array)}
-        whole.update(snapshot.unsafe)
-        since_baseline = since_previous = float(snapshot.dense_bytes)
+        unknown = (each.table.name for each in snapshot.arrays if not self._continues(each))
+        whole = {*snapshot.unsafe, *unknown}
+        sums = dict.fromkeys(SINCE, float(snapshot.dense_bytes))
         for array in snapshot.arrays:
-            table = array.table
-            rows = (table.rows, table.rows)
-            if table.name not in whole and self._has_whole(table):
-                rows = changed.rows("baseline", table.name), changed.rows("previous", table.name)
-            row_bytes = self._row_bytes(array)
-            since_baseline += row_bytes * rows[0]
-            since_previous += row_bytes * rows[1]
-        return Offer(round(since_baseline), round(since_previous))
+            table, is_whole = array.table, array.table.name in whole or not self._has_whole(array.table)
+            for since in SINCE:
+                rows = table.rows if is_whole else changed.rows(since, table.name)
+                sums[since] += self._row_bytes(array) * rows
+        return Offer(*(round(self._delta_bytes.share(since) * sums[since]) for since in SINCE))
 
     def explain(
         self,
@@ -199,6 +197,7 @@ class Planner:
         policy = asdict(decision)
         if reasons:
             policy["whole"] = summary(reasons)
+        policy |= self._codecs.explain_auto()
         return Plan(
             step=pending.step,
             previous=lineage.version,

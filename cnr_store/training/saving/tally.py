@@ -43,6 +43,11 @@ class Tally:
         self._tables = tables
         self.placements: Mapping[str, Placement] = {}
 
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._group.world
+
     def join(self, flags: dict[str, Bitmap]) -> None:
         """Flag on each rank the rows that it has in common with others and that one of them flagged.
 

@@ -30,6 +30,8 @@ _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(t
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+# Each lookup asks these: by their names here they are found sooner than through modules.
+_is_compiling, _is_grad_enabled, _INT64 = torch.compiler.is_compiling, torch.is_grad_enabled, torch.int64
 
 _modules: weakref.WeakValueDictionary[int, Lookup] = weakref.WeakValueDictionary()
 
@@ -85,13 +87,12 @@ class _BeforeLookup(_TableHook):
 
 
 class _AfterLookup(_TableHook):
-    __slots__ = ("_checks_before", "_has_own_rows", "_hooks", "_module", "_order")
+    __slots__ = ("_checks_before", "_hooks", "_module", "_order")
 
     def __init__(self, module: Lookup, tracker: TableTracker, hooks: ExitStack) -> None:
         super().__init__(tracker)
         self._module, self._hooks = module, hooks
         self._checks_before = False
-        self._has_own_rows = not isinstance(tracker.table, DTensorTable)
         # The operator in compiled code claims to change this tensor, so that it is kept, and in its place.
         self._order = torch.zeros(1, dtype=torch.uint8, device="cpu")
         _modules[id(module)] = module
@@ -104,7 +105,7 @@ class _AfterLookup(_TableHook):
     def __call__(
         self, module: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], _output: object
     ) -> None:
-        if not torch.compiler.is_compiling() and args and self._mark_plain(module, args[0]):
+        if not _is_compiling() and args and self._mark_plain(module, args[0]):
             return
         renorms = module.max_norm is not None
         if not (renorms or torch.is_grad_enabled()):
@@ -126,20 +127,20 @@ class _AfterLookup(_TableHook):
     def _mark_plain(self, module: Lookup, ids: object) -> bool:
         """Flag rows in the way that nearly all lookups go; False, and not all may be flagged, if this is another one.
 
-        A model has many tables and each step looks up rows of all, so nothing is called that need not be.
+        A model has many tables and each step looks up rows of all, so nothing is called that need not be, and no object
+        is looked at that need not be: after a step, all of them are out of the processor's caches.
         """
         tracker = self._tracker
-        bits = tracker.bits
+        place = tracker.place or tracker.find_place()
         if (
-            type(ids) is torch.Tensor
-            and bits.host is not None
-            and ids.dtype is torch.int64
+            place is not None
+            and type(ids) is torch.Tensor
+            and ids.dtype is _INT64
             and module.max_norm is None
-            and self._has_own_rows
             and type(module).forward in _FORWARDS
             and "forward" not in module.__dict__
-            and module._parameters.get("weight") is tracker.table.parameter
-            and torch.is_grad_enabled()
+            and module._parameters.get("weight") is place[0]
+            and _is_grad_enabled()
             and not _is_tracing()
             and ids.is_cpu
             and ids.is_contiguous()
@@ -148,7 +149,7 @@ class _AfterLookup(_TableHook):
                 address, count = ids.data_ptr(), ids.numel()
             except RuntimeError:  # torch's, for a tensor without values
                 return False
-            return address != 0 and mark_at(bits.host[1], bits.rows, address, count) < 0
+            return address != 0 and mark_at(place[1], place[2], address, count) < 0
         return False
 
     def flag(self, module: Lookup, ids: torch.Tensor | None, renorms: bool = False) -> None:

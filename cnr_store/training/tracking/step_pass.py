@@ -6,10 +6,9 @@ for each of them would take longer than their lookups, so that loops over all of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,11 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
-    is_noop_step,
     max_version_bumps,
-    may_miss_its_rows,
     may_move_untouched_rows,
     written_slots,
 )
-from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
+from cnr_store.training.tracking.table_tracker import TableTracker
 from cnr_store.training.tracking.version_counter import Counters
 
 Stepped = list[tuple[int, TableTracker]]
@@ -36,6 +33,11 @@ Stepped = list[tuple[int, TableTracker]]
 _TensorBase: Any = torch._C.TensorBase
 _gradient_of, _version_of = _TensorBase.grad.__get__, _TensorBase._version.__get__
 _pointer_of, _strides_of, _storage_of = _TensorBase.data_ptr, _TensorBase.stride, _TensorBase.untyped_storage
+_layout_of, _nbytes_of, _is_cpu = (
+    getattr(_TensorBase, name).__get__ for name in ("layout", "nbytes", "is_cpu")
+)
+_is_contiguous, _size_of, _is_negated = _TensorBase.is_contiguous, _TensorBase.numel, _TensorBase.is_neg
+_indices_of, _sparse_dims_of = _TensorBase._indices, _TensorBase.sparse_dim
 _shape_of, _known_version, _cdata = attrgetter("shape"), attrgetter("version"), attrgetter("_cdata")
 _WORD_BYTES = 4  # of the kernel for dense gradients
 
@@ -194,66 +196,99 @@ class StepPass:
 
     def _elsewhere(self, tensors: Sequence[Any]) -> set[int]:
         """The tables that have other memory than was known, or another shape."""
-        left = self._differing(list(map(_shape_of, self._parameters)), self._shapes)
-        left |= self._differing(list(map(_pointer_of, tensors)), self._pointers)
-        left |= self._differing(list(map(_cdata, map(_storage_of, tensors))), self._storages)
-        return left | self._differing(list(map(_strides_of, tensors)), self._strides)
+        looks: tuple[tuple[Callable[[], Iterator[object]], Sequence[object]], ...] = (
+            (lambda: map(_shape_of, self._parameters), self._shapes),
+            (lambda: map(_pointer_of, tensors), self._pointers),
+            (lambda: map(_cdata, map(_storage_of, tensors)), self._storages),
+            (lambda: map(_strides_of, tensors), self._strides),
+        )
+        left: set[int] = set()
+        for look, known in looks:
+            # Thousands of tuples at once would wake the garbage collector at each step.
+            if any(map(ne, look(), known)):
+                left |= self._differing(list(look()), known)
+        return left
 
     def _differing(self, now: Sequence[object], known: Sequence[object]) -> set[int]:
         """The tables of those tensors that differ."""
         if now == known:
             return set()
-        return {
-            table
-            for one, other, table in zip(now, known, self._of_tensors.tolist(), strict=False)
-            if one != other
-        }
+        each = zip(now, known, self._of_tensors.tolist(), strict=False)
+        return {table for one, other, table in each if one != other}
 
     def _flag(self, optimizer: Optimizer, changed: npt.NDArray[np.bool_], left: set[int]) -> None:
         """Flag the rows of each table with a gradient but those in `left`, which gets those that need a closer look."""
-        # Flat, because thousands of tuples would wake the garbage collector at each step.
-        dense: list[int] = []
-        sparse: list[int] = []
-        kept = []  # while its address is in use
+        gradients, tables = [], []
         for table, gradient in enumerate(map(_gradient_of, self._parameters)):
             if gradient is None:
                 if changed[table]:
                     left.add(table)
                 continue
-            if table in left or type(gradient) is not torch.Tensor or not gradient.is_cpu:
-                left.add(table)
-            elif gradient.layout is torch.strided:
-                address = gradient.data_ptr()
-                if (
-                    gradient.nbytes == self._nbytes[table]
-                    and not address % _WORD_BYTES
-                    and gradient.is_contiguous()
-                    and not gradient.is_neg()  # in memory, its -0.0 is a 0.0
-                ):
-                    dense += table, address
-                else:
-                    left.add(table)
-            elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
-                ids = gradient._indices()
-                if ids.is_contiguous():
-                    kept.append(ids)
-                    sparse += table, ids.data_ptr(), ids.numel()
-                else:
-                    left.add(table)
-            else:
-                left.add(table)
             if not self._noted[table]:
                 self._trackers[table].note_step(optimizer)
                 self._noted[table] = True
+            if table not in left:
+                gradients.append(gradient)
+                tables.append(table)
+        if gradients and not self._flag_alike(tables, gradients, left):
+            self._flag_each(tables, gradients, left)
+
+    def _flag_alike(self, tables: Sequence[int], gradients: Sequence[Any], left: set[int]) -> bool:
+        """`_flag_each` where all are of one kind, without code for each; False, and nothing is done, elsewhere."""
+        if set(map(type, gradients)) != {torch.Tensor} or not all(map(_is_cpu, gradients)):
+            return False
+        layouts = set(map(_layout_of, gradients))
+        if layouts == {torch.strided}:
+            addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
+            is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
+            is_plain = is_plain and not any(map(_is_negated, gradients))  # in memory, their -0.0 is a 0.0
+            if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
+                return False
+            self._mark_dense(tables, addresses)
+            return True
+        if layouts != {torch.sparse_coo} or set(map(_sparse_dims_of, gradients)) != {1}:
+            return False
+        ids = list(map(_indices_of, gradients))  # kept while their addresses are in use
+        counts = np.fromiter(map(_size_of, ids), np.int64, len(ids))
+        if not counts.all() or not all(map(_is_contiguous, ids)):
+            return False
+        self._mark_sparse(tables, np.fromiter(map(_pointer_of, ids), np.int64, len(ids)), counts, left)
+        return True
+
+    def _flag_each(self, tables: Sequence[int], gradients: Sequence[Any], left: set[int]) -> None:
+        # Flat, because thousands of tuples would wake the garbage collector at each step.
+        dense: list[int] = []
+        sparse: list[int] = []
+        kept = []  # while its address is in use
+        for table, gradient in zip(tables, gradients, strict=True):
+            if type(gradient) is torch.Tensor and gradient.is_cpu:
+                if gradient.layout is torch.strided:
+                    address, is_whole = gradient.data_ptr(), gradient.nbytes == self._nbytes[table]
+                    is_plain = gradient.is_contiguous() and not gradient.is_neg()
+                    if is_whole and is_plain and not address % _WORD_BYTES:
+                        dense += table, address
+                        continue
+                elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
+                    ids = gradient._indices()
+                    if ids.is_contiguous():
+                        kept.append(ids)
+                        sparse += table, ids.data_ptr(), ids.numel()
+                        continue
+            left.add(table)
         if dense:
-            tables, addresses = np.array(dense, np.int64).reshape(-1, 2).T.copy()
-            bitmap.mark_nonzero_of_tables(
-                self._bitmaps[tables], self._rows[tables], addresses, self._row_words[tables]
-            )
+            self._mark_dense(*np.array(dense, np.int64).reshape(-1, 2).T.copy())
         if sparse:
-            tables, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
-            if bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts):
-                left.update(tables[counts < 0].tolist())
+            marked, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
+            self._mark_sparse(marked, addresses, counts, left)
+
+    def _mark_dense(self, tables: Any, addresses: Any) -> None:
+        bitmap.mark_nonzero_of_tables(
+            self._bitmaps[tables], self._rows[tables], addresses, self._row_words[tables]
+        )
+
+    def _mark_sparse(self, tables: Any, addresses: Any, counts: Any, left: set[int]) -> None:
+        if bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts):
+            left.update(np.asarray(tables)[counts < 0].tolist())
 
     @property
     def _all(self) -> Stepped:
@@ -284,43 +319,3 @@ def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted
         max_version_bumps(optimizer, position, trusted) != 1
         or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
     )
-
-
-def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes, has_closure: bool = False) -> None:
-    """Flag the rows that a step had gradients for, table by table.
-
-    A class of the caller's may have changed a table uncounted, and removed the gradient: its own or its closure's.
-    """
-    is_trusted = type(optimizer) in trusted
-    judged: tuple[int, torch.dtype] | None = None
-    reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
-    for position, tracker in stepped:
-        parameter = tracker.table.parameter
-        gradient = parameter.grad
-        changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
-        may_have_had = tracker.had_gradient or (is_trusted and has_closure and parameter.requires_grad)
-        if gradient is None and not changes and not may_have_had:
-            continue
-        if judged != (position, parameter.dtype):  # tables of a group share its settings
-            judged = position, parameter.dtype
-            reason = may_move_untouched_rows(optimizer, *judged, trusted)
-            max_changes = max_version_bumps(optimizer, position, trusted)
-        if gradient is None and not changes and reason is None and not is_trusted:
-            continue  # a hook removed the gradient before the update
-        tracker.note_step(optimizer)
-        if reason is not None:
-            tracker.make_whole(reason)
-        elif (
-            tracker.resized
-            or gradient is None
-            or changes > max_changes
-            or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
-            or may_miss_its_rows(optimizer, position, parameter, gradient)
-        ):
-            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
-            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
-        else:
-            tracker.mark_gradient(gradient)
-        # Last: were this interrupted, the changes would still need an explanation.
-        tracker.acknowledge()
-        tracker.acknowledge_slots(optimizer)

@@ -1,10 +1,11 @@
-"""Which tables an optimizer steps, or changes through other tensors over their memory.
+"""Which tables an optimizer steps, or changes through other tensors over their memory, and what a step did to them.
 
 Not every step searches through all parameters.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +16,17 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.memory import overlapping
-from cnr_store.training.tracking.optimizer_rules import unsound_sums
+from cnr_store.training.tracking.optimizer_rules import (
+    Classes,
+    is_noop_step,
+    max_version_bumps,
+    may_miss_its_rows,
+    may_move_untouched_rows,
+    unsound_sums,
+    written_slots,
+)
 from cnr_store.training.tracking.step_pass import StepPass, Stepped
-from cnr_store.training.tracking.table_tracker import TableTracker
+from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
 _Address = tuple[int, tuple[int, ...], tuple[int, ...]] | None
 """Where a tensor's memory begins, its shape and its strides; None for one without a single memory."""
@@ -124,6 +133,12 @@ class SteppedTables:
         self._found.clear()
         self._passes.clear()
 
+    def forget_all(self) -> None:
+        """`forget`, and `doubt` all tables."""
+        self.forget()
+        self._looked_at.clear()
+        self._sound.clear()
+
     @contextmanager
     def renewed(self, whole: Iterable[TableTracker]) -> Iterator[None]:
         """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay.
@@ -184,3 +199,43 @@ def _addresses(parameters: Iterable[torch.Tensor]) -> list[_Address]:
         (each.data_ptr(), each.shape, each.stride()) if each.layout is torch.strided else None
         for each in parameters
     ]
+
+
+def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes, has_closure: bool = False) -> None:
+    """Flag the rows that a step had gradients for, table by table.
+
+    A class of the caller's may have changed a table uncounted, and removed the gradient: its own or its closure's.
+    """
+    is_trusted = type(optimizer) in trusted
+    judged: tuple[int, torch.dtype] | None = None
+    reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
+    for position, tracker in stepped:
+        parameter = tracker.table.parameter
+        gradient = parameter.grad
+        changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
+        may_have_had = tracker.had_gradient or (is_trusted and has_closure and parameter.requires_grad)
+        if gradient is None and not changes and not may_have_had:
+            continue
+        if judged != (position, parameter.dtype):  # tables of a group share its settings
+            judged = position, parameter.dtype
+            reason = may_move_untouched_rows(optimizer, *judged, trusted)
+            max_changes = max_version_bumps(optimizer, position, trusted)
+        if gradient is None and not changes and reason is None and not is_trusted:
+            continue  # a hook removed the gradient before the update
+        tracker.note_step(optimizer)
+        if reason is not None:
+            tracker.make_whole(reason)
+        elif (
+            tracker.resized
+            or gradient is None
+            or changes > max_changes
+            or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
+            or may_miss_its_rows(optimizer, position, parameter, gradient)
+        ):
+            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
+            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
+        else:
+            tracker.mark_gradient(gradient)
+        # Last: were this interrupted, the changes would still need an explanation.
+        tracker.acknowledge()
+        tracker.acknowledge_slots(optimizer)

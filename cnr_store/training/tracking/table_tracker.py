@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.tables import DTensorTable, SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import (
@@ -30,6 +31,10 @@ _OTHER_PROCESSES = (
     "it, or what an optimizer keeps for its rows, is in memory shared with other processes, whose lookups and steps "
     "are not seen here"
 )
+
+
+Place = tuple[nn.Parameter, int, int, Bitmap]
+"""A parameter, the address and rows of its bitmap for `mark_at`, and the bitmap, so that its memory is kept."""
 
 
 class TableTracker:
@@ -51,6 +56,8 @@ class TableTracker:
         Rows flagged in this interval.
     carried_over
         Rows flagged before this interval: looked up in the last one, or given back by a failed save.
+    place
+        What `find_place` found in this interval; None if it is to be called.
     had_gradient
         Whether the parameter had a gradient before the last step.
     has_optimizer
@@ -71,6 +78,7 @@ class TableTracker:
         "carried_over",
         "had_gradient",
         "has_optimizer",
+        "place",
         "table",
         "whole",
     )
@@ -79,6 +87,7 @@ class TableTracker:
         self.table = table
         self._optimizers = list(optimizers)
         self.has_optimizer = self.had_gradient = False
+        self.place: Place | None = None
         self.bits = RowBits(table.local_rows, table.parameter.device)
         self._counter = counter_of(table.parameter)
         self._slot_counters = {
@@ -98,14 +107,26 @@ class TableTracker:
         The table may have got another size or device since.
         """
         rows, device = self.table.local_rows, self.table.parameter.device
+        self.place = None  # before its memory is taken
         flagged = full_bitmap(rows) if self.resized else self.bits.take()
         # Before the bits: were this interrupted, the table would still count as resized.
         self._carries = True
         self.carried_over = flagged if carry_over else empty_bitmap(rows)
         if (self.bits.rows, self.bits.device) != (rows, device):
             self.bits = RowBits(rows, device)
+        self.place = None  # again: a lookup on another thread may have found it meanwhile
         self._begin()
         self.acknowledge_all()
+
+    def find_place(self) -> Place | None:
+        """Where lookups by int64 ids in host memory flag rows; None if the table is no plain one there."""
+        host = self.bits.host
+        if host is None or isinstance(self.table, DTensorTable):
+            return None
+        found = self.place = self.table.parameter, host[1], self.bits.rows, host[0]
+        if self.bits.host is not host:  # taken meanwhile, on another thread
+            self.place = None
+        return found
 
     def begin_next(self) -> None:
         """`begin_interval` of a table that has its size, its device and its counters, and no change to acknowledge."""

@@ -36,8 +36,7 @@ from cnr_store.training.tracking.optimizer_rules import (
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
-from cnr_store.training.tracking.step_pass import settle_step
-from cnr_store.training.tracking.stepped_tables import SteppedTables
+from cnr_store.training.tracking.stepped_tables import SteppedTables, settle_step
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
 log = logging.getLogger("cnr_store")
@@ -203,6 +202,10 @@ class Tracker:
 
         Each reason is logged once for a table, in one warning for all tables.
         """
+        return self._judge()[0]
+
+    def _judge(self) -> tuple[dict[str, str], set[int]]:
+        """`whole_reasons`, and by id the trackers without a change that is not acknowledged, as far as passes tell."""
         self.adopt_replaced()
         self._find_owners()
         self._sharded.check()
@@ -215,7 +218,7 @@ class Tracker:
                 reasons[name] = reason
         if self.logs:
             self.warn(reasons)
-        return reasons
+        return reasons, unchanged
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Log why tables are saved whole, each reason once."""
@@ -271,11 +274,10 @@ class Tracker:
         By table name, the packed bitmap of the rows that may have changed; every bit is set for a table that must be
         saved whole.
         """
-        whole = self.whole_reasons()
+        whole, unchanged = self._judge()
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
             with self._stepped.renewed(self._trackers[name] for name in whole):
                 for tracker in self._trackers.values():
                     if id(tracker) in unchanged and tracker.has_optimizer:
@@ -305,8 +307,7 @@ class Tracker:
         `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
         """
         self.adopt_replaced()
-        self._stepped.forget()
-        self._stepped.doubt(self._trackers.values())
+        self._stepped.forget_all()
         for tracker in self._trackers.values():
             tracker.begin_interval()
         self._sharded.acknowledge()

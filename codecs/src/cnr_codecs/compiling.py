@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from cnr_codecs.compressed import Followed
-from cnr_codecs.elements import ELEMENTS, array_dtype, element_named
+from cnr_codecs.elements import ELEMENTS, array_dtype, element_named, round_to_bfloat16
 from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
+from cnr_codecs.payload.coded import has_floating_codes
 from cnr_codecs.payload.decode import decode_into
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.pending import Pending
@@ -20,6 +22,7 @@ from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
 _ROWS = 2
+_APART = (1, 40)
 
 
 def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLOAT16) -> Iterator[None]:
@@ -61,11 +64,17 @@ def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
     """
     # Two rows of varied values run every kernel that full tables will run.
     rows = np.linspace(-1, 1, _ROWS * dim, dtype=array_dtype(element)).reshape(_ROWS, dim)
+    rows = round_to_bfloat16(rows) if element == "bfloat16" else rows
     payload = codec.encode_rows(rows, None, _ROWS, element=element)
     yield
     _decode(payload, element, dim)
     yield
     own = codec.codec if isinstance(codec, Followed) else codec
+    if isinstance(own, LatticeRows | FloatingRows):
+        # Rows that lie apart: the row set is one of gaps.
+        apart = codec.encode_rows(rows, np.array(_APART), _APART[-1] + 1, element=element)
+        decode_into(parse(apart), rows.copy(), np.ones(_ROWS, np.uint8))
+        yield
     if isinstance(own, LatticeRows) and own.relative:
         _compile_relative(own, rows, element)
         yield
@@ -85,6 +94,8 @@ def compile_all() -> Iterator[None]:
     for element in (element.name for element in ELEMENTS if element.quantizable):
         for parameters in (ParameterType.FLOAT16, ParameterType.FLOAT32):
             yield from compile_decoding(element, parameters)
+        yield from compile_encoding(KMeansRows(2), 16, element)
+        yield from compile_encoding(LatticeRows(), 16, element)
     schemes = (
         UniformRows(bits=4),
         UniformRows(bits=8),
@@ -93,8 +104,11 @@ def compile_all() -> Iterator[None]:
     )
     codecs: list[tuple[RowCodec, int]] = [(codec, 16) for codec in schemes]
     # Few values of a row are clustered exactly, many by iteration.
-    for codec, dim in (*codecs, (KMeansRows(2), 16), (KMeansRows(2), 4096)):
+    codecs += [(KMeansRows(2, exact=True), 16), (KMeansRows(2), 4096), (LatticeRows(relative=True), 16)]
+    for codec, dim in codecs:
         yield from compile_encoding(codec, dim, "float32")
+    for kind in filter(has_floating_codes, ELEMENTS):
+        yield from compile_encoding(FloatingRows(3), 16, kind.name)
 
 
 def _decode(payload: bytes, element: str, dim: int) -> None:

@@ -15,12 +15,14 @@ from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kmeans.kmeans import GROUPS, KMeansRows
+from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.payload import head_bytes
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
 
 WIDTHS = range(1, 9)
+RMS_STEPS = (0.35, 0.2, 0.1, 0.05)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> lis
     rows
         (n, dim) of float32 or float16, n at least 1. A sample of a table is enough: time and memory grow with n.
     codecs
-        The codecs, in the order of the reports. By default every scheme at every width of 1 to 8 bits.
+        The codecs, in the order of the reports. By default every scheme at every width of 1 to 8 bits, and the
+        lattice at four steps.
 
     Raises
     ------
@@ -75,9 +78,10 @@ def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> lis
 
 
 def all_codecs() -> list[RowCodec]:
-    """Return every scheme at every width, uniform schemes first."""
+    """Return every scheme at every width, uniform schemes first, and the lattice at four steps."""
     uniform: list[RowCodec] = [UniformRows(scheme, bits) for scheme in SCHEMES for bits in WIDTHS]
-    return [*uniform, *(KMeansRows(bits, group) for group in GROUPS for bits in WIDTHS)]
+    kmeans = (KMeansRows(bits, group) for group in GROUPS for bits in WIDTHS)
+    return [*uniform, *kmeans, *map(LatticeRows, RMS_STEPS)]
 
 
 def l2_errors(rows: Rows, decoded: Rows) -> npt.NDArray[np.float64]:

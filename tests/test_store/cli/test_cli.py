@@ -91,7 +91,7 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     assert all(0 < seconds < 600 for seconds in stalled)
     assert listed == [
         each
-        | {"pinned": False, "folded": False, "fold_bytes": None, "removed": False}
+        | {"pinned": False, "pin_reasons": [], "folded": False, "fold_bytes": None, "removed": False}
         | {"lost_base": None, "damaged": None, "tags": [], "chain": 1 + number}
         | {"table_rows": 1000, "full_bytes": 4 * (2 * 1000 * 16 + 17)}
         for number, each in enumerate(expected)

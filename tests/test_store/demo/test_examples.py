@@ -30,6 +30,32 @@ def example(name: str) -> ModuleType:
     return module
 
 
+RUN_CELLS = """
+import ast, json, sys
+
+names = {}
+for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
+    if cell["cell_type"] == "code":
+        assert cell["outputs"] == [] and cell["execution_count"] is None, "commit the notebook without outputs"
+        tree = ast.parse("".join(cell["source"]))
+        shown = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"cell {number}", "exec"), names)
+        if shown is not None:
+            value = eval(compile(ast.Expression(shown.value), f"cell {number}", "eval"), names)
+            print(number, value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+print("state_dict", sorted(names["values"]), "norm", float(names["norms"].mean()) > 0)
+"""
+"""Runs a notebook as Jupyter would: cell by cell, and shows what a cell ends with."""
+
+
+def test_the_notebook_reads_a_store_in_every_way(tmp_path: Path) -> None:
+    notebook = EXAMPLES / "read_from_anywhere.ipynb"
+    command = [sys.executable, "-W", "error", "-c", RUN_CELLS, str(notebook)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("state_dict ['users.weight'] norm True\n")
+
+
 def test_plain_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
     url, main = str(tmp_path / "store"), example("plain_torch").main
     assert main(url, 30) == 0

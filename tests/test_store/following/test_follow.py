@@ -301,6 +301,57 @@ def test_bytes_read_follow_the_delta_and_not_the_table(tmp_path: Path) -> None:
     assert read[320_000] < 320_000 * DIM / 20
 
 
+RELATIVE: Any = {"id": "cnr_lattice", "rms_step": 0.2, "relative": True}
+
+
+def train_relative(model: Model, checkpointer: Checkpointer, random: np.random.Generator) -> VersionInfo:
+    """Move one user of a hundred a little."""
+    rows = np.flatnonzero(random.random(len(model.users.weight)) < 0.01)
+    with torch.no_grad():
+        model.users.weight[rows] += 0.1 * torch.randn(len(rows), DIM)
+    checkpointer.touch("users", rows)
+    return checkpointer.save(1).result()
+
+
+@pytest.mark.parametrize("new_call", [False, True], ids=["one iterator", "a call for each version"])
+def test_codes_seen_before_are_not_read_again(tmp_path: Path, new_call: bool) -> None:
+    """Rows relative to eight versions cost the bytes of the newest one."""
+    model, random, counting = Model(rows=60_000), np.random.default_rng(0), Counting(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", codec={"users": RELATIVE}) as saving:
+        saving.save(0).result()
+        updates = cnr_store.follow(counting)
+        update = next(updates)
+        found = {block.name: block.values.copy() for block in update.blocks()}
+        shares = []
+        for _ in range(8):
+            info, before = train_relative(model, saving, random), counting.nbytes
+            update = next(cnr_store.follow(counting, update) if new_call else updates)
+            for name, rows, values in update.blocks():
+                if rows is not None:
+                    found[name][rows] = values
+            shares.append((counting.nbytes - before) / info.bytes)
+            assert found["users.weight"].tobytes() == cnr_store.state_dict(tmp_path)["users.weight"].tobytes()
+    assert max(shares) < 1.2
+
+
+def test_codes_that_are_not_right_are_read_again(tmp_path: Path) -> None:
+    model, random = Model(), np.random.default_rng(0)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", codec={"users": RELATIVE}) as saving:
+        saving.save(0).result()
+        updates = cnr_store.follow(tmp_path)
+        list(next(updates).blocks())
+        for _ in range(2):
+            train_relative(model, saving, random)
+            update = next(updates)
+            update._seen._tables["tables/users/weight"]._codes[::3, 1] += 1
+            expected = cnr_store.state_dict(tmp_path)["users.weight"]
+            for name, rows, values in update.blocks():
+                if name == "users.weight":
+                    np.testing.assert_array_equal(values, expected[rows])
+
+
 # Deleted while it is read, or damaged
 
 

@@ -23,6 +23,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 from tests.nightly import NIGHT, sample
 from tests.s3_server import S3Server
+from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support import folding_process
 from tests.test_store.support.faults import fault_at, forget, to_strike
 from tests.test_store.support.fork_server import ForkServer
@@ -46,7 +47,7 @@ class Two(nn.Module):
 def stored() -> tuple[Objects, Arrays]:
     """The objects of a store whose newest version leans on others, and what that version reads as."""
     url, model = f"memory://{uuid.uuid4().hex}", Two()
-    options: dict[str, Any] = {"policy": "consecutive", "bits": {"item": 4}, "rng": False}
+    options: dict[str, Any] = {"policy": "consecutive", "codec": {"item": RELATIVE}, "rng": False}
     with Checkpointer(url, model, None, **options) as checkpointer:
         for step in range(4):
             with torch.no_grad():

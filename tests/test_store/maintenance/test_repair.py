@@ -22,6 +22,7 @@ from cnr_store import (
     OptionError,
     SupersededError,
 )
+from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support.damaged_store import (
     DAMAGES,
     SLOT,
@@ -38,7 +39,8 @@ POLICIES = ("consecutive", "intermittent", "one-shot")
 
 @pytest.fixture(scope="module", params=POLICIES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedStore:
-    return SavedStore(tmp_path_factory.mktemp("saved") / "store", request.param, bits=4)
+    options: Any = {"codec": RELATIVE} if request.param == "consecutive" else {"bits": 4}
+    return SavedStore(tmp_path_factory.mktemp("saved") / "store", request.param, **options)
 
 
 @pytest.fixture(scope="module")

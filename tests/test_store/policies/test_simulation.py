@@ -136,6 +136,17 @@ def test_more_restores_make_shorter_chains() -> None:
     assert longest[-1] == 2
 
 
+def test_rows_of_deltas_may_take_fewer_bytes() -> None:
+    trace = Trace.of_growth(1000, [0.1], saves=4)
+    options: dict[str, Any] = {"row_bytes": 10, "fixed_bytes": 500, "max_chain": 2}
+    saves = simulate(trace, "consecutive", delta_row_bytes=2, **options)
+    assert [save.bytes for save in saves] == [10_500, 700, 700, 700]
+    assert [save.fold_bytes for save in saves] == [0, 0, 10_000, 0]
+    assert simulate(trace, **options) == simulate(trace, delta_row_bytes=10, **options)
+    with pytest.raises(OptionError, match="delta_row_bytes=-1"):
+        simulate(trace, delta_row_bytes=-1)
+
+
 def test_folds_of_consecutive_deltas_are_written_and_kept() -> None:
     trace = Trace.of_growth(1000, [0.1], saves=7)
     saves = simulate(trace, "consecutive", row_bytes=10, fixed_bytes=500, max_chain=3)

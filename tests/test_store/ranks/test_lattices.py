@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
+from cnr_store.policies import lattices
 from cnr_store.ranks.placement import Piece
 from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support.spread_model import Cut, TableKind, draw_cut
@@ -103,6 +106,90 @@ def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
         np.testing.assert_array_equal(found[4][key], values)
     assert counts[1][0] == counts[4][0] == 0
     assert all(0 < many <= one for one, many in zip(counts[1][1:], counts[4][1:], strict=True))
+
+
+def test_one_rank_with_other_codes_writes_its_rows_absolute(
+    quick: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec: dict[str, Any] = {"id": "cnr_lattice", "step": 0.1875, "relative": True}
+    kind, random = KINDS[0], np.random.default_rng(5)
+    cuts, url = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 3)}, str(Path(quick) / "store")
+    counts = []
+    with ThreadJob(url, 3, [kind], cuts, codec=codec, policy="consecutive") as job:
+        truth = job.new_truth(random)
+        job.fill(truth)
+        for step in range(1, 6):
+            job.save(step)
+            counts.append(count_relative(url, cnr_store.versions(url)[-1].id))
+            ids = np.flatnonzero(random.random(kind.rows) < 0.2)
+            truth = changed(truth, kind.name, ids, random, job)
+            job.change(kind.name, ids, truth, np.random.default_rng(0))
+            if step == 4:
+                (known,) = job.checkpointers[1]._saves.planner._code_cache._known.values()
+                known.codes[:, 1] += 1
+        found = job.found()
+    assert 0 < counts[4] < counts[3]
+    assert sum("has other codes" in each.getMessage() for each in caplog.records) == 1
+    assert not cnr_store.verify(url, deep=True).problems
+    stored = cnr_store.state_dict(url, 5)
+    (name,) = (name for name, values in stored.items() if values.shape == (kind.rows, kind.dim))
+    unchanged = np.setdiff1d(np.arange(kind.rows), ids)
+    assert np.abs(stored[name] - found[kind.name, ""])[unchanged].max() <= codec["step"] / 2
+
+
+@pytest.mark.parametrize("columns", [(0,), (0, 4)])
+def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int, ...]) -> None:
+    """Else large rows on three ranks would make the step larger than what one process finds."""
+    kind = KINDS[0]
+    spans = [(left, right - left) for left, right in pairwise((*columns, kind.dim))]
+    bands = [(0, 1000, (0,)), (1000, kind.rows - 1000, (1, 2, 3))]
+    pieces = [
+        Piece(first, rows, *span, rank) for first, rows, ranks in bands for span in spans for rank in ranks
+    ]
+    cut, steps = Cut(columns, tuple(pieces)), {}
+    for world in (1, 4):
+        url = str(Path(quick) / str(world))
+        cuts = {kind.name: cut if world == 4 else cut.alone(kind.rows, kind.dim)}
+        codec = {"id": "cnr_lattice", "rms_step": RMS_STEP}
+        with ThreadJob(url, world, [kind], cuts, codec=codec) as job:
+            truth = job.new_truth(np.random.default_rng(1))
+            truth[kind.name, ""][1000:] *= 8
+            job.fill(truth)
+            job.save(1)
+        (version,) = cnr_store.versions(url)
+        arrays = Catalog(open_backend(url)).record(version.id).arrays
+        (entry,) = (each for each in arrays.values() if each.shape == (kind.rows, kind.dim))
+        steps[world] = (entry.codec or {})["step"]
+    assert steps[1] == steps[4]
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "auto"])
+def test_ranks_choose_alike(quick: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a process that knows the sizes of all arrays judges its deltas; ranks stay on the lattice."""
+    monkeypatch.setattr(lattices, "TRIAL_ROWS", 50)
+    random, codec = np.random.default_rng(7), {"id": "auto", "fast_restore": False}
+    expected = {"failures_per_node_hour": 1.0, "nodes": 1, "hours": 1}
+    cuts = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 4) for kind in KINDS}
+    options: dict[str, Any] = {"codec": codec, "expected_restores": expected, "policy": policy}
+    with ThreadJob(quick, 4, KINDS, cuts, **options) as job:
+        truth = job.new_truth(random)
+        job.fill(truth)
+        job.save(1)
+        for step in range(2, 7):
+            for kind in KINDS:
+                ids = np.flatnonzero(random.random(kind.rows) < 0.05)
+                truth = changed(truth, kind.name, ids, random, job)
+                job.change(kind.name, ids, truth, np.random.default_rng(0))
+            job.save(step)
+            chosen = job.each(lambda rank: _chosen(job, rank))
+            assert all(each == chosen[0] for each in chosen), chosen
+    assert {each["id"] for each in chosen[0]} == {"cnr_lattice"}
+    assert not cnr_store.verify(quick, deep=True).problems
+
+
+def _chosen(job: ThreadJob, rank: int) -> list[dict[str, Any]]:
+    codecs = job.checkpointers[rank]._options.codecs  # records tell of rank 0's choice alone
+    return [codecs.codec_for(f"ebc.embedding_bags.{kind.name}", 1 << 20).get_config() for kind in KINDS]
 
 
 def _bands(edges: list[int], dim: int, world: int) -> Cut:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import cnr_store
+from cnr_codecs import LosslessRows
+from tests.test_store.chains.test_relative import RELATIVE
 
 
 class Model(nn.Module):
@@ -28,10 +30,14 @@ def _by_path(found: list[cnr_store.ArrayDiff]) -> dict[str, cnr_store.ArrayDiff]
     return {each.path: each for each in found}
 
 
-@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive"])
-def test_changed_rows_are_counted_bit_for_bit(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(policy, {"bits": 32}) for policy in ("full", "one-shot", "consecutive")]
+    + [("consecutive", {"codec": {"user": RELATIVE, "*": LosslessRows()}})],
+)
+def test_changed_rows_are_counted_bit_for_bit(tmp_path: Path, policy: str, options: dict[str, Any]) -> None:
     model, url = Model(), str(tmp_path / "store")
-    with cnr_store.Checkpointer(url, model, policy=policy, bits=32) as ckpt, torch.no_grad():
+    with cnr_store.Checkpointer(url, model, policy=policy, **options) as ckpt, torch.no_grad():
         ckpt.save(1).result()
         for step, rows in ((2, [3, 4, 2999]), (3, [4, 7])):
             model.user.weight[rows] += step

@@ -22,6 +22,7 @@ from zarr.core.metadata import ArrayV3Metadata
 
 import cnr_store
 from cnr_backends import StorageError, StorageFullError
+from cnr_codecs import LatticeRows, LosslessRows, UniformRows
 from cnr_store import Checkpointer, CorruptionError, EmptyStoreError, OptionError
 from cnr_store.chains import array_reader
 from cnr_store.format import arrays
@@ -54,14 +55,19 @@ class Model(nn.Module):
 
 @pytest.fixture(params=["one piece", "many pieces"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store whose newest version is a delta of quantized rows."""
+    """A store whose newest version is a delta of quantized rows; in many pieces, of relative ones."""
+    users = (
+        LatticeRows(rms_step=0.05, relative=True) if request.param == "many pieces" else UniformRows(bits=4)
+    )
     if request.param == "many pieces":
         monkeypatch.setattr(array_reader, "REGION_BYTES", 2000)
         monkeypatch.setattr(arrays, "MAX_DENSE_CHUNK_BYTES", 1000)
     torch.manual_seed(0)
     model = Model()
     place = tmp_path / "store"
-    with Checkpointer(place, model, bits={"users": 4, "items": 8, "tags": 32}) as checkpointer:
+    with Checkpointer(
+        place, model, codec={"users": users, "items": UniformRows(bits=8), "tags": LosslessRows()}
+    ) as checkpointer:
         checkpointer.save(1).result()
         for table in (model.users, model.items, model.tags):
             table(torch.arange(20).reshape(2, 10))

@@ -19,6 +19,7 @@ from cnr_store import Checkpointer, CheckpointError, OptionError, ReadOnlyError,
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.filesystem import CnrFileSystem
 from cnr_store.reading.overlay import Overlay
+from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support.filled_store import FilledStore
 
 # fsspec's suite
@@ -110,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Module()
     model.t = nn.Embedding(700, 8)
     model.top = nn.Linear(4, 2)
-    with Checkpointer(place, model, policy="consecutive", bits=4) as checkpointer:
+    with Checkpointer(place, model, policy="consecutive", codec={"t": RELATIVE}) as checkpointer:
         for step in (10, 20, 30):
             with torch.no_grad():
                 model.get_parameter("t.weight")[step] += 1

@@ -26,6 +26,7 @@ from cnr_backends import open_backend
 from cnr_store import Checkpointer, ReadOnlyError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.reading.overlay import Overlay
+from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support.filled_store import FilledStore
 
 ROWS, DIM = 5000, 6
@@ -44,10 +45,10 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a baseline and two deltas of a table called c, quantized."""
+    """A store of a baseline and two deltas of a table called c, which are relative."""
     place = tmp_path_factory.mktemp("overlay")
     model = Model()
-    with Checkpointer(place, model, policy="consecutive", bits=4) as checkpointer:
+    with Checkpointer(place, model, policy="consecutive", codec={"c": RELATIVE}) as checkpointer:
         for step in range(3):
             with torch.no_grad():
                 model.c.weight[step * 7 :: 97] += 1

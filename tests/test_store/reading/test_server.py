@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import http.client
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +20,9 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer
+from cnr_store.reading.index_page import MAX_ARRAYS, index_page
 from cnr_store.reading.server import app, serving
+from tests.test_store.chains.test_relative import RELATIVE
 
 
 class Model(nn.Module):
@@ -32,7 +37,7 @@ def _make(folder: Path, steps: int) -> None:
     model = Model()
     weight = model.tables["t/u"].weight
     assert isinstance(weight, nn.Parameter)
-    with Checkpointer(folder, model, policy="consecutive", bits=4) as checkpointer:
+    with Checkpointer(folder, model, policy="consecutive", codec={"tables.t/u": RELATIVE}) as checkpointer:
         for step in range(steps):
             with torch.no_grad():
                 weight[step] += 1
@@ -108,16 +113,58 @@ def test_every_object_of_the_overlay_is_served_and_nothing_else(folder: Path, po
             "application/json" if is_json else "application/octet-stream"
         )
     for path in (
-        "/",
         "/tables",
         "/tables/",
         "/zarr.json/",
         "//zarr.json",
         "/c/0",
         "/versions/zarr.json",
-        "/?a",
     ):
         assert ask(port, path).status == 404
+
+
+EVIL = "<script>alert(1)</script>"
+
+
+def test_the_root_is_a_page_whose_links_lead_to_the_metadata(tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {EVIL: nn.Embedding(5000, 4), "a b": nn.Embedding(50, 4), "100%": nn.Embedding(5, 4)}
+    )
+    cnr_store.save(tmp_path, model, step=7)
+    overlay = cnr_store.view(tmp_path)
+    with _served(tmp_path) as port:
+        found = ask(port, "/", Origin="https://viewer.example")
+        page = found.body.decode()
+        assert (found.status, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert found.headers["access-control-allow-origin"] == "*"
+        assert found.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "step 7" in page
+        assert "5,000 × 4" in page
+        assert "<script" not in page
+        assert html.escape(f"{EVIL}/weight") in page
+        links = re.findall(r'href="\./([^"]+)"', page)
+        documents = [ask(port, f"/{link}") for link in links]
+        assert sorted(each.body for each in documents) == sorted(
+            overlay.document(f"tables/{name}/weight")
+            for name in ("%3Cscript%3Ealert%281%29%3C%2Fscript%3E", "a%20b", "100%25")
+        )
+        head = ask(port, "/", "HEAD")
+        assert (head.status, head.body, head.headers["content-length"]) == (200, b"", str(len(found.body)))
+        again = ask(port, "/", If_None_Match=found.headers["etag"])
+        assert (again.status, again.body) == (304, b"")
+        assert ask(port, "/", "POST").status == 405
+        assert ask(port, "/?a").body == found.body
+
+
+def test_the_page_of_many_arrays_is_bounded() -> None:
+    node = {"node_type": "array", "shape": [1, 2], "data_type": "float32"}
+    root = {
+        "attributes": {"cnr_version": {"id": "x", "step": 1}},
+        "consolidated_metadata": {"metadata": {f"tables/{at}/weight": node for at in range(5000)}},
+    }
+    page = index_page(json.dumps(root).encode()).decode()
+    assert page.count("<tr>") == MAX_ARRAYS + 1
+    assert "3,000 more arrays" in page
 
 
 def test_a_name_may_be_put_into_a_url_without_encoding_it_once_more(

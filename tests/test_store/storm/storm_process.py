@@ -31,15 +31,18 @@ from torch import nn
 
 import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
 import cnr_store
-from cnr_codecs import LosslessRows, decode_into, parse
+from cnr_codecs import LatticeRows, LosslessRows, Pending, decode_into, parse
 from cnr_store import Checkpointer, EmptyStoreError, SaveError, SupersededError, VersionNotFoundError
 from tests.test_store.support.fork_server import answer, commands
-from tests.test_store.support.lasting_store import DIM, ROWS, change, make_model
+from tests.test_store.support.lasting_store import DIM, ROWS, change, make_model, weight
 
 Job = dict[str, Any]
 LOAD_ATTEMPTS = 20
 COMMON = 50
 """Rows that most changes fall on, so that deltas stay small."""
+STEP = 0.125
+RELATIVE = LatticeRows(step=STEP, relative=True)
+"""It keeps every value: they are multiples of its step."""
 
 
 def digest(model: nn.Module) -> str:
@@ -63,10 +66,11 @@ def train(job: Job) -> None:
     """Load the newest version and save until somebody else takes over."""
     draw, journal = random.Random(job["seed"]), Journal(Path(job["side"]))
     model = make_model(job["seed"])
+    weight(model).div_(STEP).round_().mul_(STEP).add_(0)  # no step has the sign of a zero
     checkpointer = Checkpointer(
         job["url"],
         model,
-        bits=32,
+        **({"codec": RELATIVE} if draw.random() < 0.6 else {"bits": 32}),
         policy=job["policy"],
         keep_last=job["keep_last"],
         max_chain=job["max_chain"],
@@ -169,6 +173,12 @@ def warm_up() -> None:
     for offsets in (None, np.arange(4)):
         payload = parse(LosslessRows().encode_rows(rows, offsets, 8, element="float32"))
         decode_into(payload, np.empty((8, DIM), np.float32), np.ones(8, np.uint8))
+    need, pending = np.ones(4, np.uint8), Pending(4, DIM)
+    for known in (np.ones(4, bool), np.zeros(4, bool)):
+        data, _, _ = RELATIVE.encode_over(
+            rows, None, 4, np.zeros((4, DIM), np.int8), known, element="float32"
+        )
+        decode_into(parse(data), np.empty((4, DIM), np.float32), need, 0, pending)
 
 
 def main() -> None:

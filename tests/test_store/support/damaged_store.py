@@ -52,10 +52,11 @@ def train(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
 class SavedStore:
     """Five versions under one policy, and the values of each."""
 
-    def __init__(self, folder: Path, policy: str, bits: int = 32, versions: int = 5) -> None:
+    def __init__(self, folder: Path, policy: str, bits: int = 32, versions: int = 5, **options: Any) -> None:
         self.folder = folder
         model, optimizer = new_job()
-        with Checkpointer(folder, model, optimizer, policy=policy, bits=bits) as checkpointer:
+        options = options or {"bits": bits}
+        with Checkpointer(folder, model, optimizer, policy=policy, **options) as checkpointer:
             self.ids = []
             for step in range(versions):
                 train(model, optimizer, step)

@@ -79,17 +79,22 @@ class Follower:
 
 
 class ModelFollower:
-    """A model that takes updates by `apply`, and is compared with one that loads."""
+    """A model that takes updates by `apply`, and is compared with one that loads. It keeps the codes that it saw."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.model, _ = make_model("sgd", seed=999)
-        self.since: str | None = None
+        self.last: Update | None = None
+
+    @property
+    def since(self) -> str | None:
+        """The version that it holds."""
+        return None if self.last is None else self.last.version.id
 
     def catch_up(self) -> None:
-        for update in cnr_store.follow(self.backend, self.since):
+        for update in cnr_store.follow(self.backend, self.last):
             update.apply(self.model)
-            self.since = update.version.id
+            self.last = update
             check_model(self.backend, self.model, update.version.id)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
-from cnr_codecs import LatticeRows, LosslessRows, RowCodec, UniformRows, decode_into, parse
+from cnr_codecs import FloatingRows, LatticeRows, LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, versions
 from cnr_store.training.tracking import bitmap
 from tests.test_store.support.fork_server import fork_jobs
@@ -27,7 +27,7 @@ from tests.test_store.support.fork_server import fork_jobs
 TABLES = {"user": (4096, 24), "item": (3000, 16), "ad": (2048, 32)}
 LOOKUPS = 48
 RELATIVE = 1
-"""Stands for the bits of a lattice whose deltas are relative."""
+"""Stands for the bits of a lattice whose deltas are relative, as is the state beside them."""
 
 
 class Job(TypedDict):
@@ -75,11 +75,18 @@ def codec_of(bits: int) -> RowCodec:
     return LosslessRows() if bits == 32 else UniformRows(bits=bits)
 
 
+def state_codec_of(bits: int) -> RowCodec:
+    return FloatingRows(3) if bits == RELATIVE else LosslessRows()
+
+
 def train(job: Job) -> None:
     """Resume, then train and save without end."""
     model, optimizer = make_training(job["seed"])
     codec = codec_of(job["bits"])
-    checkpointer = Checkpointer(job["url"], model, optimizer, policy=job["policy"], codec=codec)
+    state_bits = "m3" if job["bits"] == RELATIVE else 32
+    checkpointer = Checkpointer(
+        job["url"], model, optimizer, policy=job["policy"], codec=codec, state_bits=state_bits
+    )
     step = 0
     if versions(job["url"]):
         restored = checkpointer.load()

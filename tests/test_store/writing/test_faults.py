@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -13,6 +13,7 @@ import cnr_store
 from cnr_backends import Backend, ObjectExistsError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import Checkpointer, SupersededError
+from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.support.faults import Spoil, forget
 from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import objects
@@ -34,9 +35,19 @@ def memory() -> Iterator[str]:
         yield url
 
 
+@dataclass
+class ReadSpoil(Spoil):
+    """A fault that a save survives where it reads the parents of relative rows back: these are then not relative."""
+
+    @property
+    def fatal(self) -> bool:
+        is_read_back = self.operation.startswith("get") and self.key.startswith("versions/")
+        return super().fatal and not is_read_back
+
+
 def prepared(root: str, save: str, reads: bool = False, workers: int = 1) -> Job:
-    """A job in a new store whose next save, of few objects, is the one that is asked for."""
-    setting = replace(SETTING, workers=workers)
+    """A job in a new store whose next save, of few objects, is the one that is asked for; deltas are relative."""
+    setting = replace(SETTING, workers=workers, bits="relative" if save == "delta" else SETTING.bits)
     job = Job(open_backend(f"{root}/{uuid.uuid4().hex}"), "sgd", setting, reads=reads)
     job.train(FIRST)
     if save != "first save":
@@ -103,6 +114,22 @@ def test_fault_at_every_read(memory: str, kind: Fault) -> None:
         job = prepared(memory, "first save after a load", reads=True)
         assert job.save(spoil=Spoil(number, kind)) is None
         finish(job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_at_every_read_of_a_relative_delta(memory: str, kind: Fault) -> None:
+    names = operations(memory, "delta", reads=True)
+    survived = 0
+    for number in (number for number, name in enumerate(names) if name not in ("put", "create")):
+        job = prepared(memory, "delta", reads=True)
+        spoil = ReadSpoil(number, kind)
+        info = job.save(spoil=spoil)
+        assert (info is None) == spoil.fatal
+        if info:
+            survived += 1
+            assert count_relative(job.backend.url, info.id) == 0
+        finish(job)
+    assert survived > 3
 
 
 def test_lost_answer_to_the_commit_is_a_success(root: str) -> None:
@@ -184,7 +211,7 @@ def test_commit_between_the_look_and_the_newer_claim_is_whole(root: str) -> None
 
     job.weather.change(hold_commit)
     rows, other = row_state(job.model, job.optimizers), other_state(job.model, job.optimizers)
-    attempt = job.expected.attempt(2, rows, other, SETTING.policy, SETTING.bits, False)
+    attempt = job.expected.attempt(2, rows, other, job.setting.policy, job.setting.bits, False)
     pending = job.checkpointer.save(2)
     assert reached.wait(WAIT_SECONDS)
     newer = Writer(job.backend)

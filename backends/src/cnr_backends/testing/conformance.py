@@ -91,6 +91,29 @@ class BackendConformance(StoreConformance):
         backend.put("name", b"short")
         assert backend.get("name") == b"short"
 
+    def test_a_put_that_was_begun_is_finished_by_another_thread(self, backend: Backend) -> None:
+        backend.put("folder/name", b"older")
+        begun = [backend.begin_put(key, [b"ne", b"w"]) for key in ("folder/name", "other/name")]
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(list, begun)) == [[], []]
+        assert backend.get("folder/name") == backend.get("other/name") == b"new"
+
+    def test_what_is_prepared_is_no_object(self, backend: Backend) -> None:
+        backend.prepare("folder/name")
+        backend.prepare("")  # a failure is no error
+        assert list(backend.list_keys("")) == []
+        backend.put("folder/name", b"new")
+        backend.prepare("folder/name")
+        assert backend.get("folder/name") == b"new"
+
+    def test_a_put_that_is_closed_before_its_end_leaves_the_object(self, backend: Backend) -> None:
+        backend.put("folder/name", b"older")
+        for key in ("folder/name", "other/name"):
+            backend.begin_put(key, b"new").close()
+        assert dict(backend.list_keys("")) == {"folder/name": 5}
+        with pytest.raises(KeyNameError):
+            backend.begin_put("", b"new")
+
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_but_proper_keys_are_kept_as_they_are(self, backend: Backend, key: str) -> None:
         backend.put(key, b"value")

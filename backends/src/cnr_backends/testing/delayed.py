@@ -43,6 +43,9 @@ class DelayedBackend(Backend):
     def shrink_reserve(self) -> bool:
         return self.inner.shrink_reserve()
 
+    def prepare(self, key: str) -> None:
+        self.inner.prepare(key)
+
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
 

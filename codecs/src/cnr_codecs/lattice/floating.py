@@ -14,7 +14,14 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating
-from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_MANTISSA, code_range, has_floating_codes
+from cnr_codecs.lattice.lattice import Codes, Mask, segments_over
+from cnr_codecs.payload.coded import (
+    MANTISSA_BITS,
+    MAX_MANTISSA,
+    NARROW_DIM,
+    code_range,
+    has_floating_codes,
+)
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.protocol import Offsets, Rows
@@ -39,16 +46,21 @@ class FloatingRows:
     ----------
     mantissa_bits
         Bits of the mantissa that are kept, 1 to 7.
+    relative
+        As of `LatticeRows`.
 
     Raises
     ------
     CodecConfigError
-        It is out of range.
+        An option is out of range.
     """
 
     mantissa_bits: int = DEFAULT_MANTISSA_BITS
+    relative: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.relative) is not bool:
+            raise CodecConfigError(f"relative must be true or false, got {self.relative!r}")
         if type(self.mantissa_bits) is not int or not 1 <= self.mantissa_bits <= MAX_MANTISSA:
             raise CodecConfigError(
                 f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, got {self.mantissa_bits!r}"
@@ -56,10 +68,11 @@ class FloatingRows:
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration that `row_codec` takes."""
-        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits}
+        relative = {"relative": True} if self.relative else {}
+        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits, **relative}
 
     def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`."""
+        """Return the entry of a Zarr v3 array's `codecs`, which has no relative rows."""
         return {"name": "cnr.floating", "configuration": {"mantissa_bits": self.mantissa_bits}}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
@@ -74,6 +87,40 @@ class FloatingRows:
         kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
         segments = self._segments(values, offsets, rows, kind) if len(values) else []
         return build(rows, values.shape[1], kind, segments, seal)
+
+    def encode_over(
+        self,
+        values: Rows,
+        offsets: Offsets | None,
+        rows: int,
+        parent: npt.NDArray[np.signedinteger[Any]],
+        known: Mask,
+        *,
+        element: str,
+        seal: int = 0,
+    ) -> tuple[bytes, Codes, Mask]:
+        """Return the payload of a chunk whose rows are relative to older ones; see `LatticeRows.encode_over`.
+
+        Rows whose codes differ more from the older ones than among themselves are not relative: as differences they
+        would take more bytes.
+
+        Parameters
+        ----------
+        values, offsets, rows, parent, known, element, seal
+            As there. The codes of parents are those of the same grid.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as there.
+        """
+        kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
+        held, raw = floating_codes(values, self.mantissa_bits, kind.name)
+        grid, near = (self.mantissa_bits, 0.0), known & ~raw
+        if near.any() and parent.shape == values.shape:
+            near[near] = _are_near(held[near[~raw]], parent[near])
+        segments, codes = segments_over(values, offsets, rows, parent, near, held, raw, kind, grid)
+        return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 
     def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
         codes, raw = floating_codes(values, self.mantissa_bits, element.name)
@@ -119,6 +166,17 @@ def floating_codes(
     least, most = code_range(mantissa, element)
     held = quantize_floating(flat, dim, sign, shift, bias, least, most, codes.reshape(-1), raw)
     return codes[:held], raw.view(np.bool_)
+
+
+def _are_near(codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]) -> Mask:
+    """Return which rows differ from their parents by less than from the centers that they are else coded from."""
+    sizes, counts = np.abs(codes.astype(np.int32)), np.count_nonzero(codes, axis=1, keepdims=True)
+    totals = sizes.sum(axis=1, keepdims=True)
+    if codes.shape[1] <= NARROW_DIM:  # several rows have one center
+        totals, counts = totals.sum(keepdims=True), counts.sum(keepdims=True)
+    apart = np.where(codes, np.abs(sizes - totals / np.maximum(counts, 1)), 0).sum(axis=1)
+    near: Mask = np.abs(codes.astype(np.int32) - parent).sum(axis=1) <= apart
+    return near
 
 
 def _floating_element(name: str) -> Element:

@@ -146,22 +146,8 @@ class LatticeRows:
         if self.step is None:
             raise RowsError("rows can be relative to others on a known step only: give one by with_step")
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        if parent.shape != values.shape or known.shape != values.shape[:1]:
-            raise RowsError(
-                f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
-            )
         held, raw = _quantize(values, self.step, kind)
-        codes = held
-        if len(held) < len(raw):
-            codes = np.zeros(values.shape, np.int16)
-            codes[~raw] = held
-        segments = []
-        for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
-            if chosen.any():
-                base = parent[chosen] if is_relative else None
-                segments.append(_segment(codes[chosen], offsets[chosen], rows, self.step, base))
-        if raw.any():
-            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), kind))
+        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, self.step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 
     def with_step(self, step: float) -> LatticeRows:
@@ -198,7 +184,9 @@ class LatticeRows:
         codes, raw = _quantize(values, step, element)
         segments = []
         if len(codes):
-            segments.append(_segment(codes, offsets if len(codes) == len(raw) else offsets[~raw], rows, step))
+            segments.append(
+                _segment(codes, offsets if len(codes) == len(raw) else offsets[~raw], rows, (0, step))
+            )
         if len(codes) < len(raw):
             segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
         return segments
@@ -220,19 +208,67 @@ def _quantize(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]
     return codes[:held], raw.view(np.bool_)
 
 
+def segments_over(
+    values: Rows,
+    offsets: Offsets,
+    rows: int,
+    parent: npt.NDArray[np.signedinteger[Any]],
+    known: Mask,
+    held: Codes,
+    raw: Mask,
+    element: Element,
+    grid: tuple[int, float],
+) -> tuple[list[Segment], Codes]:
+    """Return the segments of `encode_over`, and the codes of all rows, 0 for those without.
+
+    Parameters
+    ----------
+    values, offsets, rows, parent, known
+        As for `encode_over`.
+    held, raw
+        The codes of the rows that have any, and which have none.
+    element
+        The element type.
+    grid
+        The bits of a floating grid and 0; or 0 and the step.
+
+    Raises
+    ------
+    RowsError
+        `parent` or `known` does not fit the rows.
+    """
+    if parent.shape != values.shape or known.shape != values.shape[:1]:
+        raise RowsError(
+            f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
+        )
+    codes = held
+    if len(held) < len(raw):
+        codes = np.zeros(values.shape, np.int16)
+        codes[~raw] = held
+    segments = []
+    for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
+        if chosen.any():
+            base = parent[chosen] if is_relative else None
+            segments.append(_segment(codes[chosen], offsets[chosen], rows, grid, base))
+    if raw.any():
+        segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
+    return segments, codes
+
+
 def _segment(
     codes: Codes,
     offsets: Offsets,
     rows: int,
-    step: float,
+    grid: tuple[int, float],
     parent: npt.NDArray[np.signedinteger[Any]] | None = None,
 ) -> Segment:
     """Return the segment of rows of these codes, relative to those of the same rows in `parent` if there is one."""
-    row_set, grid = RowSet.of(offsets, rows, gaps=True), np.full((1, 1), step, np.float32)
-    kinds = 0, ParameterType.FLOAT32, row_set, grid
+    mantissa, step = grid
+    row_set, parameters = RowSet.of(offsets, rows, gaps=True), np.full((1, 1), step, np.float32)
+    kinds = mantissa, ParameterType.FLOAT32, row_set, parameters
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
-    coded = CodedRows.encode(codes, differences=codes.astype(np.int32) - parent)
+    coded = CodedRows.encode(codes, mantissa, codes.astype(np.int32) - parent)
     return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
 
 

@@ -40,7 +40,7 @@ def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
         flat.flags.writeable = False
         total, finite = float(sum_squares(flat)), flat.size
         if not math.isfinite(total):
-            rows = np.isfinite(block).all(axis=1)
+            rows = np.asarray(np.isfinite(block).all(axis=1))
             held = np.where(rows[:, None], block, np.float32(0)).reshape(-1)
             held.flags.writeable = False
             total, finite = float(sum_squares(held)), int(rows.sum()) * block.shape[1]

@@ -107,7 +107,7 @@ class CodedRows:
     check
         crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with.
     grid
-        The floating grid of the codes. None: they are multiples of a step.
+        The floating grid of the codes. None: they are multiples of a step, or differences.
     """
 
     lines: CodedLines
@@ -131,7 +131,7 @@ class CodedRows:
         for first in range(0, flat.size, _CHECKED_CODES):
             check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
         line = line_rows * codes.shape[1]
-        if mantissa == 0:
+        if mantissa == 0 or differences is not None:
             stored = flat if differences is None else differences.reshape(-1)
             return cls(CodedLines.encode(stored, line), line_rows, check)
         grid, symbols = FloatingGrid.center(flat, line, mantissa)

@@ -296,8 +296,6 @@ def _validate_entry(
         raise _unknown(header, f"{where}: scheme {scheme}")
     if row_set_kind is None or (older and row_set_kind is RowSetKind.GAPS):
         raise _unknown(header, f"{where}: row-set kind {kind}")
-    if known is Scheme.RELATIVE and 1 <= bits <= MAX_MANTISSA:
-        raise _unknown(header, f"{where}: a floating grid of {bits} bits")
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
     return known, bits, _parameter_type(known, bits, parameter, header.element, where), row_set_kind, count
@@ -327,7 +325,7 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
         least, most = 0, MAX_MANTISSA
     if not least <= bits <= most:
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
-    floating = scheme is Scheme.LATTICE and bits > 0
+    floating = scheme in CODED and bits > 0
     if quantized and not (has_floating_codes(element) if floating else element.quantizable):
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {scheme.name}")
     return kind

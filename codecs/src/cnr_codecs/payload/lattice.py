@@ -40,13 +40,15 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     PayloadError
         The codes are damaged, or pending rows can't be added to them. Rows may have been written nevertheless.
     """
-    step = np.float32(segment.parameters[0, 0])
+    grid, width = np.float32(segment.grid), payload.dim
     blocks, written = _Blocks(segment.coded_rows(), MAX_CODE), 0
     for codes, first, rows in _runs(segment, blocks, payload.dim, target.need, target.first_row):
         if target.pending is not None:
             place = rows, target.first_row, target.need, *target.pending.place()
-            most = settle_rows(codes, first, payload.dim, step, *place)
-            target.pending.check_settled(most, float(step))
+            most = settle_rows(codes, first, width, grid, *place)
+            target.pending.check_settled(most, segment.grid)
+            if segment.bits and most > 0:
+                target.pending.check_floating(codes[first : first + len(rows) * width], segment.bits)
         written += _place(payload, segment, codes, first, rows, target)
     blocks.prove()
     return written
@@ -66,14 +68,14 @@ def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int,
         The differences are damaged, or a row is pending on another step. Rows may have been added nevertheless.
     """
     assert segment.coded is not None
-    step = np.float32(segment.parameters[0, 0])
+    grid = np.float32(segment.grid)
     if payload.dim != pending.sums.shape[1]:
         raise PayloadError("it has rows relative to older ones, and not all of their columns")
     pending.expect(segment, need, first_row)
     blocks = _Blocks(segment.coded, MAX_DIFFERENCE)
     for codes, first, rows in _runs(segment, blocks, payload.dim, need, first_row):
-        if add_rows(codes, first, payload.dim, step, rows, first_row, need, *pending.place()) < 0:
-            pending.check_settled(-1, float(step))
+        if add_rows(codes, first, payload.dim, grid, rows, first_row, need, *pending.place()) < 0:
+            pending.check_settled(-1, segment.grid)
 
 
 def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:

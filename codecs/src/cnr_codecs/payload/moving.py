@@ -150,7 +150,7 @@ def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None)
             taken[place[wanted]] = True
             part = _stored(segment, wanted + (start + int(begin)))
             if pending is not None and segment.scheme is Scheme.LATTICE:
-                _settle(part[0], place[wanted], need, float(segment.parameters[0, 0]), pending)
+                _settle(part[0], place[wanted], need, segment.grid, pending)
             parts.append(part)
     if not parts:
         return None
@@ -161,13 +161,13 @@ def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None)
 
 
 def _settle(
-    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, step: float, pending: Pending
+    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, grid: float, pending: Pending
 ) -> None:
     """Add to the codes of rows, a copy of those stored, what is pending of these."""
     chosen = np.flatnonzero(need[rows] == PENDING)
     if len(chosen):
         held = codes.view(np.int16)
-        held[chosen] = pending.settle(held[chosen], rows[chosen], step)
+        held[chosen] = pending.settle(held[chosen], rows[chosen], grid)
 
 
 def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:

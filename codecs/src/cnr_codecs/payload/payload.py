@@ -76,7 +76,8 @@ class Segment:
     scheme
         How the rows are stored.
     bits
-        Bits of a code, or of a raw value; 0 for absent rows. Lattice: those of the mantissa on a floating grid, else 0.
+        Bits of a code, or of a raw value; 0 for absent rows. Lattice and relative: those of the mantissa on a floating
+        grid, else 0.
     parameter_type
         How the parameters are stored.
     row_set
@@ -112,6 +113,11 @@ class Segment:
     def coded_rows(self) -> CodedRows:
         """Return the codes of a lattice segment, coded if they are not."""
         return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.bits)
+
+    @property
+    def grid(self) -> float:
+        """What tells the grid of a lattice segment from others: the step, or less the bits of a floating grid."""
+        return -self.bits if self.bits else float(self.parameters[0, 0])
 
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return scale and offset of each row, float32 (count,). A code q decodes to scale * q + offset.

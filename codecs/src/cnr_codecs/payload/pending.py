@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
-from cnr_codecs.payload.coded import MAX_CODE, checksum
+from cnr_codecs.payload.coded import MAX_CODE, checksum, code_range
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -37,7 +37,7 @@ class Pending:
     sums
         int32 (rows, columns). They are defined where rows are pending, or were.
     steps
-        float32 (rows,): the step of each of these.
+        float32 (rows,): the `Segment.grid` of each of these, which for most is a step.
     row, column
         Where row 0 and column 0 of the payload that is read now lie.
     where
@@ -105,25 +105,28 @@ class Pending:
         self._proofs.append((self.where, segment.row_set, self.row - first_row, segment.coded.check))
 
     def settle(
-        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], step: float
+        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], grid: float
     ) -> npt.NDArray[np.int16]:
-        """Return the codes (n, dim) of pending rows that a segment of that step has, with their sums added.
+        """Return the codes (n, dim) of pending rows that a segment of that grid has, with their sums added.
 
         Parameters
         ----------
-        codes, step
-            The codes (n, dim) and the step that the segment has.
+        codes, grid
+            The codes (n, dim) and the `Segment.grid` that the segment has.
         rows
             int (n,): where the rows lie, as in `need`.
 
         Raises
         ------
         ParentError
-            A row has another step, or a code is beyond what codes can be.
+            A row has another grid, or a code is none that this one has.
         """
         rows = rows + self.row
         sums = self.sums[rows] + codes
-        self.check_settled(-1 if (self.steps[rows] != step).any() else int(np.abs(sums).max()), step)
+        most = int(np.abs(sums).max(initial=0))
+        self.check_settled(-1 if (self.steps[rows] != np.float32(grid)).any() else most, grid)
+        if grid < 0:
+            self.check_floating(sums, int(-grid))
         self.sums[rows] = sums
         narrow: npt.NDArray[np.int16] = sums.astype(np.int16)
         return narrow
@@ -136,14 +139,15 @@ class Pending:
         ParentError
             One differs.
         """
-        for where, *_ in self.wrong():
-            raise ParentError(
-                f"{where}: the rows that it has relative to older ones do not come out as they were written "
-                "(crc32c differs)"
-            )
+        for where, _, is_right in self.checked():
+            if not is_right:
+                raise ParentError(
+                    f"{where}: the rows that it has relative to older ones do not come out as they were written "
+                    "(crc32c differs)"
+                )
 
-    def wrong(self, left_out: Mask | None = None) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Yield what messages call a payload, and rows, of each relative segment whose checksum differs.
+    def checked(self, left_out: Mask | None = None) -> Iterator[tuple[str, npt.NDArray[np.int64], bool]]:
+        """Yield what messages call a payload, rows, and whether their checksum fits, of segments that were read whole.
 
         Parameters
         ----------
@@ -157,16 +161,16 @@ class Pending:
                 is_read = is_read and (left_out is None or not left_out[rows].any())
                 for first in range(0, len(rows) if is_read else 0, _PROVEN_ROWS):
                     check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
-            if is_read and check != expected:
-                yield where, row_set.offsets() + shift
+            if is_read:
+                yield where, row_set.offsets() + shift, check == expected
 
-    def check_settled(self, most: int, step: float) -> None:
-        """Check the greatest magnitude of codes with what was pending; it is -1 if that has another step.
+    def check_settled(self, most: int, grid: float) -> None:
+        """Check the greatest magnitude of codes with what was pending; it is -1 if that has another grid.
 
         Parameters
         ----------
-        most, step
-            That magnitude, and the step of the codes.
+        most, grid
+            That magnitude, and the `Segment.grid` of the codes.
 
         Raises
         ------
@@ -174,9 +178,31 @@ class Pending:
             It is none that a lattice has.
         """
         if most < 0:
-            raise ParentError(f"{self._relative()} has rows relative to it on another step than {step!r}")
+            own = f"step than {grid!r}" if grid > 0 else f"grid than the floating one of {-grid:g} bits"
+            raise ParentError(f"{self._relative()} has rows relative to it on another {own}")
         if most > MAX_CODE:
             raise ParentError(f"with what {self._relative()} has relative to it, a code is beyond {MAX_CODE}")
+
+    def check_floating(self, codes: npt.NDArray[np.int32], mantissa: int) -> None:
+        """Check that codes with what was pending are those of a floating grid.
+
+        Parameters
+        ----------
+        codes
+            These codes, of any shape.
+        mantissa
+            The bits of the grid.
+
+        Raises
+        ------
+        ParentError
+            One is none.
+        """
+        sizes, (least, most) = np.abs(codes), code_range(mantissa)
+        if ((sizes != 0) & ((sizes < least) | (sizes > most))).any():
+            raise ParentError(
+                f"with what {self._relative()} has relative to it, a code is none of a floating grid of {mantissa} bits"
+            )
 
     def check_none(self, row_set: RowSet, need: Need, first_row: int) -> None:
         """Check that no row of a segment without integers is pending.

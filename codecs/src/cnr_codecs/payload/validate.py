@@ -107,7 +107,10 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     step = np.frombuffer(stored, "<f4", 1).reshape(1, 1)
     flags, line_rows, reserved, check = GRID.unpack_from(stored, 4)
     floor, reserved_too = FLOOR.unpack_from(stored) if entry.bits else (0, 0)
-    signed = flags == SIGNED and entry.bits > 0
+    centered = entry.bits > 0 and entry.scheme is Scheme.LATTICE
+    if entry.bits and not centered:  # differences are near 0 as they are
+        reserved_too |= floor
+    signed = flags == SIGNED and centered
     if reserved or reserved_too or (flags and not signed):
         what = " (row exponents)" if flags == 1 and not reserved else ""
         raise UnsupportedPayloadError(
@@ -116,7 +119,8 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
         )
     grid = None
     if entry.bits:
-        grid, step = FloatingGrid(entry.bits, floor, signed), np.zeros((1, 1), np.float32)
+        grid = FloatingGrid(entry.bits, floor, signed) if centered else None
+        step = np.zeros((1, 1), np.float32)
     elif not valid_step(float(step[0, 0])):
         raise PayloadError(
             f"{where}: the step {float(step[0, 0])!r} is not one of 8 significant bits from 2**-100 to 2**100"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cnr_backends import Backend
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
 from tests.test_store.ranks.support.spread_model import Cut, TableKind
@@ -39,7 +40,7 @@ class SmallJob(ThreadJob):
         What the model holds.
     """
 
-    def __init__(self, url: str, world: int = 2, **options: Any) -> None:
+    def __init__(self, url: str | Sequence[Backend], world: int = 2, **options: Any) -> None:
         cuts = {kind.name: _by_rows(kind, world) for kind in KINDS}
         super().__init__(
             url, world, KINDS, cuts, **{"bits": 32, "policy": "consecutive", "audit": False, **options}

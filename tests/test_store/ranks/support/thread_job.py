@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cnr_backends import Backend
 from cnr_store import Checkpointer
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.training import checkpointer as checkpointer_module
@@ -47,6 +48,8 @@ class ThreadJob:
 
     Parameters
     ----------
+    url
+        Of all ranks, or what each of them has for it.
     cuts
         How each table is cut, by its name.
     timeout_seconds
@@ -57,7 +60,7 @@ class ThreadJob:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[Backend],
         world: int,
         kinds: Sequence[TableKind],
         cuts: Mapping[str, Cut],
@@ -67,10 +70,11 @@ class ThreadJob:
         self.cuts, self.world = cuts, world
         self.kinds = {kind.name: kind for kind in kinds}
         self.models = [SpreadModel(kinds, cuts, rank) for rank in range(world)]
+        urls: Sequence[str | Backend] = [url] * world if isinstance(url, str) else url
         keys = MemoryKeyValue()
         self.groups = [ThreadGroup(keys, rank, world, timeout_seconds) for rank in range(world)]
         self.checkpointers: list[Checkpointer] = self.each(
-            lambda rank: Checkpointer(url, self.models[rank], [], rng=False, **options)
+            lambda rank: Checkpointer(urls[rank], self.models[rank], [], rng=False, **options)
         )
 
     def __enter__(self) -> Self:

@@ -358,7 +358,7 @@ def test_a_sampler_that_draws_for_each_sample(
         torch.manual_seed(3)
         own = random.Random(3)
         sampler = DrawingForEach(None if draws.startswith("global") else own)
-        loader = DataLoader(torch.arange(20), 2, sampler=sampler, num_workers=workers)
+        loader = DataLoader(Ids(20), 2, sampler=sampler, num_workers=workers)
         return TrackedReader(loader), own
 
     def train(own: random.Random) -> None:
@@ -401,7 +401,7 @@ def test_a_generator_that_training_shares_goes_on(
 
     def readers() -> tuple[TrackedReader[torch.Tensor], torch.Generator]:
         generator = torch.Generator().manual_seed(5)
-        samples = torch.arange(20)
+        samples = Ids(20)
         return TrackedReader(DataLoader(samples, 2, sampler=make(samples, generator=generator))), generator
 
     reader, generator = readers()

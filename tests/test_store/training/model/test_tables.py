@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.training.model import tensors
 from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state, load_extra_state
 from cnr_store.training.model.names import clean_name, parameter_names, state_names
 from cnr_store.training.model.tables import find_tables
@@ -320,7 +321,7 @@ def test_views_share_memory() -> None:
         torch.float8_e5m2,
     ],
 )
-@pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (20, 30)])
 def test_dense_tensors_of_any_type_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 3).to(dtype)
     array, name = dense_numpy(tensor)
@@ -341,6 +342,25 @@ def test_dense_arrays_are_copies_of_strided_conjugate_and_read_only_values() -> 
     back.zero_()
     assert array.any()
     assert tensor.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+def test_few_values_are_copied_as_many_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    square = (torch.randn(6, 6) * 3).to(dtype)
+    of_nan = torch.tensor([float("nan"), -0.0]).view(torch.int32).add_(1).view(torch.float32).to(dtype)
+    values = [square, square.t(), square[::2, 1:], square[0, 0], square[:0], square.conj(), of_nan]
+    few = [dense_numpy(each) for each in values]
+    monkeypatch.setattr(tensors, "_FEW", -1)
+    for (ours, name), value in zip(few, values, strict=True):
+        other, other_name = dense_numpy(value)
+        assert (ours.shape, ours.dtype, ours.tobytes(), name) == (
+            other.shape,
+            other.dtype,
+            other.tobytes(),
+            other_name,
+        )
+        assert ours.flags.c_contiguous
+        assert ours.flags.writeable
 
 
 def test_an_element_type_unknown_to_this_torch_is_named() -> None:

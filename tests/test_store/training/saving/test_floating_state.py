@@ -20,9 +20,10 @@ from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout, record_document
-from cnr_store.policies.widths import StateWidths
+from cnr_store.policies.widths import ExpectedRestores, StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
 from tests.test_docs import block
+from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.training.saving.test_state_bits import Model, OneSumARow, slots, train
 
 PATH = "tables/users/sum"
@@ -79,19 +80,38 @@ def test_widths_of_floating_grids() -> None:
     assert set(codecs.values()) == {FloatingRows(5)}
 
 
+def test_the_width_of_a_table_follows_the_restores() -> None:
+    choice = CodecChoice(expected=ExpectedRestores(0.001, 1, 1))
+    widths = []
+    for restores in (0, 9, 0):
+        choice.resolve_auto(restores)
+        codecs = [choice.codec_for("t", 1 << 20) for _ in range(2)]
+        assert codecs[0] == codecs[1]
+        widths.append(codecs[0].get_config()["bits"])
+    assert widths == [2, 8, 2]
+
+
 @pytest.mark.parametrize("wrong", ["m0", "m8", "m", "3", "M3", "m03", {"users": "m9"}])
 def test_wrong_grids(wrong: Any) -> None:
     with pytest.raises(OptionError, match=r"state_bits '.*': use 2, 3, 4, 8, 32 \(lossless\), 'm1', .*'m7'"):
         StateWidths(wrong)
 
 
-@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
-def test_versions_give_back_the_codes(tmp_path: Path, policy: str) -> None:
-    model, optimizer, expected = saved(tmp_path, policy)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(policy, {}) for policy in ("full", "one-shot", "consecutive", "intermittent")]
+    + [(policy, {"bits": "auto", "codec": {"*": RELATIVE}}) for policy in ("consecutive", "one-shot")],
+)
+def test_versions_give_back_the_codes(tmp_path: Path, policy: str, options: dict[str, Any]) -> None:
+    """Of state beside relative rows, too, which is relative."""
+    model, optimizer, expected = saved(tmp_path, policy, **options)
     for version, values in expected.items():
         np.testing.assert_array_equal(held(tmp_path, version), values)
         assert {"floating", "lattice", "rice"} <= requires(tmp_path, version)
-    assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3}
+    relative = {"relative": True} if options else {}
+    assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3, **relative}
+    if options:
+        assert count_relative(str(tmp_path), version, PATH) > 0
     assert not cnr_store.verify(str(tmp_path), deep=True).problems
     names: dict[str, Any] = {}
     exec(compile(block("reader"), "docs/format.md", "exec"), names)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cnr_store
-from cnr_codecs import decode_into, parse
+from cnr_codecs import RowCodec, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
 from tests.nightly import by_day
 from tests.test_store.support import killed_trainer
@@ -29,6 +29,7 @@ from tests.test_store.support.killed_trainer import (
     codec_of,
     make_training,
     state_arrays,
+    state_codec_of,
 )
 from tests.test_store.support.same_arrays import assert_same_arrays
 
@@ -104,10 +105,11 @@ class Oracle:
             else:
                 changed[name] = written | before.changed[name]
                 written = written if self.policy == "consecutive" else changed[name]
-            key = f"model/tables.{name}.weight"
-            arrays[key] = _stored(arrays[key], self.bits)
-            if before is not None:
-                arrays[key][~written] = before.arrays[key][~written]
+            for kind, codec in (("model", codec_of(self.bits)), ("sum", state_codec_of(self.bits))):
+                key = f"{kind}/tables.{name}.weight"
+                arrays[key] = _stored(arrays[key], codec)
+                if before is not None:
+                    arrays[key][~written] = before.arrays[key][~written]
             rows_written += int(written.sum())
         assert info.rows == rows_written, "rows were written that the policy does not ask for, or too few"
         step = int(arrays.pop("step"))
@@ -125,8 +127,7 @@ class Oracle:
         assert_same_arrays(state_arrays(model, optimizer), expected.arrays)
 
 
-def _stored(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
-    codec = codec_of(bits)
+def _stored(values: np.ndarray[Any, Any], codec: RowCodec) -> np.ndarray[Any, Any]:
     payload = parse(codec.encode_rows(values, None, len(values), element="float32"))
     out = np.empty_like(values)
     decode_into(payload, out, np.ones(len(out), np.uint8))

@@ -214,7 +214,7 @@ def test_a_slot_that_another_entry_becomes_in_place_is_watched(tmp_path: Path) -
             checkpointer.save(step).result()
         average = kept["average"]
         average.data = average.data.real.clone()
-        kept["mean"].resize_(ROWS).zero_()
+        kept["mean"].data = torch.zeros(ROWS)
         checkpointer.save(3).result()
         for step in (4, 5):
             job.train(step)

@@ -127,6 +127,41 @@ def test_any_history_flags_what_a_closer_look_at_each_table_flags(
     assert ours == [history(kind, given, seed) for seed in seeds]
 
 
+def train_all(kind: str) -> list[dict[str, list[int]]]:
+    """Rows flagged by each of some steps, which have gradients of all tables, or of the first ones alone."""
+    many, seen = Many(kind, given=True), []
+    for turn in range(6):
+        looked_up = many.tables[:-1] if turn < 3 else many.tables[:turn]
+        many.optimizer.zero_grad()
+        for table in looked_up:
+            table(many.draw(len(table.weight), 3)[None]).float().square().sum().backward()
+        many.swap()  # the lookups
+        many.optimizer.step()
+        seen.append(many.swap()[0])
+    many.tracker.close()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse", "adagrad", "adagrad_sparse"])
+def test_gradients_of_one_kind_flag_what_a_look_at_each_of_them_flags(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike: list[bool] = []
+    real = StepPass._flag_alike
+
+    def flag(self: StepPass, *args: Any) -> bool:
+        alike.append(real(self, *args))
+        return alike[-1]
+
+    monkeypatch.setattr(StepPass, "_flag_alike", flag)
+    ours = train_all(kind)
+    assert all(alike)
+    assert len(alike) >= 4
+    assert any(rows for seen in ours for rows in seen.values())
+    monkeypatch.setattr(StepPass, "_flag_alike", lambda *_: False)
+    assert ours == train_all(kind)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd_sparse", "adagrad", "adagrad_sparse"])
 def test_ordinary_steps_need_no_closer_look(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left = []

@@ -1,0 +1,1 @@
+"""Relative codes on trainings: bytes, losses and reads."""

@@ -1,0 +1,229 @@
+"""The figures of a store that its reports show, from records and names alone: no payload is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.cli.facts import Facts, StoreFacts, codec_text, health, read_store
+from cnr_store.errors import EmptyStoreError
+from cnr_store.format.layout import decode_name
+from cnr_store.format.record import Record
+from cnr_store.policies.whole_tables import describe
+
+MAX_TABLES = 100
+"""Tables with figures of their own, those that take the most bytes."""
+_LONGEST = 300
+"""Characters of a reason."""
+
+
+@dataclass(frozen=True)
+class TableFigures:
+    """What saves did with a table.
+
+    Attributes
+    ----------
+    name, rows, dim, codec
+        The table, its shape and the codec of its rows, in the newest version that has it.
+    bytes
+        Bytes of its rows and of the optimizer state beside them, over all versions.
+    shares
+        By version, the share of its rows that the version holds; None where it has no such table.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    codec: str
+    bytes: int
+    shares: list[float | None]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Versions after one another of which the same was decided, for the same reason.
+
+    Attributes
+    ----------
+    first_step, last_step, versions
+        Which, and how many.
+    kind, policy, reason
+        What they are, and why; of the newest one, if reasons differ in a number alone.
+    width
+        What bits="auto" stood for, and why; empty where no table asked for it.
+    whole
+        Which tables were whole because of what changed of them was unknown, and why; empty if none was.
+    """
+
+    first_step: int
+    last_step: int
+    versions: int
+    kind: str
+    policy: str
+    reason: str
+    width: str
+    whole: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a store.
+
+    Attributes
+    ----------
+    url
+        The store.
+    versions
+        Facts of each version, oldest first. Beside those that `cnr ls` shows: ``saved_seconds``, and ``restore_bytes``,
+        the bytes of all that its restore reads.
+    tables, table_count
+        At most `MAX_TABLES`, those that take the most bytes first; how many there are.
+    decisions
+        Oldest first.
+    errors
+        What is damaged.
+    """
+
+    url: str
+    versions: list[Facts]
+    tables: list[TableFigures]
+    table_count: int
+    decisions: list[Decisions]
+    errors: list[str]
+
+    @property
+    def known(self) -> list[Facts]:
+        """The versions whose records can be read."""
+        return [facts for facts in self.versions if facts["damaged"] is None]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all versions, without folds."""
+        return sum(facts["bytes"] for facts in self.known)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of as many full copies of the model."""
+        return sum(facts["full_bytes"] for facts in self.known)
+
+    @property
+    def restorable(self) -> int:
+        """How many versions can be restored, as far as names and records tell."""
+        return sum(health(facts) == "ok" for facts in self.versions)
+
+    def typical(self, name: str) -> float | None:
+        """The middle one of a figure of all versions."""
+        values = [facts[name] for facts in self.known if facts[name] is not None]
+        return median(values) if values else None
+
+
+def read_figures(catalog: Catalog) -> Figures:
+    """The figures of a store now.
+
+    Raises
+    ------
+    EmptyStoreError
+        There is no store, or no version in it.
+    """
+    found = read_store(catalog)
+    if not found.versions:
+        raise EmptyStoreError(
+            f"{catalog.backend.url} holds no committed version: check the URL, or save one first"
+        )
+    tables, table_count = _tables(found.records)
+    return Figures(
+        catalog.backend.url,
+        list(_versions(found)),
+        tables,
+        table_count,
+        _decisions(found.records),
+        [str(error) for error in found.errors],
+    )
+
+
+def _versions(found: StoreFacts) -> Iterator[Facts]:
+    reads = _restore_bytes(found.records, found.folds)
+    saved = {record.id: record.policy.get("seconds", {}).get("saved") for record in found.records}
+    for facts in found.versions:
+        version = facts["id"]
+        yield {**facts, "saved_seconds": saved.get(version), "restore_bytes": reads.get(version)}
+
+
+def _restore_bytes(records: Iterable[Record], folds: Mapping[str, Record]) -> dict[str, int]:
+    """By version, the bytes of its own objects and of those that its arrays depend on; without those that lack one."""
+    chains: dict[str, dict[str, int]] = {}
+    found = {}
+    for record in records:
+        fold = folds.get(record.id)
+        chains[record.id] = read = {}
+        for path, entry in record.arrays.items():
+            if entry.base is None:
+                read[path] = entry.nbytes
+            elif fold is not None and path in fold.arrays:
+                read[path] = fold.arrays[path].nbytes
+            elif path in chains.get(entry.base, ()):
+                read[path] = chains[entry.base][path] + entry.nbytes
+        if len(read) == len(record.arrays):
+            others = record.nbytes - sum(entry.nbytes for entry in record.arrays.values())
+            found[record.id] = others + sum(read.values())
+    return found
+
+
+def _tables(records: Sequence[Record]) -> tuple[list[TableFigures], int]:
+    """The tables that take the most bytes, and how many tables there are."""
+    nbytes: dict[str, int] = {}
+    newest: dict[str, tuple[Record, str]] = {}
+    for record in records:
+        for path, entry in record.arrays.items():
+            folder, _, name = path.rpartition("/")
+            if entry.kind != "dense":
+                nbytes[folder] = nbytes.get(folder, 0) + entry.nbytes
+                if name == "weight":
+                    newest[folder] = record, path
+    largest = sorted(newest, key=lambda folder: -nbytes[folder])
+    shown = [_table(*newest[folder], nbytes[folder], records) for folder in largest[:MAX_TABLES]]
+    return shown, len(largest)
+
+
+def _table(newest: Record, path: str, nbytes: int, records: Sequence[Record]) -> TableFigures:
+    entry = newest.arrays[path]
+    held = (record.arrays.get(path) for record in records)
+    shares = [None if each is None else each.rows / each.shape[0] if each.shape[0] else 0.0 for each in held]
+    name = decode_name(path.split("/")[-2])
+    rows, dim = (*entry.shape, 1)[:2]
+    return TableFigures(name, rows, dim, codec_text(entry.codec or {}), nbytes, shares)
+
+
+def _decisions(records: Iterable[Record]) -> list[Decisions]:
+    runs: list[tuple[tuple[str, ...], Decisions]] = []
+    for record in records:
+        policy = record.policy
+        told = (
+            record.kind,
+            _text(policy.get("policy")),
+            _text(policy.get("reason")),
+            _width(policy.get("bits")),
+            _text(describe(policy["whole"])) if policy.get("whole") else "",
+        )
+        alike = tuple(re.sub(r"\d+", "0", text) for text in told)
+        first, versions = record.step, 1
+        if runs and runs[-1][0] == alike:
+            before = runs.pop()[1]
+            first, versions = before.first_step, before.versions + 1
+        runs.append((alike, Decisions(first, record.step, versions, *told)))
+    return [run for _, run in runs]
+
+
+def _width(bits: Any) -> str:
+    """The width that "auto" stands for, and the reason."""
+    return f"{_text(bits[0])} bits: {_text(bits[1])}" if isinstance(bits, list) and len(bits) == 2 else ""
+
+
+def _text(value: Any) -> str:
+    """A word of a record that nothing proves, bounded."""
+    text = "" if value is None else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

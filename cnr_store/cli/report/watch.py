@@ -1,0 +1,165 @@
+"""`cnr watch`: the figures of a store, live in the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cnr_backends import BackendError, open_backend
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.cli.facts import health
+from cnr_store.cli.listing import totals_text, versions_table
+from cnr_store.cli.options import StorageOptions, Url, parse_options
+from cnr_store.cli.output import new_table, plain, print_table, say, size_text
+from cnr_store.cli.report.charts import Values, spans
+from cnr_store.cli.report.figures import Figures, read_figures
+from cnr_store.errors import CheckpointError
+
+_BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+_CHART_COLUMNS, _TABLES, _VERSIONS = 40, 5, 10
+_OTHER_LINES = 20
+"""Lines of a terminal that are no versions."""
+
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
+Once = Annotated[bool, typer.Option("--once", help="Look once, print, and end.")]
+
+
+def watch(url: Url, interval: Interval = 5.0, once: Once = False, options: StorageOptions = "{}") -> None:
+    """Show the figures of a store until Ctrl-C: the newest versions, bytes, stalls, changed rows and health.
+
+    Where standard output is no terminal, they are printed again whenever they changed.
+    """
+    catalog, console = Catalog(open_backend(url, **parse_options(options))), Console()
+    figures = read_figures(catalog)
+    if once:
+        _print(figures, console)
+        return
+    with suppress(KeyboardInterrupt):
+        if console.is_terminal:
+            _show(catalog, console, figures, interval)
+        else:
+            _follow(catalog, console, figures, interval)
+
+
+def _show(catalog: Catalog, console: Console, figures: Figures, interval: float) -> None:
+    """Show the figures in place. What can't be read for a while is told beneath the last ones."""
+    with Live(_view(figures, console), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            problem = ""
+            try:
+                figures = read_figures(catalog)
+            except (BackendError, CheckpointError) as error:
+                problem = f"cnr: {error}"
+            live.update(_view(figures, console, problem), refresh=True)
+
+
+def _follow(catalog: Catalog, console: Console, figures: Figures, interval: float) -> None:
+    """Print the figures, and print them again when they changed."""
+    while True:
+        _print(figures, console)
+        before = figures
+        while figures == before:
+            time.sleep(interval)
+            try:
+                figures = read_figures(catalog)
+            except (BackendError, CheckpointError) as error:
+                say(f"cnr: {error}")
+
+
+def _print(figures: Figures, console: Console) -> None:
+    for part in _parts(figures, console, _VERSIONS):
+        if isinstance(part, Table):
+            print_table(part)
+        else:
+            console.print(part, soft_wrap=True)
+
+
+def _view(figures: Figures, console: Console, problem: str = "") -> Group:
+    """What fits into the terminal."""
+    room = max(1, min(_VERSIONS, console.height - _OTHER_LINES))
+    return Group(*_parts(figures, console, room), *([Text(problem, style="red")] if problem else []))
+
+
+def _parts(figures: Figures, console: Console, versions: int) -> list[Text | Table]:
+    """The figures as text and tables, one above the other."""
+    parts: list[Text | Table] = [
+        Text(f"{figures.url}: {totals_text(figures.versions, len(figures.versions))}"),
+        versions_table(figures.versions[-versions:], console),
+    ]
+    if figures.known:
+        parts.append(_charts(figures, console))
+    if figures.tables:
+        parts.append(_changed(figures, console))
+    return [*parts, _health(figures)]
+
+
+def _charts(figures: Figures, console: Console) -> Table:
+    """The figures of saves over all versions."""
+    table = new_table("figure", "trend", "newest", "most")
+    for name, title in (
+        ("bytes", "size"),
+        ("restore_bytes", "restore reads"),
+        ("stalled_seconds", "stall"),
+        ("saved_seconds", "save takes"),
+        ("chain", "chain"),
+    ):
+        values = [facts[name] for facts in figures.known]
+        known = [value for value in values if value is not None]
+        if known:
+            ends = (_value(name, values[-1]), _value(name, max(known)))
+            table.add_row(title, sparkline(values, console), *ends)
+    return table
+
+
+def _value(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("bytes"):
+        return size_text(value)
+    return f"{1000 * value:,.0f} ms" if name.endswith("seconds") else f"{value:,}"
+
+
+def _changed(figures: Figures, console: Console) -> Table:
+    """The share of each table's rows that versions hold."""
+    table = new_table("changed rows", "trend", "newest", "size")
+    for each in figures.tables[:_TABLES]:
+        newest = each.shares[-1]
+        share = "-" if newest is None else f"{100 * newest:.3g} %"
+        table.add_row(Text(plain(each.name)), sparkline(each.shares, console), share, size_text(each.bytes))
+    return table
+
+
+def sparkline(values: Values, console: Console) -> str:
+    """Values as bars of one line, of which each is the highest of some versions, if there are many."""
+    bars = _BARS if console.encoding.startswith("utf") else _ASCII_BARS
+    columns = max(5, min(_CHART_COLUMNS, console.width - 40))
+    top = max((value for value in values if value is not None), default=0) or 1
+    return "".join(_bar([values[at] for at in span], top, bars) for span in spans(len(values), columns))
+
+
+def _bar(values: Sequence[float | None], top: float, bars: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return bars[0]
+    return bars[max(1, round(max(known) / top * (len(bars) - 1)))]
+
+
+def _health(figures: Figures) -> Text:
+    """How many versions can be restored, and what is wrong with the newest of the others."""
+    count = len(figures.versions)
+    text = f"{figures.restorable:,} of {count:,} versions can be restored, as far as names and records tell"
+    wrong = [facts for facts in figures.versions if health(facts) != "ok"]
+    if not (wrong or figures.errors):
+        return Text(text)
+    last = f"; {wrong[-1]['id']}: {health(wrong[-1])}" if wrong else ""
+    errors = "".join(f"\n{error}" for error in figures.errors[:1])
+    return Text(f"{text}{last}; `cnr verify` says more{errors}", style="red")

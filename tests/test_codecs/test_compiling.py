@@ -1,0 +1,89 @@
+"""Once every kernel is compiled, no codec waits for the compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, compile_encoding
+
+_WARM = """
+from cnr_codecs import compile_all
+for _ in compile_all():
+    pass
+"""
+_USE = """
+import numba.core.event as events
+import numpy as np
+from cnr_codecs import *
+from cnr_codecs.elements import round_to_bfloat16
+
+compiled = []
+
+class Listener(events.Listener):
+    def on_start(self, event):
+        compiled.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event):
+        pass
+
+def rows_of(dim, element):
+    values = np.random.default_rng(0).normal(size=(60, dim)).astype(np.float32)
+    return round_to_bfloat16(values) if element == "bfloat16" else values.astype(array_dtype(element))
+
+def decode(data, dim, element, count, pending=None):
+    out = np.zeros((count, dim + 3), array_dtype(element))
+    for place in (np.zeros((count, dim), out.dtype), out[:, 1 : dim + 1]):
+        decode_into(parse(data), place, np.ones(count, np.uint8), 0, pending)
+
+def use(codec, dim, element):
+    values = rows_of(dim, element)
+    for read_only in (False, True):
+        values.flags.writeable = not read_only
+        for offsets, rows in ((None, 60), (np.arange(60) * 3, 180), (np.arange(60) * 41, 3000)):
+            decode(codec.encode_rows(values, offsets, rows, element=element), dim, element, rows)
+    if getattr(codec, "relative", False):
+        codes = np.zeros((60, dim), np.int8)
+        newer, *_ = codec.encode_over(values, None, 60, codes, np.arange(60) % 3 > 0, element=element)
+        out, need, pending = np.zeros_like(values), np.ones(60, np.uint8), Pending(60, dim)
+        for data in (newer, codec.encode_rows(values, None, 60, element=element)):
+            decode_into(parse(data), out, need, 0, pending)
+
+events.register("numba:compile", Listener())
+uniform = [UniformRows(bits=bits) for bits in (2, 4, 8)]
+uniform += [UniformRows("symmetric", 3), UniformRows(bits=2, bins=25)]
+kmeans = [KMeansRows(3), KMeansRows(2, group="cluster"), KMeansRows(2, exact=True)]
+lattice = [LatticeRows(), LatticeRows(step=0.5, relative=True)]
+for dim in (1, 3, 16):
+    for element in ("float32", "float16", "bfloat16"):
+        for codec in (*uniform, *kmeans, *lattice, FloatingRows(2), LosslessRows()):
+            use(codec, dim, element)
+    for codec in (FloatingRows(2), LosslessRows()):
+        use(codec, dim, "float64")
+print(*compiled)
+"""
+
+
+@pytest.mark.parametrize("codec", [UniformRows(), LatticeRows(), FloatingRows(2)], ids=repr)
+def test_kernels_are_compiled_for_rows_of_any_element_type(codec: RowCodec) -> None:
+    for element in ("float32", "float16", "bfloat16"):
+        assert len(list(compile_encoding(codec, 16, element))) > 1
+
+
+@pytest.mark.slow
+def test_no_codec_waits_for_the_compiler_once_all_is_compiled(tmp_path: Path) -> None:
+    def run(program: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+
+    run(_WARM)
+    assert run(_USE) == "\n"

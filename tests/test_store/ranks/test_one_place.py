@@ -1,0 +1,29 @@
+"""Ranks whose one URL names different places, as a path on the local disks of several hosts does, commit nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_store import CheckpointError
+from tests.test_store.ranks.support.small_job import SmallJob, find_small_models
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_places_apart_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool) -> None:
+    find_small_models(monkeypatch)
+    first, other = str(tmp_path / "first"), str(tmp_path / "other")
+    if is_used:
+        with SmallJob(other, 1) as older:
+            older.save(1)
+    places = [open_backend(first), open_backend(other)]
+    places[1].url = places[0].url
+    with SmallJob(places, timeout_seconds=5) as job:
+        for error in job.attempt(lambda rank: job.checkpointers[rank].save(1).result()):
+            assert isinstance(error, CheckpointError)
+            assert "a URL of one place that they share" in str(error)
+    assert cnr_store.versions(first) == []
+    assert len(cnr_store.versions(other)) == is_used
