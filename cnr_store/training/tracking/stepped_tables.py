@@ -1,6 +1,6 @@
-"""Which tables an optimizer steps, or changes through other tensors over their memory, and what a step did to them.
+"""Which tables an optimizer steps, or changes through other tensors over their memory.
 
-Not every step searches through all parameters.
+Not every step searches through all parameters. What a step did to these tables is settled here, too.
 """
 
 from __future__ import annotations
