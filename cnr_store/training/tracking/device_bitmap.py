@@ -100,9 +100,9 @@ class RowBits:
             indices = gradient._indices()
             self.mark(indices if indices.shape[0] == 1 else indices[0])
         elif self.host is None:
-            mark_nonzero_on_device(self._bits, gradient.to(self.device))
+            mark_nonzero_on_device(self._bits, gradient.to(self.device).resolve_neg())
         else:
-            bitmap.mark_nonzero(self.host[0], as_integers(gradient).cpu().numpy())
+            bitmap.mark_nonzero(self.host[0], as_integers(gradient.resolve_neg()).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""

@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.errors import OptionError
+from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.model.optimizer_state import row_slots
 
 _ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
@@ -50,7 +51,7 @@ def may_move_untouched_rows(
     """
     group, kind = optimizer.param_groups[position], type(optimizer)
     where = f"{kind.__name__}, parameter group {position}"
-    adagrad = kind is Adagrad or _is_rowwise_adagrad(kind)
+    adagrad = _is_adagrad(kind)
     if kind is SparseAdam:
         return None
     if kind is not SGD and not adagrad:
@@ -97,6 +98,45 @@ def _adagrad_moves(group: dict[str, Any], where: str, dtype: torch.dtype) -> str
     return None
 
 
+def unsound_sums(
+    optimizer: Optimizer, parameter: torch.Tensor, rows: torch.Tensor | None = None
+) -> str | None:
+    """Why steps may move rows without a gradient by what Adagrad keeps for them; None if they can't.
+
+    The root of a sum that is NaN or negative is NaN, and so becomes what it divides: the zero of a dense gradient, too.
+    Steps never make a sum so without the value beside it, which others may have set to a number, or loaded.
+
+    Parameters
+    ----------
+    rows
+        Those to look at, integers that count from the first row held; None for all.
+    """
+    kept = optimizer.state.get(parameter, {}).get("sum") if _is_adagrad(type(optimizer)) else None
+    if not isinstance(kept, torch.Tensor) or not kept.is_floating_point() or kept.ndim == 0:
+        return None
+    sums, values = (
+        each.reshape(len(each), -1) for each in (local_of(kept).detach(), local_of(parameter).detach())
+    )
+    if len(sums) != len(values) or sums.shape[1] not in (1, values.shape[1]):
+        return None
+    if rows is not None:
+        at = rows.to(values.device).reshape(-1)
+        sums, values = sums[at], values[at]
+    # The least of values with a NaN is NaN. Nearly all tables need no more, and no memory for more.
+    if not sums.numel() or sums.amin() >= 0:
+        return None
+    if not (~(sums >= 0) & ~values.isnan()).any():
+        return None
+    return (
+        f"{type(optimizer).__name__} keeps a 'sum' that is NaN or negative for values that are numbers, which a step "
+        "with a dense gradient turns into NaN without a gradient of theirs: set these sums to numbers, too"
+    )
+
+
+def _is_adagrad(kind: type) -> bool:
+    return kind is Adagrad or _is_rowwise_adagrad(kind)
+
+
 def _is_rowwise_adagrad(kind: type) -> bool:
     return (kind.__module__, kind.__qualname__) == _ROWWISE_ADAGRAD
 
@@ -125,9 +165,16 @@ def max_version_bumps(optimizer: Optimizer, position: int, trusted: Classes = ()
     return 0 if optimizer.param_groups[position].get("fused") else 1
 
 
-def uncounted_groups(optimizer: Optimizer, trusted: Classes = ()) -> Collection[int]:
-    """Positions of the groups whose parameters a step changes without torch's counting it."""
+def uncounted_groups(
+    optimizer: Optimizer, trusted: Classes = (), has_closure: bool = False
+) -> Collection[int]:
+    """Positions of the groups whose parameters a step changes without torch's counting it.
+
+    The caller's `trusted` classes may do so, too. Their rows are flagged before a step, but for gradients of a closure.
+    """
     groups = range(len(optimizer.param_groups))
+    if has_closure and type(optimizer) in trusted:
+        return groups
     return {position for position in groups if not max_version_bumps(optimizer, position, trusted)}
 
 
@@ -141,7 +188,7 @@ def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str
         return None
     if kind is SparseAdam:
         return ("exp_avg", "exp_avg_sq")
-    return ("sum",) if kind is Adagrad or _is_rowwise_adagrad(kind) else ()  # SGD without momentum
+    return ("sum",) if _is_adagrad(kind) else ()  # SGD without momentum
 
 
 def may_miss_its_rows(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Protocol, TypeVarTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVarTuple
 
 import torch
 from torch.optim import Optimizer
@@ -13,15 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
 
-Args = TypeVarTuple("Args")
+Given = TypeVarTuple("Given")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 
 
-def outside_graphs(function: Callable[[*Args], None]) -> Callable[[*Args], None]:
+def outside_graphs(function: Callable[[*Given], None]) -> Callable[[*Given], None]:
     """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
-    uncompiled: Callable[[*Args], None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    uncompiled: Callable[[*Given], None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
-    def call(*args: *Args) -> None:
+    def call(*args: *Given) -> None:
         # Eager code is spared torch's wrapper, which takes longer than a small table's hook.
         (uncompiled if torch.compiler.is_compiling() else function)(*args)
 
@@ -31,10 +33,10 @@ def outside_graphs(function: Callable[[*Args], None]) -> Callable[[*Args], None]
 class StepListener(Protocol):
     """Is called around each step."""
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before the step's own hooks and its update."""
+    def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
+        """Called before the step's own hooks and its update. A closure may make gradients within the step."""
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Called right after the update."""
 
 
@@ -60,18 +62,23 @@ def _hook_steps() -> None:
 
 
 @outside_graphs
-def _before_step(optimizer: Optimizer, *_: object) -> None:
+def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     listeners = [] if passes_steps_on(optimizer) else list(_listeners)
     if listeners:
         _put_after_step_first(optimizer)
     for listener in listeners:
-        listener.before_step(optimizer)
+        listener.before_step(optimizer, _has_closure(optimizer, args, kwargs))
 
 
 @outside_graphs
-def _after_step(optimizer: Optimizer, *_: object) -> None:
+def _after_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     for listener in list(_listeners):
-        listener.after_step(optimizer)
+        listener.after_step(optimizer, _has_closure(optimizer, args, kwargs))
+
+
+def _has_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a step was given something to call: torch counts the optimizer itself among its arguments."""
+    return any(callable(each) and each is not optimizer for each in (*args, *kwargs.values()))
 
 
 def _put_after_step_first(optimizer: Optimizer) -> None:

@@ -6,7 +6,6 @@ for each of them would take longer than their lookups, so that loops over all of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, ne
@@ -21,13 +20,11 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
-    is_noop_step,
     max_version_bumps,
-    may_miss_its_rows,
     may_move_untouched_rows,
     written_slots,
 )
-from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
+from cnr_store.training.tracking.table_tracker import TableTracker
 from cnr_store.training.tracking.version_counter import Counters
 
 Stepped = list[tuple[int, TableTracker]]
@@ -39,7 +36,7 @@ _pointer_of, _strides_of, _storage_of = _TensorBase.data_ptr, _TensorBase.stride
 _layout_of, _nbytes_of, _is_cpu = (
     getattr(_TensorBase, name).__get__ for name in ("layout", "nbytes", "is_cpu")
 )
-_is_contiguous, _size_of = _TensorBase.is_contiguous, _TensorBase.numel
+_is_contiguous, _size_of, _is_negated = _TensorBase.is_contiguous, _TensorBase.numel, _TensorBase.is_neg
 _indices_of, _sparse_dims_of = _TensorBase._indices, _TensorBase.sparse_dim
 _shape_of, _known_version, _cdata = attrgetter("shape"), attrgetter("version"), attrgetter("_cdata")
 _WORD_BYTES = 4  # of the kernel for dense gradients
@@ -101,11 +98,13 @@ class StepPass:
         # How often one step may change each. Trusted classes have no limit, and their tables get a closer look.
         limits, written = [1] * len(of_tensors), written_slots(optimizer) or ()
         self._keys, self._types, self._ids = [], [], []
-        self._are_tensors, self._are_slots = [], []
+        self._are_tensors, self._are_slots, self._names = [], [], list[object]()
+        self._odd: set[int] = set()  # tables with state beside their slots that may come to follow their rows
         for parameter, kept in optimizer.state.items() if self._tables else ():
             table = tables.get(id(parameter))
             slots = {} if table is None else counters[table][1]
             self._keys.append(id(parameter))
+            self._names += kept
             for key, value in kept.items():
                 self._types.append(type(value))
                 self._are_tensors.append(isinstance(value, torch.Tensor))
@@ -115,6 +114,8 @@ class StepPass:
                     self._counters.append(slots[key])
                     of_tensors.append(table)
                     limits.append(key in written)
+                elif table is not None and key != "step" and self._are_tensors[-1]:
+                    self._odd.add(table)
         self._of_tensors, self._limits = np.array(of_tensors, np.int64), np.array(limits, np.int64)
         self._pointers = [counter.pointer for counter in self._counters]
         self._storages = [counter.storage for counter in self._counters]
@@ -135,7 +136,11 @@ class StepPass:
         tensors, versions = self._look(optimizer)
         if tensors is None or not all(map(is_, self._counters_now(optimizer), self._own_counters)):
             return []
+        # Only here, and not at each step: the counters tell by name what changed in the interval.
+        if list(chain.from_iterable(optimizer.state.values())) != self._names:
+            return []
         left = self._elsewhere(tensors)
+        left |= {each for each in self._odd if not self._trackers[each].has_settled_counters(optimizer)}
         left |= self._differing(versions, list(map(_known_version, self._counters)))
         return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
@@ -236,6 +241,7 @@ class StepPass:
         if layouts == {torch.strided}:
             addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
             is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
+            is_plain = is_plain and not any(map(_is_negated, gradients))  # in memory, their -0.0 is a 0.0
             if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
                 return False
             self._mark_dense(tables, addresses)
@@ -258,7 +264,8 @@ class StepPass:
             if type(gradient) is torch.Tensor and gradient.is_cpu:
                 if gradient.layout is torch.strided:
                     address, is_whole = gradient.data_ptr(), gradient.nbytes == self._nbytes[table]
-                    if is_whole and not address % _WORD_BYTES and gradient.is_contiguous():
+                    is_plain = gradient.is_contiguous() and not gradient.is_neg()
+                    if is_whole and is_plain and not address % _WORD_BYTES:
                         dense += table, address
                         continue
                 elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
@@ -312,38 +319,3 @@ def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted
         max_version_bumps(optimizer, position, trusted) != 1
         or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
     )
-
-
-def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes) -> None:
-    """Flag the rows that a step had gradients for, table by table."""
-    judged: tuple[int, torch.dtype] | None = None
-    reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
-    for position, tracker in stepped:
-        parameter = tracker.table.parameter
-        gradient = parameter.grad
-        changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
-        if gradient is None and not changes and not tracker.had_gradient:
-            continue
-        if judged != (position, parameter.dtype):  # tables of a group share its settings
-            judged = position, parameter.dtype
-            reason = may_move_untouched_rows(optimizer, *judged, trusted)
-            max_changes = max_version_bumps(optimizer, position, trusted)
-        if gradient is None and not changes and reason is None:
-            continue  # a hook removed the gradient before the update
-        tracker.note_step(optimizer)
-        if reason is not None:
-            tracker.make_whole(reason)
-        elif (
-            tracker.resized
-            or gradient is None
-            or changes > max_changes
-            or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
-            or may_miss_its_rows(optimizer, position, parameter, gradient)
-        ):
-            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
-            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
-        else:
-            tracker.mark_gradient(gradient)
-        # Last: were this interrupted, the changes would still need an explanation.
-        tracker.acknowledge()
-        tracker.acknowledge_slots(optimizer)

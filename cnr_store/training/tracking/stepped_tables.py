@@ -1,10 +1,11 @@
 """Which tables an optimizer steps, or changes through other tensors over their memory.
 
-Not every step searches through all parameters.
+Not every step searches through all parameters. What a step did to these tables is settled here, too.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +16,17 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.memory import overlapping
+from cnr_store.training.tracking.optimizer_rules import (
+    Classes,
+    is_noop_step,
+    max_version_bumps,
+    may_miss_its_rows,
+    may_move_untouched_rows,
+    unsound_sums,
+    written_slots,
+)
 from cnr_store.training.tracking.step_pass import StepPass, Stepped
-from cnr_store.training.tracking.table_tracker import TableTracker
+from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
 _Address = tuple[int, tuple[int, ...], tuple[int, ...]] | None
 """Where a tensor's memory begins, its shape and its strides; None for one without a single memory."""
@@ -46,6 +56,8 @@ class SteppedTables:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
+        self._sound: weakref.WeakKeyDictionary[Optimizer, set[TableTracker]] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.WeakKeyDictionary[Optimizer, Stepped] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Optimizer) -> Stepped:
         """The tables that an optimizer steps, each with the position of its parameter group."""
@@ -67,6 +79,45 @@ class SteppedTables:
         """Make another pass at the next step: counters may have been replaced."""
         self._passes.pop(optimizer, None)
 
+    def check_sums(self, optimizer: Optimizer, stepped: Stepped) -> None:
+        """Before a step, make tables whole whose rows it may move by `unsound_sums`.
+
+        It looks at each table once, and again after `doubt`.
+
+        Parameters
+        ----------
+        stepped
+            The tables that the optimizer steps; the same list while nothing changes.
+        """
+        if self._looked_at.get(optimizer) is stepped:
+            return
+        if any(tracker.table.parameter.is_cuda for _, tracker in stepped) and _is_capturing():
+            return  # a captured graph can't wait for the device, and moves nothing yet
+        sound = self._sound.setdefault(optimizer, set())
+        for _, tracker in stepped:
+            if tracker not in sound:
+                reason = unsound_sums(optimizer, tracker.table.parameter)
+                if reason is None:
+                    sound.add(tracker)
+                else:
+                    tracker.make_whole(reason)
+        self._looked_at[optimizer] = stepped
+
+    def check_rows(self, tracker: TableTracker, rows: torch.Tensor) -> None:
+        """Doubt a table if `rows`, changed by hand, have `unsound_sums`."""
+        parameter = tracker.table.parameter
+        if any(
+            unsound_sums(each, parameter, rows) for each, sound in self._sound.items() if tracker in sound
+        ):
+            self.doubt([tracker])
+
+    def doubt(self, trackers: Iterable[TableTracker]) -> None:
+        """Have `check_sums` look at tables again that were changed otherwise than by steps."""
+        self._looked_at.clear()
+        for tracker in trackers:
+            for sound in self._sound.values():
+                sound.discard(tracker)
+
     def unchanged(self, optimizers: Sequence[Optimizer]) -> list[TableTracker]:
         """Tables of one of these optimizers, without a change that is not acknowledged, as far as a pass tells."""
         steppers = Counter(id(tracker) for each in optimizers for _, tracker in self.by(each))
@@ -82,9 +133,19 @@ class SteppedTables:
         self._found.clear()
         self._passes.clear()
 
+    def forget_all(self) -> None:
+        """`forget`, and `doubt` all tables."""
+        self.forget()
+        self._looked_at.clear()
+        self._sound.clear()
+
     @contextmanager
-    def renewed(self) -> Iterator[None]:
-        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay."""
+    def renewed(self, whole: Iterable[TableTracker]) -> Iterator[None]:
+        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay.
+
+        `whole` are those whose changes in the last one are not known.
+        """
+        self.doubt(whole)
         # An interrupt leaves none: each knows bitmaps that may have been taken.
         passes = list(self._passes.items())
         self.forget()
@@ -129,8 +190,52 @@ class SteppedTables:
         self.forget()
 
 
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
 def _addresses(parameters: Iterable[torch.Tensor]) -> list[_Address]:
     return [
         (each.data_ptr(), each.shape, each.stride()) if each.layout is torch.strided else None
         for each in parameters
     ]
+
+
+def settle_step(optimizer: Optimizer, stepped: Stepped, trusted: Classes, has_closure: bool = False) -> None:
+    """Flag the rows that a step had gradients for, table by table.
+
+    A class of the caller's may have changed a table uncounted, and removed the gradient: its own or its closure's.
+    """
+    is_trusted = type(optimizer) in trusted
+    judged: tuple[int, torch.dtype] | None = None
+    reason, max_changes, written = None, 0.0, written_slots(optimizer, trusted)
+    for position, tracker in stepped:
+        parameter = tracker.table.parameter
+        gradient = parameter.grad
+        changes = max(tracker.changes, tracker.slot_changes(optimizer, written))
+        may_have_had = tracker.had_gradient or (is_trusted and has_closure and parameter.requires_grad)
+        if gradient is None and not changes and not may_have_had:
+            continue
+        if judged != (position, parameter.dtype):  # tables of a group share its settings
+            judged = position, parameter.dtype
+            reason = may_move_untouched_rows(optimizer, *judged, trusted)
+            max_changes = max_version_bumps(optimizer, position, trusted)
+        if gradient is None and not changes and reason is None and not is_trusted:
+            continue  # a hook removed the gradient before the update
+        tracker.note_step(optimizer)
+        if reason is not None:
+            tracker.make_whole(reason)
+        elif (
+            tracker.resized
+            or gradient is None
+            or changes > max_changes
+            or (changes and gradient.is_sparse and is_noop_step(optimizer, gradient))
+            or may_miss_its_rows(optimizer, position, parameter, gradient)
+        ):
+            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
+            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
+        else:
+            tracker.mark_gradient(gradient)
+        # Last: were this interrupted, the changes would still need an explanation.
+        tracker.acknowledge()
+        tracker.acknowledge_slots(optimizer)

@@ -36,8 +36,7 @@ from cnr_store.training.tracking.optimizer_rules import (
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
 from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
-from cnr_store.training.tracking.step_pass import settle_step
-from cnr_store.training.tracking.stepped_tables import SteppedTables
+from cnr_store.training.tracking.stepped_tables import SteppedTables, settle_step
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
 log = logging.getLogger("cnr_store")
@@ -98,11 +97,11 @@ class Tracker:
 
     # Hooks
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Look for changes that no step made, before `optimizer` makes its own."""
         for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
             self._trackers[name].make_whole(reason)
-        self._begun[optimizer] = self._uncounted(optimizer)
+        self._begun[optimizer] = self._uncounted(optimizer, has_closure)
         for tracker in self._stepped.sharing(optimizer):
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
@@ -111,6 +110,7 @@ class Tracker:
         # rounds what it writes back, perhaps to zero.
         marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         every = self._stepped.pass_over(optimizer)
+        self._stepped.check_sums(optimizer, every.stepped)
         left = every.before(optimizer)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
@@ -125,18 +125,18 @@ class Tracker:
             if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
                 tracker.mark_gradient(gradient)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Flag the rows that the step had gradients for."""
         every = self._stepped.pass_over(optimizer)
         left = every.after(optimizer, self._trusted)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
-        settle_step(optimizer, left, self._trusted)
+        settle_step(optimizer, left, self._trusted, has_closure)
         self._begun.pop(optimizer, None)
 
-    def _uncounted(self, optimizer: Optimizer) -> list[str]:
+    def _uncounted(self, optimizer: Optimizer, has_closure: bool) -> list[str]:
         """The tables that a step changes uncounted, with the present settings. Of others, version counters tell."""
-        groups = uncounted_groups(optimizer, self._trusted)
+        groups = uncounted_groups(optimizer, self._trusted, has_closure)
         stepped = self._stepped.by(optimizer) if groups else []
         return [tracker.table.name for position, tracker in stepped if position in groups]
 
@@ -181,6 +181,7 @@ class Tracker:
         held = rows[(rows >= first) & (rows < first + tracker.table.local_rows)]
         if held.numel():
             tracker.mark(held - first)
+            self._stepped.check_rows(tracker, held - first)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
@@ -277,7 +278,7 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            with self._stepped.renewed():
+            with self._stepped.renewed(self._trackers[name] for name in whole):
                 for tracker in self._trackers.values():
                     if id(tracker) in unchanged and tracker.has_optimizer:
                         tracker.begin_next()
@@ -306,7 +307,7 @@ class Tracker:
         `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
         """
         self.adopt_replaced()
-        self._stepped.forget()
+        self._stepped.forget_all()
         for tracker in self._trackers.values():
             tracker.begin_interval()
         self._sharded.acknowledge()

@@ -201,3 +201,63 @@ def test_a_subnormal_eps_may_become_zero(tmp_path: Path) -> None:
             torch.set_flush_denormal(False)
         checkpointer.save(1).result()
     assert torch.equal(job.loaded().weight.isnan(), job.weight.isnan())
+
+
+def test_a_slot_that_another_entry_becomes_in_place_is_watched(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda parameters: Adagrad(parameters, lr=0.1))
+    kept: Any = job.optimizer.state[job.weight]
+    kept["average"] = torch.zeros(ROWS, dtype=torch.complex64)
+    kept["mean"] = torch.zeros(())
+    with job.checkpointer() as checkpointer:
+        for step in range(3):
+            job.train(step)
+            checkpointer.save(step).result()
+        average = kept["average"]
+        average.data = average.data.real.clone()
+        kept["mean"].data = torch.zeros(ROWS)
+        checkpointer.save(3).result()
+        for step in (4, 5):
+            job.train(step)
+            average[step], kept["mean"][step + 9] = 9, 9
+            checkpointer.save(step).result()
+    loaded = job.loaded()
+    for name in ("average", "mean"):
+        assert torch.equal(loaded.optimizer.state[loaded.weight][name], kept[name])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_slots_that_change_places_make_the_table_whole(tmp_path: Path, in_place: bool) -> None:
+    job = Job(tmp_path, lambda parameters: Adagrad(parameters, lr=0.1))
+    job.optimizer.state[job.weight]["average"] = torch.zeros(ROWS, 4)
+    with job.checkpointer() as checkpointer:
+        for step in range(2):
+            job.train(step)
+            assert checkpointer.save(step).result().rows == (1 if step else ROWS)
+        kept = job.optimizer.state[job.weight]
+        swapped = {"step": kept["step"], "average": kept["sum"], "sum": kept["average"]}
+        if in_place:
+            kept.clear()
+            kept.update(swapped)
+        else:
+            job.optimizer.state[job.weight] = swapped
+        assert checkpointer.save(2).result().rows == ROWS
+        job.train(3)
+        assert checkpointer.save(3).result().rows == 1
+    loaded = job.loaded()
+    for name in ("average", "sum"):
+        assert torch.equal(loaded.optimizer.state[loaded.weight][name], swapped[name])
+
+
+def test_a_lazily_negated_gradient_turns_negative_zeros(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda parameters: SGD(parameters, lr=0.1))
+    with torch.no_grad():
+        job.weight[5] = -0.0
+    with job.checkpointer() as checkpointer:
+        checkpointer.save(0).result()
+        gradient = torch.zeros_like(job.weight)
+        gradient[7] = 1
+        job.weight.grad = torch._neg_view(gradient)
+        job.optimizer.step()
+        assert not job.weight[5].signbit().any()
+        checkpointer.save(1).result()
+    assert not job.loaded().weight[5].signbit().any()

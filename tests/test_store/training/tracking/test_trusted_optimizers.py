@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -268,3 +269,59 @@ def test_objects_are_refused(tmp_path: Path) -> None:
         OptionError, match=r"trusted_optimizers holds an object of type OwnRowWise: give subclasses"
     ):
         Checkpointer(tmp_path, table, mine, trusted_optimizers=mine)
+
+
+class OfClosure(Optimizer):
+    """Moves rows uncounted, by gradients that its closure makes, and drops them or fails."""
+
+    def __init__(self, params: Any, fails: bool) -> None:
+        super().__init__(params, {})
+        self.fails = fails
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            if self.fails:
+                raise ArithmeticError
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_closures_gradient_that_is_not_left_makes_the_table_whole(fails: bool, is_stale: bool) -> None:
+    table = nn.Embedding(ROWS, DIM)
+    optimizer = OfClosure(table.parameters(), fails)
+    tracker = Tracker(find_tables(table), [optimizer], {OfClosure})
+    if is_stale:
+        table(torch.tensor([3])).sum().backward()
+    tracker.swap()
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.embedding(torch.tensor([9]), table.weight).sum())
+
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        optimizer.step(closure)
+    (flagged,) = tracker.swap().values()
+    assert listed(flagged, ROWS) == list(range(ROWS))
+
+
+def test_a_gradient_removed_uncounted_makes_the_table_whole_and_none_leaves_it() -> None:
+    tables = nn.ModuleList(nn.Embedding(ROWS, DIM) for _ in range(2))
+
+    class Drops(Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad)
+                    parameter.grad = None
+
+    optimizer = Drops(tables.parameters(), {})
+    tracker = Tracker(find_tables(tables), [optimizer], {Drops})
+    tables[0](torch.tensor([3])).sum().backward()
+    optimizer.step()
+    first, second = tracker.swap().values()
+    assert listed(first, ROWS) == list(range(ROWS))
+    assert listed(second, ROWS) == []
