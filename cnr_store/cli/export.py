@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cnr_backends import open_backend
 from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.options import (
     AsJson,
@@ -98,9 +99,9 @@ def import_(
     """
     from cnr_store.training.importing.import_file import import_file
 
-    info = import_file(
-        source, url, step, parse_bits(bits), tables=tables or None, key=key, **parse_options(options)
-    )
+    # Opened here, since options of a filesystem may be called as those of a file are: S3 has a key, too.
+    with open_backend(url, storage_options=parse_options(options)) as backend:
+        info = import_file(source, backend, step, parse_bits(bits), tables=tables or None, key=key)
     if as_json:
         print_json({"version": info.id, "step": info.step, "bytes": info.bytes, "rows": info.rows})
     else:

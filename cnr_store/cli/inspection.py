@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.catalog.claims import list_tombstoned
@@ -16,7 +16,15 @@ from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import new_table, print_json, print_table, size_text, time_text
+from cnr_store.cli.output import (
+    fitting_table,
+    new_table,
+    print_json,
+    print_line,
+    print_table,
+    size_text,
+    time_text,
+)
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry
 from cnr_store.maintenance.collection.pins import read_reasons
@@ -48,10 +56,8 @@ def info(
     if as_json:
         print_json(facts | {"arrays": {path: entry.to_json() for path, entry in record.arrays.items()}})
         return
-    table = new_table("name", "value")
     for name, value in _told(facts).items():
-        table.add_row(name, Text(value))
-    print_table(table)
+        print_line(f"{name:<8}  {value}")  # not a table: what is long would widen each line
     print_table(_arrays_table(record.arrays))
 
 
@@ -116,11 +122,15 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
 
 
 def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
-    table = new_table("array", "kind", "shape", "element", "rows", "size", "codec", "base")
-    for path, entry in arrays.items():
-        shape = " × ".join(f"{length:,}" for length in entry.shape)
-        rows = "-" if entry.kind == "dense" else f"{entry.rows:,}"
-        codec = "-" if entry.codec is None else codec_text(entry.codec)
-        row = [path, entry.kind, shape, entry.element, rows, size_text(entry.nbytes), codec]
-        table.add_row(*map(Text, row), entry.base or "-")
-    return table
+    entries = arrays.values()
+    cells = {
+        "array": list(arrays),
+        "kind": [entry.kind for entry in entries],
+        "shape": [" × ".join(f"{length:,}" for length in entry.shape) for entry in entries],
+        "element": [entry.element for entry in entries],
+        "rows": ["" if entry.kind == "dense" else f"{entry.rows:,}" for entry in entries],
+        "size": [size_text(entry.nbytes) for entry in entries],
+        "codec": ["" if entry.codec is None else codec_text(entry.codec) for entry in entries],
+        "base": [entry.base or "" for entry in entries],
+    }
+    return fitting_table(cells, ("base", "element", "shape", "codec"), Console())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
@@ -17,7 +16,7 @@ from cnr_store.catalog.metadata import as_figure
 from cnr_store.cli.facts import Facts, health, metadata_text, names_text, read_store
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
-from cnr_store.cli.output import new_table, print_json, print_line, print_table, say, size_text, time_text
+from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, say, size_text, time_text
 
 Last = Annotated[int | None, typer.Option(min=1, help="List only so many, the newest ones.")]
 Sort = Annotated[
@@ -98,26 +97,8 @@ def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = Fal
         name: [cell(facts, now) for facts in shown]
         for name, cell in (_LONG | _COLUMNS if long else _COLUMNS).items()
     }
-    columns = [name for name in cells if name in _ALWAYS or any(cells[name])]
-    while (
-        not long
-        and console.is_terminal
-        and (spare := next((name for name in _SPARE if name in columns), None))
-        and _width(console, _table(columns, cells)) > console.width
-    ):
-        columns.remove(spare)
-    return _table(columns, cells)
-
-
-def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
-    table = new_table(*columns)
-    for row in zip(*(cells[name] for name in columns), strict=True):
-        table.add_row(*(Text(cell or "-") for cell in row))
-    return table
-
-
-def _width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
+    filled = {name: texts for name, texts in cells.items() if name in _ALWAYS or any(texts)}
+    return fitting_table(filled, () if long else _SPARE, console)
 
 
 def totals_text(listed: Sequence[Facts], shown: int) -> str:

@@ -1,9 +1,9 @@
-"""`cnr verify`, `repair`, `compact`, `gc`, `pin`, `unpin`, `tag` and `untag`: the maintenance of a store."""
+"""`cnr verify`, `repair`, `compact` and `gc`: the maintenance of a store."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,9 +15,9 @@ from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import newest_claim
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import print_json, print_line, progress, say, time_text
+from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
 from cnr_store.errors import EmptyStoreError
-from cnr_store.maintenance.collection import pins, retention, tags
+from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
@@ -54,8 +54,6 @@ EndRun = Annotated[
     typer.Option("--end-run", help="First end a run that died: see who it was, then be asked."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
-Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Why, in one line; cnr ls shows it.")]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
 
 
@@ -251,10 +249,14 @@ def gc(
             progress=on_progress,
             **parse_options(options),
         )
+    pinned = any(reason == "pinned" for reason in done.kept.values())
+    reasons = pins.pin_reasons(url, **parse_options(options)) if pinned else {}
     if as_json:
-        print_json(asdict(done))
+        print_json(asdict(done) | {"pin_reasons": reasons})
     else:
-        _print_removal(done, ruled=any(rule is not None for rule in (keep_last, keep_every, keep_best)))
+        _print_removal(
+            done, reasons, ruled=any(rule is not None for rule in (keep_last, keep_every, keep_best))
+        )
     if done.stopped is not None:
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
@@ -300,11 +302,12 @@ def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     end_newest_run(catalog.backend, newest)
 
 
-def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
-    """Print what was removed and, if there is a rule, why each of the others was kept."""
+def _print_removal(done: retention.GcReport, pinned: Mapping[str, Sequence[str]], *, ruled: bool) -> None:
+    """Print what was removed and, if there is a rule, why each of the others was kept, or was `pinned`."""
     removed = "would be removed" if done.dry_run else "removed"
     for version, reason in done.kept.items() if ruled else ():
-        print_line(f"kept {version}: {reason}")
+        why = "; ".join(map(plain, pinned.get(version, ()))) if reason == "pinned" else ""
+        print_line(f"kept {version}: {reason}{why and f': {why}'}")
     for version in done.removed:
         print_line(f"{removed}: {version}")
     for attempt in done.leftovers:
@@ -318,27 +321,3 @@ def _print_removal(done: retention.GcReport, *, ruled: bool) -> None:
         f"{len(done.kept):,} versions kept{'' if ruled else ', as there is no rule'}, {len(done.removed):,} {removed}; "
         f"{done.freed_bytes:,} bytes"
     )
-
-
-def pin(
-    url: Url, version: VersionName = "latest", reason: Reason = None, options: StorageOptions = "{}"
-) -> None:
-    """Keep a version, whatever the rules of retention say."""
-    pinned = pins.pin(url, parse_version(version), reason=reason, **parse_options(options))
-    print_line(f"{pinned}: pinned")
-
-
-def unpin(url: Url, version: VersionName, options: StorageOptions = "{}") -> None:
-    """Allow retention to remove a version again."""
-    print_line(f"{pins.unpin(url, parse_version(version), **parse_options(options))}: not pinned any more")
-
-
-def tag(url: Url, name: TagName, version: VersionName = "latest", options: StorageOptions = "{}") -> None:
-    """Name a version; it is kept, whatever the rules of retention say."""
-    print_line(f"{tags.tag(url, name, parse_version(version), **parse_options(options))}: tagged {name}")
-
-
-def untag(url: Url, name: TagName, options: StorageOptions = "{}") -> None:
-    """Remove the name of a version."""
-    tags.untag(url, name, **parse_options(options))
-    print_line(f"{name}: no tag any more")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 _NUMBERS = frozenset(
     {
@@ -37,12 +38,33 @@ def new_table(*names: str) -> Table:
     return table
 
 
+def fitting_table(cells: Mapping[str, Sequence[str]], spare: Sequence[str], console: Console) -> Table:
+    """A table of these columns. A terminal too narrow for all goes without those of `spare`, one after the other."""
+    columns = list(cells)
+    while (
+        console.is_terminal
+        and (dropped := next((name for name in spare if name in columns), None))
+        and _width(console, _table(columns, cells)) > console.width
+    ):
+        columns.remove(dropped)
+    return _table(columns, cells)
+
+
+def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
+    table = new_table(*columns)
+    for row in zip(*(cells[name] for name in columns), strict=True):
+        table.add_row(*(Text(cell or "-") for cell in row))
+    return table
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+
+
 def print_table(table: Table) -> None:
     """Print a table without cutting or folding lines, so that it can be searched and piped."""
     console = Console()
-    console.width = max(
-        console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-    )
+    console.width = max(console.width, _width(console, table))
     console.print(table)
 
 

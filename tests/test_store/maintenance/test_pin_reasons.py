@@ -95,3 +95,22 @@ def test_the_command_line_takes_and_shows_it(capsys: pytest.CaptureFixture[str])
         found = json.loads(cnr(capsys, "info", url, "1", "--json")[1])
         assert (found["pinned"], found["pin_reasons"]) == (True, [REASON])
         assert cnr(capsys, "pin", url, "1", "--reason", "a\nb")[0] == 1
+
+
+def test_retention_says_why_a_version_is_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    with memory_url() as url:
+        backend = open_backend(url)
+        first, second, third, newest = save_many(backend, [1, 2, 3, 4], full=[1, 2, 3, 4])
+        cnr_store.pin(backend, 1, reason=REASON)
+        cnr_store.pin(backend, 1, reason="again")
+        cnr_store.pin(backend, 2)
+        cnr_store.pin(backend, 4, reason="it is the newest, too")
+        assert cnr(capsys, "gc", url, "--keep-last", "1", "--dry-run")[1].splitlines()[:4] == [
+            f"kept {first}: pinned: again; {REASON}",
+            f"kept {second}: pinned",
+            f"kept {newest}: the newest",
+            f"would be removed: {third}",
+        ]
+        found = json.loads(cnr(capsys, "gc", url, "--keep-last", "1", "--json")[1])
+        assert found["kept"] == {first: "pinned", second: "pinned", newest: "the newest"}
+        assert found["pin_reasons"][first] == ["again", REASON]

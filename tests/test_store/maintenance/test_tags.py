@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from cnr_backends.errors import StorageError
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import CorruptionError, OptionError, VersionNotFoundError
+from tests.test_store.cli.command import cnr
 from tests.test_store.support.faults import fault_at
 from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import save_many
@@ -161,3 +163,33 @@ def test_every_damaged_tag_is_reported(backend: Backend) -> None:
     found = {each.key for each in cnr_store.verify(backend).problems}
     assert found == {"tags/one", "tags/two"}
     assert {each.key for each in cnr_store.verify(backend, "one").problems} == found
+
+
+@pytest.mark.parametrize("name", ["latest", "7", "000001-0123abcd.00000001", "A b"])
+@pytest.mark.parametrize("command", ["tag", "untag"])
+def test_the_command_line_refuses_what_no_tag_is_called(
+    backend: Backend, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    save_many(backend, [1])
+    status, out, err = cnr(capsys, command, backend.url, name)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert f"cnr: {name!r} can't name a version: give 1 to 100 of a-z" in err
+
+
+def test_the_command_line_moves_a_tag_that_exists(
+    backend: Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = save_many(backend, [1, 2])
+    for version in (first, second):
+        assert cnr(capsys, "tag", backend.url, "best", version)[:2] == (0, f"{version}: tagged best\n")
+    assert json.loads(cnr(capsys, "tag", backend.url, "best", "1", "--json")[1]) == {
+        "tag": "best",
+        "version": first,
+    }
+    status, out, err = cnr(capsys, "tag", backend.url, "best", "7")
+    assert (status, out) == (1, "")
+    assert "7" in err
+    assert cnr_store.tags(backend) == {"best": first}
+    for _ in range(2):  # one that is not there is no error
+        assert cnr(capsys, "untag", backend.url, "best")[:2] == (0, "best: no tag any more\n")
+    assert cnr_store.tags(backend) == {}

@@ -1,0 +1,57 @@
+"""`cnr pin`, `unpin`, `tag` and `untag`: versions that stay, and their names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
+from cnr_store.cli.output import print_json, print_line
+from cnr_store.maintenance.collection import pins, tags
+
+TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
+Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Why, in one line; cnr ls shows it.")]
+
+
+def pin(
+    url: Url,
+    version: VersionName = "latest",
+    reason: Reason = None,
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Keep a version, whatever the rules of retention say."""
+    pinned = pins.pin(url, parse_version(version), reason=reason, **parse_options(options))
+    _print_done(f"{pinned}: pinned", as_json, version=pinned, pinned=True, reason=reason)
+
+
+def unpin(url: Url, version: VersionName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
+    """Allow retention to remove a version again."""
+    unpinned = pins.unpin(url, parse_version(version), **parse_options(options))
+    _print_done(f"{unpinned}: not pinned any more", as_json, version=unpinned, pinned=False)
+
+
+def tag(
+    url: Url,
+    name: TagName,
+    version: VersionName = "latest",
+    options: StorageOptions = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Name a version; it is kept, whatever the rules of retention say. A name in use is moved to this version."""
+    tagged = tags.tag(url, name, parse_version(version), **parse_options(options))
+    _print_done(f"{tagged}: tagged {name}", as_json, version=tagged, tag=name)
+
+
+def untag(url: Url, name: TagName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
+    """Remove the name of a version."""
+    tags.untag(url, name, **parse_options(options))
+    _print_done(f"{name}: no tag any more", as_json, version=None, tag=name)
+
+
+def _print_done(text: str, as_json: bool, **document: object) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        print_line(text)
