@@ -22,12 +22,21 @@ Data = Annotated[
     Path | None,
     typer.Option(help="Folder with ml-100k.inter, .item and .user, fetched by default."),
 ]
+
+
+def _check_bits(text: str | None) -> str | None:
+    if text is not None:
+        parse_bits(text)
+    return text
+
+
 Bits = Annotated[
     str | None,
     typer.Option(
         metavar="auto|2|3|4|8|32",
         help="Bits of a row's values, with lossless optimizer state. By default rows are relative integers on a "
         "lattice, and state has 3 bits of mantissa.",
+        callback=_check_bits,
     ),
 ]
 Keep = Annotated[bool, typer.Option("--keep", help="Without URL: keep the store, in ./demo-run.")]

@@ -20,6 +20,7 @@ from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.dense import read_dense
+from cnr_store.chains.seen_codes import SeenCodes
 from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
 from cnr_store.format.arrays import parse_dense_document
 from cnr_store.format.layout import VersionId
@@ -27,7 +28,6 @@ from cnr_store.format.record import Record
 from cnr_store.reading.blocks import ArrayInfo, Block
 from cnr_store.reading.changed_rows import Rows, Unshared, all_rows, changed_rows, find_unshared
 from cnr_store.reading.opening import model_arrays
-from cnr_store.reading.seen_codes import SeenCodes
 
 
 class Update:

@@ -24,10 +24,10 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import PENDING, Link
+from cnr_store.chains.seen_codes import SeenTable
 from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
-from cnr_store.reading.seen_codes import SeenTable
 
 Rows = tuple[Array, Array]
 """Row numbers, int64 (n,) ascending, and their values, (n, columns)."""

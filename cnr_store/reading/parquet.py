@@ -38,8 +38,8 @@ def write_tables(
             if record.arrays[path].kind != "dense":
                 # The names of a store are names of files everywhere.
                 file = f"{os.fspath(folder).rstrip('/')}/{path.split('/')[1]}.parquet"
-                note: dict[str, Any] = {"name": name, "aliases": record.arrays[path].aliases}
-                note |= {"version": record.id, "step": record.step}
+                aliases = record.arrays[path].aliases
+                note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
                 with new_file(file, overwrite, options) as opened:
                     _write_rows(ArrayReader(catalog, record, path), note, opened, transfer)
 

@@ -360,10 +360,8 @@ def test_rows_and_state_have_the_newest_codecs_unless_a_width_is_given(
     assert "for:\n  cnr ls demo-run\n" in text  # nobody else sees a store in memory
     with open_backend(url) as backend:
         for record in Catalog(backend).oldest_first():
-            weight, state = (
-                record.arrays[f"tables/embed.user_year/{name}"].codec or {} for name in ("weight", "sum")
-            )
-            names = (weight["id"], state["id"])
+            codecs = [record.arrays[f"tables/embed.user_year/{name}"].codec for name in ("weight", "sum")]
+            names = tuple(codec and codec["id"] for codec in codecs)
             assert names == (("cnr_uniform", "cnr_rows") if given else ("cnr_lattice", "cnr_floating"))
 
 
