@@ -30,7 +30,8 @@ NAMES = [
 NAMES_OF_2 = ["lattice", "lattice-column", "lattice-bfloat16", "lattice-gaps"]
 NAMES_OF_2 += ["floating", "floating-column", "floating-bfloat16", "floating-gaps"]
 # Encoders may find better parameters for the same configuration; what was written before decodes as ever.
-WRITTEN_DIFFERENTLY = {"adaptive4"}
+# A lattice's step goes by the values of finite rows alone now.
+WRITTEN_DIFFERENTLY = {"adaptive4", "lattice"}
 
 
 def test_every_golden_file_is_known() -> None:
@@ -89,7 +90,8 @@ def test_golden_payloads_of_version_2_alone_are_written_again(name: str) -> None
     codec, offsets, seal = row_codec(case["config"]), np.array(case["offsets"]), case["seal"]
     assert codec.get_config() == case["config"]
     values = np.load(FOLDER / f"{name}.input.npy")
-    assert codec.encode_rows(values, offsets, case["rows"], element=case["element"], seal=seal) == data
+    written = codec.encode_rows(values, offsets, case["rows"], element=case["element"], seal=seal)
+    assert (written == data) is (name not in WRITTEN_DIFFERENTLY)
     held = parse(data)
     kind = element_named(held.element)
     assert build_payload(held.rows, held.dim, kind, held.segments, held.seal) == data
