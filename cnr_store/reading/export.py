@@ -80,7 +80,7 @@ def export(
     """
     chosen = _format_of(target) if format is None else format
     if chosen not in ("safetensors", "zarr", "parquet"):
-        raise OptionError(f"format {chosen!r}: choose 'safetensors', 'zarr' or 'parquet'")
+        raise OptionError(f"format {chosen!r}: choose 'parquet', 'safetensors' or 'zarr'")
     write = (
         _parquet_writer() if chosen == "parquet" else _write_file if chosen == "safetensors" else _write_group
     )
