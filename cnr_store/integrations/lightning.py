@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.integrations.lightning_state import TrainerState, averaging
+from cnr_store.integrations.lightning_state import TrainerState, averaging, restore_trained
 from cnr_store.integrations.metrics import figures
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
@@ -113,7 +113,7 @@ class CnrCheckpoint(Callback):
         self._step_before_batch = 0
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Let the hooks that save run behind those of all other callbacks, which may change what is saved."""
         if stage == "fit":
             trainer.callbacks = [*self._others(trainer), self._last]
@@ -191,6 +191,7 @@ class CnrCheckpoint(Callback):
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
+                restore_trained(trainer)
                 self._save(trainer, overlap="wait")
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
@@ -237,10 +238,10 @@ class CnrCheckpoint(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(figures(pending), step=pending.step)
 
-    def _others(self, trainer: Trainer) -> list[Callback]:
+    def _others(self, trainer: Any) -> list[Callback]:
         return [callback for callback in trainer.callbacks if callback is not self._last]
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Any) -> None:
         trainer.callbacks = self._others(trainer)
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:

@@ -16,7 +16,7 @@ from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch import Callback, LightningModule, callbacks
 elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, callbacks
 else:
@@ -42,7 +42,7 @@ class TrainerState:
         The trainer, with its model attached.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told: set[str] = set()
         self.is_end = False  # set by the save at the end of `fit`
@@ -161,11 +161,25 @@ class TrainerState:
             )
 
 
-def averaging(trainer: Trainer) -> list[Any]:
+def averaging(trainer: Any) -> list[Any]:
     """The callbacks that put an average into the model when training ends."""
-    names = ("WeightAveraging", "StochasticWeightAveraging")  # Lightning 2.4 lacks the first
-    kinds = tuple(kind for name in names if (kind := getattr(callbacks, name, None)) is not None)
-    return [one for one in trainer.callbacks if isinstance(one, kinds)]
+    return [*_swapping(trainer), *_of_kind(trainer, "StochasticWeightAveraging")]
+
+
+def restore_trained(trainer: Any) -> None:
+    """Give the model its trained weights again, if validation was broken off while the average was in their place."""
+    if trainer.validating:
+        for callback in _swapping(trainer):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def _swapping(trainer: Any) -> list[Any]:
+    return _of_kind(trainer, "WeightAveraging")
+
+
+def _of_kind(trainer: Any, name: str) -> list[Any]:
+    kind = getattr(callbacks, name, None)  # Lightning 2.4 has no WeightAveraging
+    return [] if kind is None else [one for one in trainer.callbacks if isinstance(one, kind)]
 
 
 def _overrides(value: object, method: str, base: type) -> bool:
@@ -178,7 +192,7 @@ def _leaf_without_values(value: object) -> ArrayLeaf | None:
     return ArrayLeaf(np.zeros(0)) if is_array else None
 
 
-def _go_on_averaging(callback: Any, trainer: Trainer) -> None:
+def _go_on_averaging(callback: Any, trainer: Any) -> None:
     """Make the scheduler of `StochasticWeightAveraging`.
 
     Lightning makes it when an epoch starts, too late for the rest of this one, and lets it move the learning rates,

@@ -22,7 +22,7 @@ WARNINGS = (
 class Behind(Callback):
     """Its hooks run behind those of callbacks that are listed before it, also of those that put themselves last."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), self]
 
 
@@ -52,11 +52,12 @@ def fit(
     validation: Any = None,
     logger: Any = False,
     enable_checkpointing: bool = False,
+    shuffle: bool = True,
     **options: Any,
 ) -> tuple[Module, Trainer]:
     module = module or Module()
     ids = torch.arange(BATCHES * 16) * 3 % 200
-    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True)
+    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=shuffle)
     trainer = Trainer(
         max_epochs=max_epochs,
         accelerator="cpu",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +19,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
@@ -26,6 +30,7 @@ from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNING
 
 pytestmark = [
     pytest.mark.filterwarnings(*WARNINGS),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
@@ -53,18 +58,26 @@ class Logged(Module):
         return loss
 
 
+class Undrawn(Logged):
+    """Draws no random numbers: those of an epoch that was not begun are drawn anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top[0] = nn.Identity()
+
+
 def killed_and_resumed(
-    folder: Path, dies_at: int, make: Callable[[], list[Callback]], **options: Any
+    folder: Path, every: int, dies_at: int, make: Callable[[], list[Callback]], **options: Any
 ) -> tuple[tuple[Module, Trainer], tuple[Module, Trainer]]:
     """One fit that was never stopped, and one that died and was resumed: modules and trainers."""
     url = str(folder / "store")
-    undisturbed = fit(folder, *make(), module=Logged(), **options)
+    kind = Logged if every == 1 else Undrawn
+    options["shuffle"] = every == 1
+    undisturbed = fit(folder, *make(), module=kind(), **options)
     with pytest.raises(MemoryError):
-        fit(folder, CnrCheckpoint(url, 1, bits=32), *make(), DiesAt(dies_at), module=Logged(), **options)
-    module = Logged()
-    return undisturbed, fit(
-        folder, CnrCheckpoint(url, 4, bits=32, resume=True), *make(), module=module, **options
-    )
+        fit(folder, CnrCheckpoint(url, every, bits=32), *make(), DiesAt(dies_at), module=kind(), **options)
+    saves = CnrCheckpoint(url, 4, bits=32, resume=True)
+    return undisturbed, fit(folder, saves, *make(), module=kind(), **options)
 
 
 def assert_same(one: Module, other: Module) -> None:
@@ -72,10 +85,13 @@ def assert_same(one: Module, other: Module) -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("dies_at", [5, 11, 17, BATCHES * 2 + 1])
+@pytest.mark.parametrize(("every", "dies_at"), [(1, 5), (1, 11), (1, 17), (8, 10), (8, 18)])
 @pytest.mark.parametrize("kind", AVERAGING)
-def test_averages_go_on_bit_for_bit(tmp_path: Path, kind: str, dies_at: int) -> None:
-    (expected, _), (module, _) = killed_and_resumed(tmp_path, dies_at, lambda: [AVERAGING[kind]()])
+def test_averages_go_on_bit_for_bit(tmp_path: Path, kind: str, every: int, dies_at: int) -> None:
+    def make() -> list[Callback]:
+        return [AVERAGING[kind]()]
+
+    (expected, _), (module, _) = killed_and_resumed(tmp_path, every, dies_at, make)
     assert_same(expected, module)
 
 
@@ -83,7 +99,7 @@ def test_early_stopping_goes_on(tmp_path: Path) -> None:
     def make() -> list[Callback]:
         return [EarlyStopping("loss", patience=2, min_delta=1e9, check_on_train_epoch_end=True)]
 
-    (_, expected), (_, trainer) = killed_and_resumed(tmp_path, BATCHES + 3, make, max_epochs=6)
+    (_, expected), (_, trainer) = killed_and_resumed(tmp_path, 1, BATCHES + 3, make, max_epochs=6)
     assert expected.global_step == BATCHES * 3
     assert trainer.global_step == expected.global_step
 
@@ -220,6 +236,29 @@ def test_the_last_version_is_the_average(
     assert "put the average into the model" in caplog.text
 
 
+class Validated(Logged):
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        pass
+
+
+def test_a_sigterm_amid_validation_saves_the_trained_weights_and_the_average(tmp_path: Path) -> None:
+    class Told(Callback):
+        def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if not trainer.received_sigterm:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    url, average = str(tmp_path / "store"), EMAWeightAveraging(decay=0.9)
+    trained, _ = fit(tmp_path, module=Logged(), max_epochs=1)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    options: dict[str, Any] = {"validation": loader, "num_sanity_val_steps": 0}
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, CnrCheckpoint(url, 3, bits=32), average, Told(), module=Validated(), **options)
+    assert cnr_store.versions(url)[-1].step == BATCHES
+    stored = cnr_store.state_dict(url)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(torch.as_tensor(stored[name]), tensor), name
+
+
 def test_what_a_callback_changes_at_the_end_is_saved(tmp_path: Path) -> None:
     class Halves(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -229,7 +268,8 @@ def test_what_a_callback_changes_at_the_end_is_saved(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     module, _ = fit(tmp_path, CnrCheckpoint(url, 8), Halves(), max_epochs=1)
     assert [version.step for version in cnr_store.versions(url)] == [8, 8]
-    assert torch.equal(torch.as_tensor(cnr_store.state_dict(url)["top.1.weight"]), module.top[1].weight)
+    stored = cnr_store.state_dict(url)["top.1.weight"]
+    assert torch.equal(torch.as_tensor(stored), module.state_dict()["top.1.weight"])
 
 
 def test_the_end_is_saved_once_where_nothing_changes_it(tmp_path: Path) -> None:
