@@ -59,7 +59,8 @@ class CnrCheckpoint(Callback):
         ``keep_best`` of `Checkpointer` does. Each version's metadata has the epoch, and all metrics of one number that
         the module has logged by then.
     resume
-        Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
+        Whether `fit` continues from the newest version, if there is one, with the state of the other callbacks. Then
+        give no `ckpt_path`.
     options
         Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
 

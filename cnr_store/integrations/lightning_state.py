@@ -162,8 +162,13 @@ class TrainerState:
 
 
 def averaging(trainer: Any) -> list[Any]:
-    """The callbacks that put an average into the model when training ends."""
-    return [*_swapping(trainer), *_of_kind(trainer, "StochasticWeightAveraging")]
+    """The callbacks that have put an average into the model, when training has ended."""
+    others = [
+        one
+        for one in _of_kind(trainer, "StochasticWeightAveraging")
+        if one._max_epochs == -1 or trainer.current_epoch > one.swa_end
+    ]
+    return [*_swapping(trainer), *others]
 
 
 def restore_trained(trainer: Any) -> None:

@@ -272,6 +272,16 @@ def test_what_a_callback_changes_at_the_end_is_saved(tmp_path: Path) -> None:
     assert torch.equal(torch.as_tensor(stored), module.state_dict()["top.1.weight"])
 
 
+def test_a_fit_that_ends_before_its_average_is_used_is_saved_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 4), AVERAGING["swa"](), max_steps=4)
+    assert [version.step for version in cnr_store.versions(url)] == [4]
+    fit(tmp_path, CnrCheckpoint(url, 4, resume=True), AVERAGING["swa"](), max_steps=8)
+    assert "put the average into the model" not in caplog.text
+
+
 def test_the_end_is_saved_once_where_nothing_changes_it(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     fit(tmp_path, CnrCheckpoint(url, 8), Keeps(1), max_epochs=2)
