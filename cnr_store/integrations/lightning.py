@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
+from cnr_store.integrations.lightning_state import TrainerState, averaging, restore_trained
 from cnr_store.integrations.metrics import figures
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
@@ -20,19 +21,24 @@ from cnr_store.training.data.tracked_reader import TrackedReader
 from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback
+    from pytorch_lightning.callbacks import Checkpoint
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     try:
         from lightning.pytorch import Callback
+        from lightning.pytorch.callbacks import Checkpoint
         from lightning.pytorch.utilities.exceptions import SIGTERMException
     except ModuleNotFoundError:
         from pytorch_lightning import Callback
+        from pytorch_lightning.callbacks import Checkpoint
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 log = logging.getLogger("cnr_store")
@@ -53,7 +59,8 @@ class CnrCheckpoint(Callback):
         ``keep_best`` of `Checkpointer` does. Each version's metadata has the epoch, and all metrics of one number that
         the module has logged by then.
     resume
-        Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
+        Whether `fit` continues from the newest version, if there is one, with the state of the other callbacks. Then
+        give no `ckpt_path`.
     options
         Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
 
@@ -102,10 +109,17 @@ class CnrCheckpoint(Callback):
         self._saved_at = monotonic()
         self._checkpointer: Checkpointer | None = None
         self._saved_step: int | None = None  # the newest step saved or loaded
+        self._saved_tensors: list[VersionCounter] = []  # those of the model, as they were then
+        self._last = _LastHooks(self)
         self._step_before_batch = 0
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let the hooks that save run behind those of all other callbacks, which may change what is saved."""
+        if stage == "fit":
+            trainer.callbacks = [*self._others(trainer), self._last]
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the checkpointer and resume. Optimizers and schedulers exist by now."""
         if trainer.world_size != 1:
             raise OptionError(
@@ -113,14 +127,16 @@ class CnrCheckpoint(Callback):
                 "and num_nodes=1"
             )
         self._step_before_batch = trainer.global_step
+        self._trainer_state = TrainerState(trainer)
         state = {
             **(self._options.get("state") or {}),
-            "lightning.loops": trainer.fit_loop,
             "lightning.precision": trainer.precision_plugin,
             **{
                 f"lightning.scheduler.{position}": config.scheduler
                 for position, config in enumerate(trainer.lr_scheduler_configs)
             },
+            # The last to load, because callbacks may change all others.
+            "lightning.loops": self._trainer_state,
         }
         self._saved_step, self._saved_at = None, monotonic()
         options = {**self._options, "state": state}
@@ -129,6 +145,7 @@ class CnrCheckpoint(Callback):
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
                 self._loaded_rng = rng_state()
+                self._saved_tensors = _counters(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loaders. They exist by now."""
@@ -143,26 +160,31 @@ class CnrCheckpoint(Callback):
         if state is not None and self._options.get("rng", True):
             set_rng_state(state)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save if due. After the last batch the save waits for `on_train_epoch_end`: `fit` can't resume in between."""
+    def _end_batch(self, trainer: Trainer) -> None:
+        """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between."""
         self._log_figures(trainer)
         if self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end_epoch(self, trainer: Trainer) -> None:
         """Save if due after the last batch."""
         if self._is_due(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end of training, after waiting for the save before it."""
-        self._save(trainer, overlap="wait")
+    def _end_training(self, trainer: Trainer) -> None:
+        """Save the end of training, after waiting for the save before it.
+
+        Averages are written in a way that torch does not count, so they are saved whole.
+        """
+        has_average = bool(averaging(trainer))
+        self._trainer_state.is_end = True
+        if has_average or _changed(self._saved_tensors, trainer.lightning_module):
+            self._saved_step = None
+        self._save(trainer, overlap="wait", full=has_average)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save under way, and stop tracking."""
-        self._close()
+        self._close(trainer)
         self._log_figures(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -170,11 +192,12 @@ class CnrCheckpoint(Callback):
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
+                restore_trained(trainer)
                 self._save(trainer, overlap="wait")
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
         with contextlib.suppress(CheckpointError):  # logged when the save failed
-            self._close()
+            self._close(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether this batch reached or passed the next multiple of `every_n_steps`, or the minutes are over.
@@ -187,7 +210,7 @@ class CnrCheckpoint(Callback):
         is_late = seconds is not None and monotonic() - self._saved_at >= seconds
         return is_late or (every is not None and step // every > (self._saved_step or 0) // every)
 
-    def _save(self, trainer: Trainer, overlap: Overlap | None = None) -> None:
+    def _save(self, trainer: Trainer, overlap: Overlap | None = None, full: bool = False) -> None:
         step = trainer.global_step
         if self._checkpointer is None or step == self._saved_step:
             return
@@ -200,11 +223,12 @@ class CnrCheckpoint(Callback):
                 *(step, self._monitor, ", ".join(metrics) or "nothing"),
             )
         pending = self._checkpointer.save(
-            step, metadata={**metrics, "epoch": trainer.current_epoch}, overlap=overlap
+            step, metadata={**metrics, "epoch": trainer.current_epoch}, full=full, overlap=overlap
         )
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
+            self._saved_tensors = _counters(trainer.lightning_module)
 
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
@@ -215,10 +239,49 @@ class CnrCheckpoint(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(figures(pending), step=pending.step)
 
-    def _close(self) -> None:
+    def _others(self, trainer: Any) -> list[Callback]:
+        return [callback for callback in trainer.callbacks if callback is not self._last]
+
+    def _close(self, trainer: Any) -> None:
+        trainer.callbacks = self._others(trainer)
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
+
+
+class _LastHooks(Checkpoint):
+    """The hooks of `CnrCheckpoint` that must see what all other callbacks have done.
+
+    Lightning runs a `Checkpoint` behind those that monitor metrics, too. `CnrCheckpoint` itself is none, because a
+    trainer with ``enable_checkpointing=False`` refuses it.
+    """
+
+    def __init__(self, owner: CnrCheckpoint) -> None:
+        self._owner = owner
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._owner._begin(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._owner._end_batch(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._owner._end_epoch(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._owner._end_training(trainer)
+
+
+def _counters(module: LightningModule) -> list[VersionCounter]:
+    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _changed(counters: list[VersionCounter], module: LightningModule) -> bool:
+    """Whether parameters or buffers are others now, or torch has counted changes of them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return len(counters) != len(tensors) or any(
+        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
+    )
 
 
 def _check_loaders(loaders: Any) -> None:

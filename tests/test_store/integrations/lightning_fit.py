@@ -19,6 +19,13 @@ WARNINGS = (
 )
 
 
+class Behind(Callback):
+    """Its hooks run behind those of callbacks that are listed before it, also of those that put themselves last."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), self]
+
+
 class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -44,16 +51,18 @@ def fit(
     module: Module | None = None,
     validation: Any = None,
     logger: Any = False,
+    enable_checkpointing: bool = False,
+    shuffle: bool = True,
     **options: Any,
 ) -> tuple[Module, Trainer]:
     module = module or Module()
     ids = torch.arange(BATCHES * 16) * 3 % 200
-    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True)
+    loader = StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=shuffle)
     trainer = Trainer(
         max_epochs=max_epochs,
         accelerator="cpu",
         logger=logger,
-        enable_checkpointing=False,
+        enable_checkpointing=enable_checkpointing,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,

@@ -18,13 +18,13 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Behind, Module, fit
 from tests.test_store.support.rowwise_optimizers import OnAnother
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
-class StopAt(Callback):
+class StopAt(Behind):
     """Ends training by an error, as a lost machine does."""
 
     def __init__(self, step: int) -> None:
@@ -55,7 +55,7 @@ class ManualModule(Module):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.table, self.top)]
 
 
-class SavedBatches(Callback):
+class SavedBatches(Behind):
     """Notes behind which batch each save comes; to be listed behind the callback that saves."""
 
     def __init__(self, url: str) -> None:
@@ -111,7 +111,7 @@ def test_saves_come_whatever_steps_a_batch_takes(
 
 
 def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
-    class Waits(Callback):
+    class Waits(Behind):
         def on_train_batch_end(self, *_: Any) -> None:
             checkpointer = saves._checkpointer
             if checkpointer is not None and checkpointer._saves.latest is not None:

@@ -1,0 +1,215 @@
+"""What a Lightning trainer keeps besides model and optimizers: its loops, and the state of its callbacks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cnr_store.errors import StateError
+from cnr_store.format.state import encode_state
+from cnr_store.format.state_arrays import ArrayLeaf
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, callbacks
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback, LightningModule, callbacks
+else:
+    try:
+        from lightning.pytorch import Callback, LightningModule, callbacks
+    except ModuleNotFoundError:
+        from pytorch_lightning import Callback, LightningModule, callbacks
+
+log = logging.getLogger("cnr_store")
+
+_KEY = "checkpoint"  # beside the loops, under a name that no loop has
+_MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
+
+
+class TrainerState:
+    """The state of a trainer's loops, callbacks, datamodule and hooks, as Lightning's own checkpoints hold it.
+
+    The hooks get what Lightning gives them. What the version holds anyway, such as the model, is not stored again.
+
+    Parameters
+    ----------
+    trainer
+        The trainer, with its model attached.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._told: set[str] = set()
+        self.is_end = False  # set by the save at the end of `fit`
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loops' state, and beside it that of all others."""
+        return {**self._trainer.fit_loop.state_dict(), _KEY: self._checkpoint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give all of them their state, and log what can't go on."""
+        loops = dict(state)
+        stored = loops.pop(_KEY, None)
+        self._trainer.fit_loop.load_state_dict(loops)
+        self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
+        if stored is None:
+            log.info("the version was saved before the state of callbacks was: they begin anew")
+        else:
+            self._load(stored)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        hooks = [one for one in trainer.callbacks if _overrides(one, "on_save_checkpoint", Callback)]
+        has_hooks = bool(hooks) or _overrides(module, "on_save_checkpoint", LightningModule)
+        held = self._held() if has_hooks else {}
+        states = {one.state_key: state for one in trainer.callbacks if (state := one.state_dict())}
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        own = {} if datamodule is None else {type(datamodule).__qualname__: datamodule.state_dict()}
+        checkpoint = {**held, "callbacks": states, **{name: state for name, state in own.items() if state}}
+        for callback in hooks:
+            callback.on_save_checkpoint(trainer, module, checkpoint)
+        if has_hooks:
+            module.on_save_checkpoint(checkpoint)
+        states = checkpoint.pop("callbacks")
+        models = [name for name, value in checkpoint.items() if held and value is held[_MODEL]]
+        added = {
+            name: value
+            for name, value in checkpoint.items()
+            if name not in models and (name not in held or value is not held[name])
+        }
+        left_out = [
+            *self._unstorable("the state of the callback", states),
+            *self._unstorable("what hooks put into the checkpoint as", added),
+        ]
+        return {
+            "states": {name: state for name, state in states.items() if name not in left_out},
+            "added": {name: value for name, value in added.items() if name not in left_out},
+            "models": models,
+            "left_out": left_out,
+            "averaged_by": [one.state_key for one in averaging(trainer)] if self.is_end else [],
+        }
+
+    def _held(self) -> dict[str, Any]:
+        """What hooks find in Lightning's checkpoints, and the version holds besides."""
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": sys.modules[Callback.__module__.split(".callbacks")[0]].__version__,
+            _MODEL: trainer.lightning_module.state_dict(),
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+            "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+        }
+
+    def _unstorable(self, what: str, values: Mapping[str, Any]) -> Iterable[str]:
+        """Which of them can't be stored without pickle. A warning names each once."""
+        for name, value in values.items():
+            try:
+                encode_state(value, beside=lambda path, _: path, as_leaf=_leaf_without_values)
+            except StateError as error:
+                yield name
+                if name not in self._told:
+                    self._told.add(name)
+                    log.warning(
+                        "%s %s can't be stored, so a resumed fit begins it anew: %s", what, name, error
+                    )
+
+    def _load(self, stored: Mapping[str, Any]) -> None:
+        """Call what Lightning calls when it loads a checkpoint, in its order."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        states, added = stored["states"], stored["added"]
+        hooks = [one for one in trainer.callbacks if _overrides(one, "on_load_checkpoint", Callback)]
+        loads = _overrides(module, "on_load_checkpoint", LightningModule)
+        held = self._held() if hooks or loads else {}
+        models = {name: held[_MODEL] for name in stored["models"] if held}
+        checkpoint = {**held, "callbacks": states, **models, **added}
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        if type(datamodule).__qualname__ in added:
+            datamodule.load_state_dict(added[type(datamodule).__qualname__])
+        if loads:
+            module.on_load_checkpoint(checkpoint)
+        for callback in hooks:
+            callback.on_load_checkpoint(trainer, module, checkpoint)
+        for callback in trainer.callbacks:
+            if callback.state_key in states:
+                callback.load_state_dict(states[callback.state_key])
+                if isinstance(callback, callbacks.StochasticWeightAveraging):
+                    _go_on_averaging(callback, trainer)
+
+    def _warn_of_rest(self, stored: Mapping[str, Any]) -> None:
+        states, present = stored["states"], {one.state_key: one for one in self._trainer.callbacks}
+        if anew := [name for name, one in present.items() if name not in states and one.state_dict()]:
+            log.warning("the version holds no state of %s: they begin anew", ", ".join(anew))
+        if lost := [name for name in states if name not in present]:
+            log.warning(
+                "the version holds the state of %s, which this trainer lacks: its next version won't",
+                ", ".join(lost),
+            )
+        if stored["left_out"]:
+            log.warning("%s could not be stored and begin anew", ", ".join(stored["left_out"]))
+        if stored["averaged_by"]:
+            log.warning(
+                "the version is the end of a fit, where %s put the average into the model: training goes on from the "
+                "average, not from the weights that were trained",
+                ", ".join(stored["averaged_by"]),
+            )
+
+
+def averaging(trainer: Any) -> list[Any]:
+    """The callbacks that have put an average into the model, when training has ended."""
+    others = [
+        one
+        for one in _of_kind(trainer, "StochasticWeightAveraging")
+        if one._max_epochs == -1 or trainer.current_epoch > one.swa_end
+    ]
+    return [*_swapping(trainer), *others]
+
+
+def restore_trained(trainer: Any) -> None:
+    """Give the model its trained weights again, if validation was broken off while the average was in their place."""
+    if trainer.validating:
+        for callback in _swapping(trainer):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def _swapping(trainer: Any) -> list[Any]:
+    return _of_kind(trainer, "WeightAveraging")
+
+
+def _of_kind(trainer: Any, name: str) -> list[Any]:
+    kind = getattr(callbacks, name, None)  # Lightning 2.4 has no WeightAveraging
+    return [] if kind is None else [one for one in trainer.callbacks if isinstance(one, kind)]
+
+
+def _overrides(value: object, method: str, base: type) -> bool:
+    return getattr(getattr(value, method), "__func__", None) is not getattr(base, method)
+
+
+def _leaf_without_values(value: object) -> ArrayLeaf | None:
+    """Stands for a tensor or an array, which the save itself copies and checks."""
+    is_array = type(value) in (torch.Tensor, nn.Parameter, np.ndarray)
+    return ArrayLeaf(np.zeros(0)) if is_array else None
+
+
+def _go_on_averaging(callback: Any, trainer: Any) -> None:
+    """Make the scheduler of `StochasticWeightAveraging`.
+
+    Lightning makes it when an epoch starts, too late for the rest of this one, and lets it move the learning rates,
+    which the optimizers were given already.
+    """
+    if (
+        callback._scheduler_state is None
+        or not callback.swa_start <= trainer.current_epoch <= callback.swa_end
+    ):
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    settings = [dict(group) for group in groups]
+    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    for group, loaded in zip(groups, settings, strict=True):
+        group.update(loaded)
