@@ -66,7 +66,8 @@ def test_state_goes_to_a_grid_only_if_asked(tmp_path: Path) -> None:
         options = {**ANY, "state": state}
         with Checkpointer(url, model, optimizer, codec=options, expected_restores=ONCE) as checkpointer:
             found = record(url, checkpointer.save(0).result().id)
-        expected = {"id": "cnr_floating", "mantissa_bits": 3} if state else {"id": "cnr_rows"}
+        grid = {"id": "cnr_floating", "mantissa_bits": 3, "relative": True}
+        expected = grid if state else {"id": "cnr_rows"}
         assert codec(found, "small", "sum") == expected
         assert codec(found, "tiny", "sum") == {"id": "cnr_rows"}
 
