@@ -11,6 +11,9 @@ from cnr_store.policies.past import SINCE, Since
 _MIN_BYTES = 16 << 10
 """Of smaller deltas, heads and indexes are a large share."""
 
+_NEAR = 0.1
+"""An estimate that is off by no more stays: that of codes of fixed widths, beside which stand heads and indexes."""
+
 
 @dataclass
 class DeltaBytes:
@@ -40,6 +43,10 @@ class DeltaBytes:
             self._noted = version, {**self._noted[1], since: self.share(since) * nbytes / offered}
 
     def share(self, since: Since) -> float:
-        """Of such deltas; where there was none, of the others, so that the two differ by their rows alone; else 1."""
+        """Of such deltas; where there was none, of the others, so that the two differ by their rows alone; else 1.
+
+        It is 1 where the estimate was near.
+        """
         shares = self._noted[1]
-        return shares.get(since, next(iter(shares.values()), 1.0))
+        share = shares.get(since, next(iter(shares.values()), 1.0))
+        return 1.0 if abs(share - 1) <= _NEAR else share
