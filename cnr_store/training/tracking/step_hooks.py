@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVarTuple
@@ -12,6 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
+
+_STEP = "profile_hook_step.<locals>.wrapper"
+"""torch's function around each step, which calls its hooks."""
 
 Given = TypeVarTuple("Given")
 Args = tuple[Any, ...]
@@ -79,6 +83,19 @@ def _after_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
 def _has_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> bool:
     """Whether a step was given something to call: torch counts the optimizer itself among its arguments."""
     return any(callable(each) and each is not optimizer for each in (*args, *kwargs.values()))
+
+
+def is_in_step(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` that has just begun is part of another one, which a class calls by ``super()``.
+
+    torch calls the hooks of a class's step, and those of the class beneath it once that one has had an object.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame is not None and steps < 2:
+        if frame.f_code.co_qualname.endswith(_STEP) and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps == 2
 
 
 def _put_after_step_first(optimizer: Optimizer) -> None:

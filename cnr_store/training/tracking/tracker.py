@@ -35,7 +35,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     uncounted_groups,
 )
 from cnr_store.training.tracking.sharded_lookups import ShardedLookups
-from cnr_store.training.tracking.step_hooks import add_step_listener, remove_step_listener
+from cnr_store.training.tracking.step_hooks import add_step_listener, is_in_step, remove_step_listener
 from cnr_store.training.tracking.stepped_tables import SteppedTables, settle_step
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
@@ -99,15 +99,15 @@ class Tracker:
 
     def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Look for changes that no step made, before `optimizer` makes its own."""
-        for name, reason in self._unfinished([optimizer] if optimizer in self._begun else []).items():
+        begun = [optimizer] if optimizer in self._begun and not is_in_step(optimizer) else []
+        for name, reason in self._unfinished(begun).items():
             self._trackers[name].make_whole(reason)
         self._begun[optimizer] = self._uncounted(optimizer, has_closure)
         for tracker in self._stepped.sharing(optimizer):
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
             )
-        # Such a step may set its gradient to zero, or raise after its update. A fused kernel that unscales a gradient
-        # rounds what it writes back, perhaps to zero.
+        # Such a step may set its gradient to zero, or raise after its update; a fused one that unscales it may round it.
         marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         every = self._stepped.pass_over(optimizer)
         self._stepped.check_sums(optimizer, every.stepped)
