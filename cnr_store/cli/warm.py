@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import chain
+from pathlib import Path
 
 import typer
 
@@ -20,10 +21,13 @@ def warm(as_json: AsJson = False) -> None:
     """
     began = time.perf_counter()
     for _ in chain(compile_all(), compile_kernels()):
-        pass
+        if not _files():  # not even of the first: the others take long
+            say(
+                "cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room"
+            )
+            raise typer.Exit(1)
     seconds = time.perf_counter() - began
-    folders = [folder for folder in cache_folders() if folder.is_dir()]
-    files = [file for folder in folders for file in folder.glob("*.nb[ci]")]
+    folders, files = _folders(), _files()
     nbytes = sum(file.stat().st_size for file in files)
     kept = {"seconds": round(seconds, 1), "files": len(files), "bytes": nbytes}
     if as_json:
@@ -32,6 +36,12 @@ def warm(as_json: AsJson = False) -> None:
         print_line(f"compiled in {seconds:.1f} s: {len(files)} files, {nbytes / 1e6:.1f} MB, in")
         for folder in folders:
             print_line(f"  {folder}")
-    if not files:
-        say("cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room")
-        raise typer.Exit(1)
+
+
+def _folders() -> list[Path]:
+    """Where kernels are kept, as far as there is anything."""
+    return [folder for folder in cache_folders() if folder.is_dir()]
+
+
+def _files() -> list[Path]:
+    return [file for folder in _folders() for file in folder.glob("*.nb[ci]")]

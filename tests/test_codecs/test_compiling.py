@@ -75,6 +75,7 @@ def test_kernels_are_compiled_for_rows_of_any_element_type(codec: RowCodec) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_no_codec_waits_for_the_compiler_once_all_is_compiled(tmp_path: Path) -> None:
     def run(program: str) -> str:
         return subprocess.run(

@@ -107,7 +107,7 @@ class Tracker:
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
             )
-        # Such a step may set its gradient to zero, or raise after its update; a fused one that unscales it may round it.
+        # Such a step may set its gradient to zero, or raise after its update; a fused one may round it to zero.
         marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
         every = self._stepped.pass_over(optimizer)
         self._stepped.check_sums(optimizer, every.stepped)

@@ -96,6 +96,7 @@ def _save_at_last(checkpointer: Checkpointer, step: int, metadata: str) -> str:
             time.sleep(0.5)
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_loses_nothing(server: S3Server) -> None:
     counts = train_through_outages(server, 20261122, outages=1)
     assert counts["versions loaded and equal"] > 2

@@ -44,10 +44,8 @@ PHASES = {
 IN_EVERY_RUN = {
     ("agree", 1, "raise"),
     ("agree", 0, "SIGKILL"),
-    ("snapshot", 2, "raise"),
     ("claim", 0, "raise"),
     ("exchange", 1, "SIGKILL"),
-    ("put", 2, "SIGSTOP"),
     ("vote", 1, "raise"),
     ("commit", 0, "SIGSTOP"),
     ("outcome", 0, "SIGKILL"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import at_night
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.distributed import rank_training
 from tests.test_store.training.distributed.test_ddp import values
@@ -20,7 +21,7 @@ def _imported() -> None:
     ("world", "how", "kind", "others"),
     [
         (2, "fsdp", "adagrad", [(1, "fsdp"), (3, "fsdp"), (2, "ddp"), (1, "bare")]),
-        (3, "fsdp", "adam", [(2, "fsdp"), (1, "bare")]),
+        at_night(3, "fsdp", "adam", [(2, "fsdp"), (1, "bare")]),
         (4, "hsdp", "adagrad", [(2, "fsdp")]),
     ],
 )
@@ -37,7 +38,7 @@ def test_every_number_of_ranks_loads_what_some_saved(
         assert loaded == [saved[0]["trained"]] * number
 
 
-@pytest.mark.parametrize(("world", "how", "owners"), [(4, "fsdp", 2), (4, "hsdp", 2), (3, "fsdp", 1)])
+@pytest.mark.parametrize(("world", "how", "owners"), [at_night(4, "fsdp", 2), (4, "hsdp", 2), (3, "fsdp", 1)])
 def test_few_ranks_own_what_all_have_pieces_of(tmp_path: Path, world: int, how: str, owners: int) -> None:
     arguments = (tmp_path / "few", how, "adam", False, 2)
     saved = values(run_ranks(world, rank_training.train_with_few_owners, owners, *arguments))
@@ -58,7 +59,7 @@ def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path) -> None:
     assert max(after[0]["rows"]) <= 60  # deltas of what the others saved
 
 
-@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (1, 3)])
+@pytest.mark.parametrize("counts", [at_night((0, 2)), (2, 0), (1, 3)])
 def test_objects_may_have_other_arrays_on_each_rank(tmp_path: Path, counts: tuple[int, int]) -> None:
     found = values(run_ranks(2, rank_training.uneven_objects, tmp_path, counts))
     assert [each["loaded"] for each in found] == [counts[0]] * 2
