@@ -6,6 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, Protocol, TypeVarTuple
 
 import torch
@@ -90,11 +91,12 @@ def is_in_step(optimizer: Optimizer) -> bool:
 
     torch calls the hooks of a class's step, and those of the class beneath it once that one has had an object.
     """
-    frame, steps = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    steps = 0
     while frame is not None and steps < 2:
         if frame.f_code.co_qualname.endswith(_STEP) and frame.f_locals.get("self") is optimizer:
             steps += 1
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return steps == 2
 
 
