@@ -40,6 +40,9 @@ class _Nowhere(DelayedBackend):
         self.url, self.atomic_create = "nowhere", True
         self._put_seconds, self._kept = delay_seconds, kept
 
+    def prepare(self, key: str) -> None:
+        """There are no folders."""
+
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         def keep() -> None:
             if self._kept is not None:
