@@ -1,6 +1,6 @@
 """What quantized optimizer state costs in accuracy and saves in bytes, on the demo's model and MovieLens-100k.
 
-    python benchmarks/state_bits.py [--quick] [--steps N] [--restores N] [--seeds N] [--output FOLDER]
+    python benchmarks/state_bits.py [--quick] [--steps N] [--restores N] [--seeds N] [--out FOLDER]
 
 One run trains from start to end; the others are stopped at even intervals and go on in a new model from what a store
 held, with `state_bits` of 32, 8, 4 and floating grids. Weights are lossless throughout, so that all that differs is the
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2_500)
     parser.add_argument("--restores", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.restores, options.seeds = 200, 1, 1
@@ -162,8 +162,8 @@ def main() -> None:
         "runs": runs,
         "sizes": [line for name in names for line in sizes(features, name, options.steps)],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "state-bits.json").write_text(json.dumps(document, indent=1) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "state-bits.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
