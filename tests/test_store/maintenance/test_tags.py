@@ -193,3 +193,24 @@ def test_the_command_line_moves_a_tag_that_exists(
     for _ in range(2):  # one that is not there is no error
         assert cnr(capsys, "untag", backend.url, "best")[:2] == (0, "best: no tag any more\n")
     assert cnr_store.tags(backend) == {}
+
+
+@pytest.mark.parametrize("before", [None, 3])
+def test_a_tag_is_not_granted_if_its_pin_was_removed_and_the_version_goes(
+    backend: Backend, before: int | None
+) -> None:
+    made = save_many(backend, range(1, 4), full=[1, 2, 3])
+    if before is not None:
+        cnr_store.tag(backend, "release", before)
+    removed: list[str] = []
+
+    def meanwhile(operation: str, key: str, _: int) -> Fault:
+        if (operation, key) == ("put", "tags/release") and not removed:
+            cnr_store.unpin(backend, made[0])
+            removed.extend(cnr_store.gc(backend, keep_last=1, grace_seconds=0).removed)
+        return None
+
+    with pytest.raises(VersionNotFoundError, match="tag another"):
+        cnr_store.tag(FaultyBackend(backend, meanwhile), "release", made[0])
+    assert made[0] in removed
+    assert cnr_store.tags(backend) == ({} if before is None else {"release": made[before - 1]})
