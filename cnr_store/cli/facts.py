@@ -10,7 +10,7 @@ from typing import Any
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.metadata import find_figures
-from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.objects import list_ids, list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
@@ -104,7 +104,7 @@ def read_store(catalog: Catalog) -> StoreFacts:
     if not (records or damaged or catalog.check_format()):
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     catalog.look_for_folds()
-    pinned, tombstoned = list_ids(backend, layout.PINS), list_tombstoned(backend)
+    pinned, tombstoned = list_marked(backend, layout.PINS), list_tombstoned(backend)
     errors: list[Exception] = [*damaged.values()]
     folds: dict[str, Record] = {}
     for version in sorted(list_ids(backend, layout.FOLDS).intersection(record.id for record in records)):

@@ -16,6 +16,8 @@ from cnr_store.integrations.lightning_state import (
     TrainerState,
     accumulate_as_scheduled,
     averaging,
+    changed_since,
+    counters_of,
     restore_trained,
 )
 from cnr_store.integrations.metrics import figures
@@ -48,6 +50,8 @@ else:
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 log = logging.getLogger("cnr_store")
+
+_BATCHES_TO_STEP = 1000
 
 
 class CnrCheckpoint(Callback):
@@ -162,7 +166,7 @@ class CnrCheckpoint(Callback):
                         f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
                     )
                 self._loaded_rng = rng_state()
-                self._saved_tensors = _counters(pl_module)
+                self._saved_tensors = counters_of(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loaders. They exist by now."""
@@ -182,6 +186,13 @@ class CnrCheckpoint(Callback):
     def _end_batch(self, trainer: Trainer) -> None:
         """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between."""
         self._log_figures(trainer)
+        batches = trainer.fit_loop.total_batch_idx + 1
+        if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
+            log.warning(
+                "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
+                "the end: with manual optimization, step the optimizers of self.optimizers()",
+                batches,
+            )
         if self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer, ends="step")
 
@@ -203,7 +214,7 @@ class CnrCheckpoint(Callback):
         """
         has_average = bool(averaging(trainer))
         self._trainer_state.is_end = True
-        if has_average or _changed(self._saved_tensors, trainer.lightning_module):
+        if has_average or changed_since(self._saved_tensors, trainer.lightning_module):
             self._saved_step = None
         self._save_last(trainer, full=has_average)
 
@@ -262,7 +273,7 @@ class CnrCheckpoint(Callback):
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            self._saved_tensors = _counters(trainer.lightning_module)
+            self._saved_tensors = counters_of(trainer.lightning_module)
 
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
@@ -300,18 +311,6 @@ class _LastHooks(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._owner._end_epoch(trainer)
-
-
-def _counters(module: LightningModule) -> list[VersionCounter]:
-    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
-
-
-def _changed(counters: list[VersionCounter], module: LightningModule) -> bool:
-    """Whether parameters or buffers are others now, or torch has counted changes of them."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return len(counters) != len(tensors) or any(
-        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
-    )
 
 
 def _check_loaders(loaders: Any) -> None:

@@ -16,6 +16,7 @@ from cnr_store.errors import StateError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.model.object_state import tensor_leaf
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, callbacks
@@ -209,6 +210,12 @@ class TrainerState:
                 "average, not from the weights that were trained",
                 ", ".join(stored["averaged_by"]),
             )
+        elif self._trainer.fit_loop.done and (left := averaging(self._trainer)):
+            log.warning(
+                "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
+                "the average into the model",
+                ", ".join(one.state_key for one in left),
+            )
 
 
 def averaging(trainer: Any) -> list[Any]:
@@ -226,6 +233,19 @@ def restore_trained(trainer: Any) -> None:
     if trainer.validating:
         for callback in _swapping(trainer):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def counters_of(module: LightningModule) -> list[VersionCounter]:
+    """The counters of parameters and buffers, as they are now."""
+    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def changed_since(counters: list[VersionCounter], module: LightningModule) -> bool:
+    """Whether parameters or buffers are others now, or torch has counted changes of them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return len(counters) != len(tensors) or any(
+        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
+    )
 
 
 def accumulate_as_scheduled(trainer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.objects import has_object, list_ids
+from cnr_store.catalog.objects import has_object, list_ids, list_marked
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError
 from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
@@ -143,7 +143,7 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     if not catalog.check_format():
         return []
     return sorted(
-        version for version in list_ids(catalog.backend, layout.PINS) if not _is_void(catalog, version)
+        version for version in list_marked(catalog.backend, layout.PINS) if not _is_void(catalog, version)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
@@ -187,3 +187,33 @@ def test_a_checkpoint_of_lightnings_own_and_a_version_are_not_mixed(tmp_path: Pa
     loader = DataLoader(TensorDataset(torch.arange(32), torch.rand(32)), batch_size=16)
     with pytest.raises(OptionError, match=r"resume=True continues from step 24 of .*own\.ckpt.*leave one"):
         trainer.fit(Module(), loader, ckpt_path=own)
+
+
+def test_a_fit_whose_steps_lightning_does_not_count_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Raw(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            super().training_step(batch, batch_idx).backward()
+            optimizer.step()
+
+    fit(tmp_path, CnrCheckpoint(str(tmp_path / "store"), 1), module=Raw(), max_epochs=1)
+    assert f"{BATCHES} batches were trained without an optimizer step that Lightning counts" in caplog.text
+
+
+def test_an_average_that_a_finished_fit_never_gets_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dies(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            raise StopsError
+
+    url = str(tmp_path / "store")
+    with pytest.raises(StopsError):
+        fit(tmp_path, Dies(), EMAWeightAveraging(decay=0.9), CnrCheckpoint(url, 1))
+    fit(tmp_path, EMAWeightAveraging(decay=0.9), CnrCheckpoint(url, 1, resume=True))
+    assert "EMAWeightAveraging will not put the average into the model" in caplog.text
