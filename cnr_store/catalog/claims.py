@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError
-from cnr_store.catalog.objects import list_ids, read_object
+from cnr_store.catalog.objects import list_marked, read_object
 from cnr_store.errors import CorruptionError, FormatError, SaveError, SupersededError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import document_bytes, group_document
@@ -200,7 +200,7 @@ def store_id(backend: Backend) -> str:
 
 def list_tombstoned(backend: Backend) -> frozenset[str]:
     """Versions that carry a tombstone: they are deleted, or may be at any moment."""
-    return list_ids(backend, layout.TOMBSTONES)
+    return list_marked(backend, layout.TOMBSTONES)
 
 
 def list_claims(backend: Backend) -> list[str]:

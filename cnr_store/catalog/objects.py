@@ -19,6 +19,14 @@ def list_ids(backend: Backend, prefix: str) -> frozenset[str]:
     return frozenset(filter(layout.VersionId.parse, backend.list_names(prefix)))
 
 
+def list_marked(backend: Backend, prefix: str) -> frozenset[str]:
+    """The version ids that have an object under a prefix. An empty folder, left on a disk by a kill, is none."""
+    listed = list_ids(backend, prefix)
+    if not listed:
+        return listed
+    return listed.intersection(key.split("/")[1] for key, _ in backend.list_keys(prefix))
+
+
 def list_from_newest(
     listed: Callable[[], list[str]], is_committed: Callable[[str], bool], url: str
 ) -> list[str]:

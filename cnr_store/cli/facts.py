@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.metadata import find_figures
-from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.objects import list_ids, list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
@@ -104,9 +104,17 @@ def read_store(catalog: Catalog) -> StoreFacts:
     if not (records or damaged or catalog.check_format()):
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
     catalog.look_for_folds()
-    pinned, folded = list_ids(backend, layout.PINS), list_ids(backend, layout.FOLDS)
-    tombstoned, lost = list_tombstoned(backend), find_lost_bases(records, folded)
+    pinned, tombstoned = list_marked(backend, layout.PINS), list_tombstoned(backend)
     errors: list[Exception] = [*damaged.values()]
+    folds: dict[str, Record] = {}
+    for version in sorted(list_ids(backend, layout.FOLDS).intersection(record.id for record in records)):
+        try:
+            fold = catalog.find_fold(version)
+        except (CorruptionError, FormatError) as error:
+            errors.append(error)
+        else:
+            folds |= {} if fold is None else {version: fold}  # none is there of one that was broken off
+    lost, chains = find_lost_bases(records, folds), _chains(records, folds)
     tags: dict[str, list[str]] = {}
     try:
         for name, version in read_tags(backend).items():
@@ -115,16 +123,14 @@ def read_store(catalog: Catalog) -> StoreFacts:
         errors.append(error)
     facts = {version: record_names() | {"id": version} for version in damaged}
     facts |= {record.id: record_facts(record) for record in records}
-    found = {version: fold_of(catalog, version) for version in sorted(folded.intersection(facts))}
-    folds = {version: fold for version, fold in found.items() if fold is not None}
     versions: list[Facts] = [
         facts[version]
         | {
             "tags": tags.get(version, []),
             "pinned": version in pinned,
             "pin_reasons": read_reasons(backend, version) if version in pinned else [],
-            "folded": version in folded,
-            "chain": 1 if version in folded else facts[version]["chain"],
+            "folded": version in folds,
+            "chain": chains.get(version),
             "fold_bytes": folds[version].nbytes if version in folds else None,
             "removed": version in tombstoned,
             "lost_base": lost.get(version),
@@ -133,6 +139,16 @@ def read_store(catalog: Catalog) -> StoreFacts:
         for version in sorted(facts)
     ]
     return StoreFacts(versions, records, folds, errors)
+
+
+def _chains(records: Iterable[Record], folds: Collection[str]) -> dict[str, int]:
+    """By version, oldest first, how many versions reading it touches: none beneath one that is folded."""
+    touched: dict[str, set[str]] = {}
+    for record in records:
+        bases = {} if record.id in folds else {entry.base for entry in record.arrays.values()}
+        beneath = set[str]().union(*(touched.get(base, {base}) for base in bases if base is not None))
+        touched[record.id] = {record.id} | beneath.intersection(record.needs)
+    return {version: len(versions) for version, versions in touched.items()}
 
 
 def codec_text(config: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.catalog.claims import list_tombstoned
-from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.objects import list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
@@ -44,7 +44,7 @@ def info(
     catalog, record = open_record(url, parse_version(version), **parse_options(options))
     facts = record_facts(record) | {
         "tags": sorted(name for name, tagged in read_tags(catalog.backend).items() if tagged == record.id),
-        "pinned": record.id in list_ids(catalog.backend, layout.PINS),
+        "pinned": record.id in list_marked(catalog.backend, layout.PINS),
         "pin_reasons": read_reasons(catalog.backend, record.id),
         "fold_bytes": fold_bytes(catalog, record.id),
         "lost": find_lost(catalog, record),

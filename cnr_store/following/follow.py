@@ -212,9 +212,10 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
         Any fsspec URL, a path, or a Zarr store.
     since
         The version that the follower holds: an id, a `VersionInfo`, or the step of a stored version. If an update
-        to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, the first
-        update brings everything. In the same process, the last `Update` itself, however much of it was taken: it keeps
-        what was read of the store, and the codes of rows that later ones may be relative to.
+        to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, or the store
+        was put back from a copy, the first update brings everything. In the same process, the last `Update` itself,
+        however much of it was taken: it keeps what was read of the store, and the codes of rows that later ones may be
+        relative to.
     storage_options
         For the filesystem, as in fsspec.
 
@@ -251,17 +252,20 @@ def _id(catalog: Catalog, version: Version) -> str:
 
 def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes) -> Iterator[Update]:
     while True:
-        listed_after = newest
-        for version in reversed(catalog.ids()):
+        listed_after, ids = newest, catalog.ids()
+        for version in reversed(ids):
             record = catalog.find_record(version) if version > newest else None
-            if (
-                record is not None
-            ):  # else seen already, never committed, not yet, or deleted since it was listed
+            # None if it was seen already, never committed, not yet, or deleted since it was listed.
+            if record is not None:
                 newest = version
                 before = update = Update(catalog, record, before, seen)
                 yield update
-        if newest == listed_after:
+        if newest != listed_after:
+            continue
+        if newest in ids or not (newest and ids):
             return
+        # Retention never removes the newest version: the store was put back from a copy, or made anew.
+        before, newest, seen = None, "", SeenCodes()
 
 
 def _info(record: Record, path: str) -> ArrayInfo:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.integrations.lightning_state import TrainerState, averaging, restore_trained
+from cnr_store.integrations.lightning_hooks import HookBehind
+from cnr_store.integrations.lightning_state import (
+    TrainerState,
+    accumulate_as_scheduled,
+    averaging,
+    changed_since,
+    counters_of,
+    restore_trained,
+)
 from cnr_store.integrations.metrics import figures
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
@@ -43,6 +51,8 @@ else:
 
 log = logging.getLogger("cnr_store")
 
+_BATCHES_TO_STEP = 1000
+
 
 class CnrCheckpoint(Callback):
     """Saves the module in training, all its optimizers and schedulers, and the progress of `fit`.
@@ -52,8 +62,9 @@ class CnrCheckpoint(Callback):
     url
         Any fsspec URL, a path, or a Zarr store.
     every_n_steps, every_n_minutes
-        Optimizer steps, and minutes, between two saves: one of them, or both. A save comes at the end of a batch, and
-        never while gradients are being accumulated. The end of `fit` is saved too, also if a SIGTERM causes it.
+        Optimizer steps, and minutes, between two saves: one of them, or both. A save comes at the end of a batch in
+        which an optimizer took a step, behind the hooks of all callbacks and of the module. The end of `fit` is saved
+        too, behind their `on_train_end`, also if a SIGTERM causes it.
     monitor, mode, save_top_k
         Keep the versions in which the metric `monitor` is best (``"min"`` or ``"max"``), so many of them, as
         ``keep_best`` of `Checkpointer` does. Each version's metadata has the epoch, and all metrics of one number that
@@ -111,6 +122,7 @@ class CnrCheckpoint(Callback):
         self._saved_step: int | None = None  # the newest step saved or loaded
         self._saved_tensors: list[VersionCounter] = []  # those of the model, as they were then
         self._last = _LastHooks(self)
+        self._behind: list[HookBehind] = []
         self._step_before_batch = 0
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
@@ -139,13 +151,22 @@ class CnrCheckpoint(Callback):
             "lightning.loops": self._trainer_state,
         }
         self._saved_step, self._saved_at = None, monotonic()
+        self._behind = [
+            HookBehind(pl_module, "on_train_batch_end", lambda: self._end_batch(trainer)),
+            HookBehind(pl_module, "on_train_end", lambda: self._end_training(trainer)),
+        ]
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
         if self._resume:
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
+                if trainer.ckpt_path is not None:  # Lightning would load it over what was loaded
+                    raise OptionError(
+                        f"resume=True continues from step {self._saved_step} of {self._url}, and "
+                        f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
+                    )
                 self._loaded_rng = rng_state()
-                self._saved_tensors = _counters(pl_module)
+                self._saved_tensors = counters_of(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loaders. They exist by now."""
@@ -157,19 +178,34 @@ class CnrCheckpoint(Callback):
         """Restore the random number generators again, because making the loaders has drawn from them."""
         self._step_before_batch = trainer.global_step
         state, self._loaded_rng = self._loaded_rng, None
-        if state is not None and self._options.get("rng", True):
-            set_rng_state(state)
+        if state is not None:
+            accumulate_as_scheduled(trainer)
+            if self._options.get("rng", True):
+                set_rng_state(state)
 
     def _end_batch(self, trainer: Trainer) -> None:
         """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between."""
         self._log_figures(trainer)
+        batches = trainer.fit_loop.total_batch_idx + 1
+        if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
+            log.warning(
+                "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
+                "the end: with manual optimization, step the optimizers of self.optimizers()",
+                batches,
+            )
         if self._is_due(trainer) and not trainer.is_last_batch:
-            self._save(trainer)
+            self._save(trainer, ends="step")
 
     def _end_epoch(self, trainer: Trainer) -> None:
-        """Save if due after the last batch."""
+        """Save if due after the last batch.
+
+        At the end of an epoch in which `fit` resumed, Lightning does not step schedulers by a metric.
+        """
+        is_resumed = trainer.fit_loop.restarting
+        if is_resumed:
+            self._trainer_state.step_plateaus("epoch")
         if self._is_due(trainer):
-            self._save(trainer)
+            self._save(trainer, ends=None if is_resumed else "epoch")
 
     def _end_training(self, trainer: Trainer) -> None:
         """Save the end of training, after waiting for the save before it.
@@ -178,9 +214,15 @@ class CnrCheckpoint(Callback):
         """
         has_average = bool(averaging(trainer))
         self._trainer_state.is_end = True
-        if has_average or _changed(self._saved_tensors, trainer.lightning_module):
+        if has_average or changed_since(self._saved_tensors, trainer.lightning_module):
             self._saved_step = None
-        self._save(trainer, overlap="wait", full=has_average)
+        self._save_last(trainer, full=has_average)
+
+    def _save_last(self, trainer: Trainer, full: bool = False) -> None:
+        """Save, also a step that was saved before its callbacks and schedulers got the state that they have now."""
+        if self._trainer_state.changed():
+            self._saved_step = None
+        self._save(trainer, overlap="wait", full=full)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save under way, and stop tracking."""
@@ -193,7 +235,7 @@ class CnrCheckpoint(Callback):
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
                 restore_trained(trainer)
-                self._save(trainer, overlap="wait")
+                self._save_last(trainer)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
         with contextlib.suppress(CheckpointError):  # logged when the save failed
@@ -210,10 +252,13 @@ class CnrCheckpoint(Callback):
         is_late = seconds is not None and monotonic() - self._saved_at >= seconds
         return is_late or (every is not None and step // every > (self._saved_step or 0) // every)
 
-    def _save(self, trainer: Trainer, overlap: Overlap | None = None, full: bool = False) -> None:
+    def _save(
+        self, trainer: Trainer, overlap: Overlap | None = None, full: bool = False, ends: str | None = None
+    ) -> None:
         step = trainer.global_step
         if self._checkpointer is None or step == self._saved_step:
             return
+        self._trainer_state.ends = ends
         metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
@@ -228,7 +273,7 @@ class CnrCheckpoint(Callback):
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            self._saved_tensors = _counters(trainer.lightning_module)
+            self._saved_tensors = counters_of(trainer.lightning_module)
 
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
@@ -244,6 +289,8 @@ class CnrCheckpoint(Callback):
 
     def _close(self, trainer: Any) -> None:
         trainer.callbacks = self._others(trainer)
+        while self._behind:
+            self._behind.pop().remove()
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
@@ -262,26 +309,8 @@ class _LastHooks(Checkpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._owner._begin(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._owner._end_batch(trainer)
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._owner._end_epoch(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._owner._end_training(trainer)
-
-
-def _counters(module: LightningModule) -> list[VersionCounter]:
-    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
-
-
-def _changed(counters: list[VersionCounter], module: LightningModule) -> bool:
-    """Whether parameters or buffers are others now, or torch has counted changes of them."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return len(counters) != len(tensors) or any(
-        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
-    )
 
 
 def _check_loaders(loaders: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import nn
 from cnr_store.errors import StateError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.model.object_state import tensor_leaf
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, callbacks
@@ -27,7 +30,7 @@ else:
 
 log = logging.getLogger("cnr_store")
 
-_KEY = "checkpoint"  # beside the loops, under a name that no loop has
+_KEY, _PLATEAUS = "checkpoint", "plateaus"  # beside the loops, under names that no loop has
 _MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
 
 
@@ -40,27 +43,75 @@ class TrainerState:
     ----------
     trainer
         The trainer, with its model attached.
+
+    Attributes
+    ----------
+    is_end
+        Whether the end of `fit` is being saved.
+    ends
+        What has ended at the save, ``"step"`` or ``"epoch"``, with schedulers that Lightning steps by a metric only
+        behind it. They are stepped when the state is loaded. None if no such step is to come.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told: set[str] = set()
-        self.is_end = False  # set by the save at the end of `fit`
+        self._stored: Any = None
+        self.is_end = False
+        self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
-        return {**self._trainer.fit_loop.state_dict(), _KEY: self._checkpoint()}
+        checkpoint = self._checkpoint()
+        self._stored = self._digest(checkpoint)
+        return {**self._trainer.fit_loop.state_dict(), _KEY: checkpoint, _PLATEAUS: self._plateaus(self.ends)}
+
+    def changed(self) -> bool:
+        """Whether callbacks, hooks or schedulers have another state now than the last `state_dict`, if any, had."""
+        return self._stored is not None and self._digest(self._checkpoint()) != self._stored
+
+    def _digest(self, checkpoint: Mapping[str, Any]) -> Any:
+        own = {name: checkpoint[name] for name in ("states", "added")}
+        own["schedulers"] = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
+        return encode_state(own, beside=_digest_of, as_leaf=tensor_leaf)
+
+    def step_plateaus(self, ends: str) -> None:
+        """Step the schedulers that go by a metric, as Lightning does at the end of a ``"step"`` or an ``"epoch"``."""
+        self._step(self._plateaus(ends))
+
+    def _step(self, plateaus: Iterable[tuple[int, float]]) -> None:
+        configs = self._trainer.lr_scheduler_configs
+        for number, metric in plateaus:
+            if number < len(configs):
+                self._trainer.lightning_module.lr_scheduler_step(configs[number].scheduler, metric)
+
+    def _plateaus(self, ends: str | None) -> list[tuple[int, float]]:
+        """The schedulers that go by a metric and are due at this end, by their number, with the metric."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        passed = {"step": loop.batch_idx + 1, "epoch": trainer.current_epoch + 1}
+        all_batches = loop.batch_progress.current.ready >= trainer.num_training_batches
+        if ends is None or (ends == "epoch" and not (trainer.is_last_batch or all_batches)):
+            return []
+        return [
+            (number, float(trainer.callback_metrics[config.monitor]))
+            for number, config in enumerate(trainer.lr_scheduler_configs)
+            if config.reduce_on_plateau
+            and config.interval == ends
+            and passed[ends] % config.frequency == 0
+            and config.monitor in trainer.callback_metrics
+        ]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give all of them their state, and log what can't go on."""
         loops = dict(state)
-        stored = loops.pop(_KEY, None)
+        stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
         self._trainer.fit_loop.load_state_dict(loops)
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
             log.info("the version was saved before the state of callbacks was: they begin anew")
         else:
             self._load(stored)
+        self._step(plateaus)
 
     def _checkpoint(self) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -159,6 +210,12 @@ class TrainerState:
                 "average, not from the weights that were trained",
                 ", ".join(stored["averaged_by"]),
             )
+        elif self._trainer.fit_loop.done and (left := averaging(self._trainer)):
+            log.warning(
+                "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
+                "the average into the model",
+                ", ".join(one.state_key for one in left),
+            )
 
 
 def averaging(trainer: Any) -> list[Any]:
@@ -178,6 +235,25 @@ def restore_trained(trainer: Any) -> None:
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
+def counters_of(module: LightningModule) -> list[VersionCounter]:
+    """The counters of parameters and buffers, as they are now."""
+    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def changed_since(counters: list[VersionCounter], module: LightningModule) -> bool:
+    """Whether parameters or buffers are others now, or torch has counted changes of them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return len(counters) != len(tensors) or any(
+        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
+    )
+
+
+def accumulate_as_scheduled(trainer: Any) -> None:
+    """Set what `GradientAccumulationScheduler` sets when an epoch starts, for the rest of one that is resumed."""
+    for callback in _of_kind(trainer, "GradientAccumulationScheduler"):
+        trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+
+
 def _swapping(trainer: Any) -> list[Any]:
     return _of_kind(trainer, "WeightAveraging")
 
@@ -195,6 +271,10 @@ def _leaf_without_values(value: object) -> ArrayLeaf | None:
     """Stands for a tensor or an array, which the save itself copies and checks."""
     is_array = type(value) in (torch.Tensor, nn.Parameter, np.ndarray)
     return ArrayLeaf(np.zeros(0)) if is_array else None
+
+
+def _digest_of(path: str, leaf: ArrayLeaf) -> str:
+    return sha256(np.ascontiguousarray(leaf.values)).hexdigest()
 
 
 def _go_on_averaging(callback: Any, trainer: Any) -> None:

@@ -14,10 +14,12 @@ from typing import IO, Any
 import fsspec
 from zarr.abc.store import Store
 
-from cnr_backends import BackendError, StorageError, StorageFullError
+from cnr_backends import BackendError, StorageError, StorageFullError, open_backend
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CheckpointError, OptionError
 
 Target = str | os.PathLike[str] | Store
+_FILE = "file://"
 
 
 @contextmanager
@@ -56,10 +58,13 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
 
 
 @contextmanager
-def new_folder(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[str | Store]:
+def new_folder(
+    target: Target, overwrite: bool, options: Mapping[str, Any], ending: str | None = None
+) -> Iterator[str | Store]:
     """A folder to write. On this machine it appears at `target` when the block ends without an error.
 
-    Elsewhere it is the target itself.
+    Elsewhere it is the target itself. Files there whose names have this `ending` are those of an earlier export, and
+    are removed first.
 
     Raises
     ------
@@ -69,6 +74,8 @@ def new_folder(target: Target, overwrite: bool, options: Mapping[str, Any]) -> I
     path = _local_path(target, options)
     with _storage_errors(target):
         if path is None:
+            if ending is not None and not isinstance(target, Store):
+                _remove_files(os.fspath(target), ending, overwrite, options)
             yield target if isinstance(target, Store) else os.fspath(target)
             return
         if not overwrite or path.is_file():
@@ -89,12 +96,61 @@ def new_folder(target: Target, overwrite: bool, options: Mapping[str, Any]) -> I
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-@contextmanager
-def _remote_file(url: str, overwrite: bool, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
+def check_apart(target: Target, store: str, options: Mapping[str, Any]) -> None:
+    """Refuse a target that is a store, or lies in the store that is exported, or holds it.
+
+    Parameters
+    ----------
+    store
+        The URL of the store that is exported, as its backend tells it.
+    options
+        For the target's filesystem.
+
+    Raises
+    ------
+    OptionError
+        It is one of these.
+    """
+    try:
+        catalog = Catalog(open_backend(target, **options))
+    except (BackendError, OptionError):
+        return  # whoever writes there says what is wrong with it
+    there, here = _place(catalog.backend.url), _place(store)
+    if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
+        raise OptionError(f"{target} would replace the store {store}, or a part of it: choose another target")
+    try:
+        is_store = catalog.check_format()
+    except (BackendError, CheckpointError):
+        return
+    if is_store:
+        raise OptionError(f"{target} holds a store, with all its versions: choose another target")
+
+
+def _place(url: str) -> str:
+    if url.startswith(_FILE):
+        url = _FILE + os.path.realpath(url.removeprefix(_FILE))
+    return url.rstrip("/")
+
+
+def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except (ValueError, ImportError) as error:
         raise OptionError(f"can't write to {url}: {error}") from error
+    return filesystem, path
+
+
+def _remove_files(url: str, ending: str, overwrite: bool, options: Mapping[str, Any]) -> None:
+    filesystem, path = _filesystem(url, options)
+    found = filesystem.glob(f"{path.rstrip('/')}/*{ending}")
+    _refuse(url, bool(found) and not overwrite)
+    if found:
+        filesystem.rm(found)
+
+
+@contextmanager
+def _remote_file(url: str, overwrite: bool, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
+    filesystem, path = _filesystem(url, options)
     _refuse(url, not overwrite and filesystem.exists(path))
     # A file written in a transaction appears when the transaction ends; an error discards it.
     with filesystem.transaction, filesystem.open(path, "wb") as file:

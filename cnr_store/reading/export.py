@@ -21,7 +21,7 @@ from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
-from cnr_store.reading.atomic_output import Target, new_file, new_folder
+from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
 
 ZARR_CHUNK_BYTES = 4 << 20
@@ -73,7 +73,7 @@ def export(
     Raises
     ------
     OptionError
-        The target exists, the format is unknown, or safetensors can't hold a tensor.
+        The target exists, or a store is there; the format is unknown, or safetensors can't hold a tensor.
     EmptyStoreError, VersionNotFoundError, CorruptionError
     cnr_backends.StorageError
         The target can't be written.
@@ -85,6 +85,7 @@ def export(
         _parquet_writer() if chosen == "parquet" else _write_file if chosen == "safetensors" else _write_group
     )
     catalog, record = open_record(url, version, **storage_options)
+    check_apart(target, catalog.backend.url, dict(target_options or {}))
     write(catalog, record, target, overwrite, dict(target_options or {}))
     return VersionInfo.from_record(record)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import IO, Any
 
 import numpy as np
@@ -16,8 +15,11 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import OptionError
 from cnr_store.format.record import Record
+from cnr_store.format.stored_paths import place
 from cnr_store.reading.atomic_output import Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
+
+_ENDING = ".parquet"
 
 
 def write_tables(
@@ -32,16 +34,20 @@ def write_tables(
     """
     if isinstance(target, Store):
         raise OptionError("a Zarr store can't hold Parquet files: give a path or a URL")
-    with new_folder(target, overwrite, options) as folder, Transfer(READ_WORKERS, READ_WORKERS) as transfer:
+    paths = {path: name for name, path in model_arrays(record).items() if record.arrays[path].kind != "dense"}
+    # No two of these names meet on disks that fold case, and none is a device's.
+    stored = place(sorted(paths), {})
+    with (
+        new_folder(target, overwrite, options, _ENDING) as folder,
+        Transfer(READ_WORKERS, READ_WORKERS) as transfer,
+    ):
         assert isinstance(folder, str)  # the target is no store
-        for name, path in model_arrays(record).items():
-            if record.arrays[path].kind != "dense":
-                # The names of a store are names of files everywhere.
-                file = f"{os.fspath(folder).rstrip('/')}/{path.split('/')[1]}.parquet"
-                aliases = record.arrays[path].aliases
-                note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
-                with new_file(file, overwrite, options) as opened:
-                    _write_rows(ArrayReader(catalog, record, path), note, opened, transfer)
+        for path, name in paths.items():
+            file = f"{folder.rstrip('/')}/{stored[path].split('/')[1]}{_ENDING}"
+            aliases = record.arrays[path].aliases
+            note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
+            with new_file(file, overwrite, options) as opened:
+                _write_rows(ArrayReader(catalog, record, path), note, opened, transfer)
 
 
 def _write_rows(reader: ArrayReader, note: dict[str, Any], file: IO[bytes], transfer: Transfer) -> None:

@@ -101,14 +101,19 @@ def find_array(record: Record, name: str) -> str:
 
 def array_names(record: Record) -> dict[str, str]:
     """The paths of a version's arrays, by every name that users have for them."""
+    # A table may be called as the state of another one is, which then goes by its path alone.
     names: dict[str, str] = {}
+    slots: dict[str, str] = {}
     for path, entry in record.arrays.items():
         group, middle, last = path.split("/")
         if group == "tables":
             table, slot = decode_name(middle), decode_name(last)
-            own = [table, table_parameter(table)] if slot == "weight" else [f"{table}/{slot}"]
+            if slot != "weight":
+                slots.setdefault(f"{table}/{slot}", path)
+                continue
+            own = [table, table_parameter(table)]
         else:
             own = [decode_name(last)] if (group, middle) == ("dense", "model") else []
         for each in (*own, *entry.aliases):
             names.setdefault(each, path)
-    return names | {path: path for path in record.arrays}
+    return slots | names | {path: path for path in record.arrays}

@@ -158,7 +158,6 @@ class Loader:
         restored, since_whole = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)
         saves.tracker.adopt_replaced()  # by code of the caller that the load ran
-        saves.audit.renew(trained.row_arrays())
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
@@ -167,7 +166,10 @@ class Loader:
         agreed = self.group.decide("load: end", said, _merge_ends)
         if agreed["alone"]:
             lineage, since_whole = before.alone(), {}
-        saves.planner.continue_from(restore.trusted(lineage), since_whole)
+        lineage = restore.trusted(lineage)
+        # The others are saved whole, whatever changes them.
+        saves.audit.renew([array for array in trained.row_arrays() if array.path in lineage.lines])
+        saves.planner.continue_from(lineage, since_whole)
         rows = {name: salvaged_from(each) for name, each in agreed["salvaged"].items()}
         restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:

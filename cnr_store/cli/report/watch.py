@@ -38,7 +38,7 @@ def watch(url: Url, interval: Interval = 5.0, once: Once = False, options: Stora
     Where standard output is no terminal, they are printed again whenever they changed.
     """
     catalog, console = Catalog(open_backend(url, **parse_options(options))), Console()
-    figures = read_figures(catalog)
+    figures = _look(catalog)
     if once:
         _print(figures, console)
         return
@@ -49,6 +49,12 @@ def watch(url: Url, interval: Interval = 5.0, once: Once = False, options: Stora
             _follow(catalog, console, figures, interval)
 
 
+def _look(catalog: Catalog) -> Figures:
+    """The figures now: records that were read before may have been removed or damaged since."""
+    catalog.refresh()
+    return read_figures(catalog)
+
+
 def _show(catalog: Catalog, console: Console, figures: Figures, interval: float) -> None:
     """Show the figures in place. What can't be read for a while is told beneath the last ones."""
     with Live(_view(figures, console), console=console, auto_refresh=False) as live:
@@ -56,7 +62,7 @@ def _show(catalog: Catalog, console: Console, figures: Figures, interval: float)
             time.sleep(interval)
             problem = ""
             try:
-                figures = read_figures(catalog)
+                figures = _look(catalog)
             except (BackendError, CheckpointError) as error:
                 problem = f"cnr: {error}"
             live.update(_view(figures, console, problem), refresh=True)
@@ -70,7 +76,7 @@ def _follow(catalog: Catalog, console: Console, figures: Figures, interval: floa
         while figures == before:
             time.sleep(interval)
             try:
-                figures = read_figures(catalog)
+                figures = _look(catalog)
             except (BackendError, CheckpointError) as error:
                 say(f"cnr: {error}")
 

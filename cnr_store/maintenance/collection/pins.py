@@ -9,7 +9,7 @@ from typing import Any
 from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.objects import has_object, list_ids
+from cnr_store.catalog.objects import has_object, list_ids, list_marked
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError
 from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
@@ -73,13 +73,27 @@ def put_pin(backend: Backend, version: str, what: str, reason: str | None = None
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(version, secrets.token_hex(8), prefix=layout.PINS)
     backend.put(mine, _encode(version, reason))
+    try:
+        check_stays(backend, version, what)
+    except VersionNotFoundError:
+        backend.delete(mine)
+        raise
+    return mine
+
+
+def check_stays(backend: Backend, version: str, what: str) -> None:
+    """Look whether a version stays, once what keeps it was put: retention looks again before it deletes.
+
+    Raises
+    ------
+    VersionNotFoundError
+        The version is being deleted.
+    """
     # Asked of a new catalog, since the caller's remembers the record.
     if version in claims.list_tombstoned(backend) or Catalog(backend).find_record(version) is None:
-        backend.delete(mine)
         raise VersionNotFoundError(
             f"version {version} of {backend.url} is being deleted by retention; {what} another version"
         )
-    return mine
 
 
 def unpin(url: Url, version: Version, **storage_options: Any) -> str:
@@ -129,7 +143,7 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     if not catalog.check_format():
         return []
     return sorted(
-        version for version in list_ids(catalog.backend, layout.PINS) if not _is_void(catalog, version)
+        version for version in list_marked(catalog.backend, layout.PINS) if not _is_void(catalog, version)
     )
 
 

@@ -11,7 +11,7 @@ from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, Storag
 from cnr_store.catalog import claims
 from cnr_store.catalog.claims import ClaimRecord
 from cnr_store.catalog.metadata import find_figures
-from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.objects import list_ids, list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
@@ -120,8 +120,8 @@ class SnapshotReader:
         """
         newest = claims.newest_claim(self._backend)
         may_abort = self._own in (None, newest.id if newest else None)
-        pinned, tagged = list_ids(self._backend, layout.PINS), read_tags(self._backend)
-        tombstoned = list_ids(self._backend, layout.TOMBSTONES)
+        pinned, tagged = list_marked(self._backend, layout.PINS), read_tags(self._backend)
+        tombstoned = list_marked(self._backend, layout.TOMBSTONES)
         folded = list_ids(self._backend, layout.FOLDS)  # before the versions: none is older than its version
         names = list_ids(self._backend, layout.VERSIONS)
         self._known = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cnr_backends import open_backend
+from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.tags import encode_tag, read_tags
-from cnr_store.errors import OptionError
+from cnr_store.errors import OptionError, VersionNotFoundError
 from cnr_store.format import layout
-from cnr_store.maintenance.collection.pins import put_pin
+from cnr_store.maintenance.collection.pins import check_stays, put_pin
 
 
 def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any) -> str:
@@ -38,14 +38,35 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
     _check_name(name)
     catalog, record = open_record(url, version, **storage_options)
     backend = catalog.backend
-    # The pin shows that the version stays, so the tag need not be taken back, and what it named before is kept until
-    # then. Retention lists pins before tags, so it sees one of the two.
-    pin = put_pin(backend, record.id, "tag")
+    # The pin shows that the version stays, so what the tag named before is kept until then. Retention lists pins before
+    # tags, so it sees one of the two.
+    pin, key = put_pin(backend, record.id, "tag"), layout.tag_key(name)
     try:
-        backend.put(layout.tag_key(name), encode_tag(name, record.id))
+        former, own = _get(backend, key), encode_tag(name, record.id)
+        backend.put(key, own)
+        try:
+            check_stays(backend, record.id, "tag")  # somebody else's `unpin` may have removed the pin before
+        except VersionNotFoundError:
+            if _get(backend, key) == own:
+                _put_back(backend, key, former)
+            raise
     finally:
         backend.delete(pin)
     return record.id
+
+
+def _put_back(backend: Backend, key: str, former: bytes | None) -> None:
+    if former is None:
+        backend.delete(key)
+    else:
+        backend.put(key, former)
+
+
+def _get(backend: Backend, key: str) -> bytes | None:
+    try:
+        return backend.get(key)
+    except ObjectNotFoundError:
+        return None
 
 
 def untag(url: Url, name: str, **storage_options: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.objects import list_ids
+from cnr_store.catalog.objects import list_ids, list_marked
 from cnr_store.catalog.tags import list_tags, read_tag
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
@@ -101,7 +101,7 @@ class Listing:
     def check_attempts(self) -> None:
         """Report what attempts without a record, and tombstones, mean. Call it when all records are read."""
         url, named = self._backend.url, self._named_ids()
-        tombstoned = list_ids(self._backend, layout.TOMBSTONES)
+        tombstoned = list_marked(self._backend, layout.TOMBSTONES)
         for attempt in self.attempts:
             if attempt.left is None:
                 continue
@@ -119,7 +119,7 @@ class Listing:
 
     def _named_ids(self) -> dict[str, str]:
         """Ids that were committed, since something else names them, and what that is."""
-        named = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin")
+        named = dict.fromkeys(list_marked(self._backend, layout.PINS), "a pin")
         named |= self._tagged_ids()
         named |= {fold.id: fold.home for fold in self.folds}
         for record in self.records:

@@ -55,7 +55,8 @@ def _model_file(state: Mapping[str, Any], names: Mapping[str, str], path: Path) 
             continue
         _check(key, value, path)
         # A tied tensor was saved once, and is loaded as several tensors over the same memory.
-        same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
+        bits = value.dtype, value.is_conj(), value.is_neg()
+        same = (value.data_ptr(), bits, value.shape, value.stride()) if value.numel() else name
         if owners.setdefault(same, name) != name:
             aliases[name] = owners[same]
         else:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch import nn
 
 from cnr_store.errors import ModelMismatchError, OptionError
 from cnr_store.format.validate import MOST
 from cnr_store.policies.checks import number
+
+log = logging.getLogger("cnr_store")
 
 Overlap = Literal["wait", "skip"]
 OnFailure = Literal["raise", "log"]
@@ -96,6 +100,12 @@ def check_stateful(objects: object) -> dict[str, Any]:
         if not all(map(callable, methods)):
             raise OptionError(
                 f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict"
+            )
+        if isinstance(value, nn.Module) and not value.state_dict():
+            log.warning(
+                "state %r: the state_dict of this %s is empty, so nothing of it is saved; a torchmetrics metric needs "
+                "metric.persistent(True)",
+                *(name, type(value).__name__),
             )
     return {str(name): value for name, value in objects.items()}  # a string's subclass would not be stored
 

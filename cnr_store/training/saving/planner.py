@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -171,6 +171,7 @@ class Planner:
             How the rows of the other tables are tracked.
         """
         self._codecs.resolve_auto(self.lineage.restores)
+        unsafe = self._not_continued(arrays) | dict(unsafe)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:
@@ -261,11 +262,7 @@ class Planner:
         if not decision.full:
             reasons |= dict.fromkeys(self._worth_whole(decision, changed), "all of its rows changed")
             # State beside a table that is whole must be whole, too: one bitmap per table tells the rows of both.
-            reasons |= {
-                array.table.name: "no version before it can be continued"
-                for array in snapshot.arrays
-                if not self._continues(array)
-            }
+            reasons |= self._not_continued(snapshot.arrays)
         reasons |= snapshot.unsafe
         return {table.name: reasons[table.name] for table in self._tables if table.name in reasons}
 
@@ -310,6 +307,10 @@ class Planner:
 
     def _row_bytes(self, array: RowArray) -> float:
         return codec_of(self._codecs, array).bytes_per_row((*array.shape, 1)[1], array.element)
+
+    def _not_continued(self, arrays: Iterable[RowArray]) -> dict[str, str]:
+        why = "no version before it can be continued"
+        return {array.table.name: why for array in arrays if not self._continues(array)}
 
     def _continues(self, array: RowArray) -> bool:
         """Whether a delta of this array's table may depend on what is stored.

@@ -5,6 +5,7 @@ Not every step searches through all parameters. What a step did to these tables 
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections import Counter
@@ -28,6 +29,8 @@ from cnr_store.training.tracking.optimizer_rules import (
 from cnr_store.training.tracking.step_pass import StepPass, Stepped
 from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
 
+log = logging.getLogger("cnr_store")
+
 _Address = tuple[int, tuple[int, ...], tuple[int, ...]] | None
 """Where a tensor's memory begins, its shape and its strides; None for one without a single memory."""
 
@@ -50,10 +53,19 @@ class SteppedTables:
     """Finds the tracked tables among the parameters of an optimizer.
 
     The result is kept until `forget`, while the groups hold the same parameters.
+
+    Parameters
+    ----------
+    trackers
+        Of the tables.
+    given
+        The optimizers whose state is saved. Another one that steps their parameters is logged.
     """
 
-    def __init__(self, trackers: Iterable[TableTracker]) -> None:
+    def __init__(self, trackers: Iterable[TableTracker], given: Sequence[Optimizer] = ()) -> None:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
+        self._given = given
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those logged
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
         self._sound: weakref.WeakKeyDictionary[Optimizer, set[TableTracker]] = weakref.WeakKeyDictionary()
@@ -169,7 +181,23 @@ class SteppedTables:
             sharing = self._over(parameters)
             found = _Found(ids, others, _addresses(others), parameters, stepped, sharing)
             self._found[optimizer] = found
+            self._warn_of_stranger(optimizer, others)
         return found
+
+    def _warn_of_stranger(self, optimizer: Optimizer, others: Iterable[torch.Tensor]) -> None:
+        """Log once if an optimizer that was not given steps parameters of one that was; tables have a reason."""
+        if optimizer in self._strangers or any(optimizer is each for each in self._given):
+            return
+        groups = (group for each in self._given for group in each.param_groups)
+        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        count = sum(id(parameter) in owned for parameter in others)
+        if count:
+            self._strangers.add(optimizer)
+            log.warning(
+                "%d parameters of an optimizer given are updated by another %s, whose state is not saved: make a new "
+                "checkpointer with the optimizer that trains",
+                *(count, type(optimizer).__name__),
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled steps would trace it
     def _over(self, parameters: Iterable[torch.Tensor]) -> list[TableTracker]:

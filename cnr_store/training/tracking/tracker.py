@@ -77,7 +77,7 @@ class Tracker:
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
-        self._stepped = SteppedTables(self._trackers.values())
+        self._stepped = SteppedTables(self._trackers.values(), self._optimizers)
         # With the tables that the step changes uncounted, because settings may change before it is seen to end.
         self._begun: weakref.WeakKeyDictionary[Optimizer, list[str]] = weakref.WeakKeyDictionary()
         self._logged: set[tuple[str, str]] = set()

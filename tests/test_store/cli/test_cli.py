@@ -24,10 +24,12 @@ from rich.filesize import decimal
 from safetensors.numpy import load_file
 
 import cnr_store
+from cnr_backends import open_backend
 from cnr_store.cli.options import OWN_PARAMETERS
 from cnr_store.policies.policy import POLICIES
 from tests.test_store.cli.command import cnr
 from tests.test_store.support.damaged_store import DAMAGES, SavedStore, shard_of
+from tests.test_store.support.retention_helpers import save_many
 
 WITHOUT_TORCH = """
 import sys
@@ -573,3 +575,26 @@ def test_warm_fails_where_nothing_can_be_kept() -> None:
     )
     assert done.returncode == 1
     assert b"set NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_a_fold_that_can_not_be_read_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = save_many(open_backend(tmp_path), range(1, 4))
+    cnr_store.compact(tmp_path, made[1])
+
+    def listed() -> tuple[int, list[tuple[int, bool]]]:
+        status, out, _ = cnr(capsys, "ls", str(tmp_path), "--json")
+        found = json.loads(out)
+        assert [each["lost_base"] is not None for each in found] == [False] * len(found)
+        return status, [(each["chain"], each["folded"]) for each in found]
+
+    assert listed() == (0, [(1, False), (1, True), (2, False)])
+    record = tmp_path / "folds" / made[1] / "zarr.json"
+    sound = record.read_bytes()
+    record.write_bytes(sound[:200] + b"x" + sound[201:])
+    status, found = listed()
+    assert (status, found) == (3, [(1, False), (2, False), (3, False)])
+    record.unlink()  # as a fold that was killed leaves it
+    assert listed() == (0, [(1, False), (2, False), (3, False)])
+    shutil.rmtree(tmp_path / "versions" / made[0])
+    _, out, _ = cnr(capsys, "ls", str(tmp_path), "--json")
+    assert [each["lost_base"] for each in json.loads(out)] == [made[0]] * 2

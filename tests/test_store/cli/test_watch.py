@@ -17,6 +17,10 @@ import pytest
 import torch
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.cli.facts import health
+from cnr_store.cli.report import watch
 from tests.test_store.cli.command import cnr
 from tests.test_store.support.damaged_store import SavedStore
 
@@ -127,3 +131,11 @@ def test_a_store_that_is_gone_for_a_while_is_told(store: str) -> None:
         cnr_store.save(store, torch.nn.EmbeddingBag(1000, 8), step=30)
         _read_until(process, b"3 of 3 versions can be restored")
     assert process.returncode == 0
+
+
+def test_each_look_reads_anew(tmp_path: Path) -> None:
+    saved = SavedStore(tmp_path, "consecutive", versions=2)
+    catalog = Catalog(open_backend(tmp_path))
+    assert [health(facts) for facts in watch._look(catalog).versions] == ["ok", "ok"]
+    (tmp_path / "versions" / saved.ids[1] / "zarr.json").write_bytes(b"{}")
+    assert [health(facts) for facts in watch._look(catalog).versions] == ["ok", "damaged"]

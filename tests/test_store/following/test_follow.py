@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -493,3 +494,31 @@ def test_an_update_is_applied_whatever_the_parameters_are_called(tmp_path: Path)
         update.apply(served)
     for name, values in trained.state_dict().items():
         assert torch.equal(served.state_dict()[name], values), name
+
+
+@pytest.mark.parametrize("put_back", [True, False])
+@pytest.mark.parametrize("new_call", [True, False])
+def test_a_store_that_went_back_brings_everything(tmp_path: Path, put_back: bool, new_call: bool) -> None:
+    place, copy = tmp_path / "store", tmp_path / "copy"
+    run = Run(place)
+    run.save(1)
+    run.checkpointer.close()
+    shutil.copytree(place, copy)
+    later = Run(place)
+    later.checkpointer.load()
+    later.save(2)
+    later.checkpointer.close()
+    *_, held = cnr_store.follow(place)
+    shutil.rmtree(place)
+    since = held.version.id if new_call else held
+    assert list(cnr_store.follow(place, since)) == []
+    if put_back:
+        copy.rename(place)
+    else:
+        remade = Run(place)
+        remade.save(3)
+        remade.checkpointer.close()
+    (update,) = cnr_store.follow(place, since)
+    assert update.whole == update.arrays.keys()
+    assert update.version == cnr_store.versions(place)[-1]
+    assert list(cnr_store.follow(place, update)) == []

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
+from cnr_store.integrations.lightning_hooks import HookBehind
+
 BATCHES, EPOCHS = 8, 3
 WARNINGS = (
     "ignore:.*does not have many workers.*",
@@ -20,10 +22,13 @@ WARNINGS = (
 
 
 class Behind(Callback):
-    """Its hooks run behind those of callbacks that are listed before it, also of those that put themselves last."""
+    """Calls `behind_batch` behind all hooks of a batch's end, also of callbacks listed before it that come last."""
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), self]
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        HookBehind(pl_module, "on_train_batch_end", lambda: self.behind_batch(trainer))
+
+    def behind_batch(self, trainer: Any) -> None:
+        raise NotImplementedError
 
 
 class Module(LightningModule):

@@ -30,7 +30,7 @@ class StopAt(Behind):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def behind_batch(self, trainer: Trainer) -> None:
         if trainer.global_step == self._step:
             raise MemoryError("out of memory")
 
@@ -62,11 +62,9 @@ class SavedBatches(Behind):
         self._url = url
         self.found: dict[int, int] = {}
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def behind_batch(self, trainer: Trainer) -> None:
         for version in cnr_store.versions(self._url):
-            self.found.setdefault(version.step, batch_idx)
+            self.found.setdefault(version.step, trainer.fit_loop.batch_idx)
 
 
 @pytest.mark.parametrize("dies_at", [5, 8, 11])
@@ -112,7 +110,7 @@ def test_saves_come_whatever_steps_a_batch_takes(
 
 def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
     class Waits(Behind):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def behind_batch(self, trainer: Trainer) -> None:
             checkpointer = saves._checkpointer
             if checkpointer is not None and checkpointer._saves.latest is not None:
                 checkpointer._saves.latest.result()

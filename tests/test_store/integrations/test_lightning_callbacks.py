@@ -46,7 +46,7 @@ class DiesAt(Behind):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def behind_batch(self, trainer: Trainer) -> None:
         if trainer.global_step == self._step:
             raise MemoryError("out of memory")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +194,36 @@ def test_the_command_line_moves_a_tag_that_exists(
     for _ in range(2):  # one that is not there is no error
         assert cnr(capsys, "untag", backend.url, "best")[:2] == (0, "best: no tag any more\n")
     assert cnr_store.tags(backend) == {}
+
+
+@pytest.mark.parametrize("before", [None, 3])
+def test_a_tag_is_not_granted_if_its_pin_was_removed_and_the_version_goes(
+    backend: Backend, before: int | None
+) -> None:
+    made = save_many(backend, range(1, 4), full=[1, 2, 3])
+    if before is not None:
+        cnr_store.tag(backend, "release", before)
+    removed: list[str] = []
+
+    def meanwhile(operation: str, key: str, _: int) -> Fault:
+        if (operation, key) == ("put", "tags/release") and not removed:
+            cnr_store.unpin(backend, made[0])
+            removed.extend(cnr_store.gc(backend, keep_last=1, grace_seconds=0).removed)
+        return None
+
+    with pytest.raises(VersionNotFoundError, match="tag another"):
+        cnr_store.tag(FaultyBackend(backend, meanwhile), "release", made[0])
+    assert made[0] in removed
+    assert cnr_store.tags(backend) == ({} if before is None else {"release": made[before - 1]})
+
+
+@pytest.mark.parametrize("marks", ["tombstones", "pins"])
+def test_an_empty_folder_marks_no_version(tmp_path: Path, marks: str) -> None:
+    """As a process leaves it that is killed between the removal of its mark and that of the folder."""
+    made = save_many(open_backend(tmp_path), range(1, 4), full=[1, 2, 3])
+    (tmp_path / marks / made[0]).mkdir(parents=True)
+    assert cnr_store.verify(tmp_path).ok
+    assert cnr_store.pins(tmp_path) == []
+    cnr_store.gc(tmp_path, grace_seconds=0)
+    assert len(cnr_store.versions(tmp_path)) == 3
+    assert cnr_store.pin(tmp_path, made[0]) == made[0]

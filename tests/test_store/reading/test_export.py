@@ -301,3 +301,26 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFullError, match="free some space, or choose another target"):
         cnr_store.export(tmp_path / "store", tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["zarr", "parquet", "safetensors"])
+@pytest.mark.parametrize("target", ["store", "store/versions", "store/x", ".", "other", "link"])
+def test_no_export_replaces_a_store(
+    tmp_path: Path, target: str, kind: Literal["zarr", "parquet", "safetensors"]
+) -> None:
+    model = nn.Embedding(5, 2)
+    for name in ("store", "other"):
+        cnr_store.save(tmp_path / name, model)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    with pytest.raises(OptionError, match=r"would replace the store|holds a store"):
+        cnr_store.export(tmp_path / "store", tmp_path / target, format=kind, overwrite=True)
+    assert len(cnr_store.versions(tmp_path / "store")) == len(cnr_store.versions(tmp_path / "other")) == 1
+
+
+def test_no_export_elsewhere_replaces_a_store() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    cnr_store.save(url, nn.Embedding(5, 2))
+    for target in (url, f"{url}/x.zarr"):
+        with pytest.raises(OptionError, match="would replace the store"):
+            cnr_store.export(url, target, format="zarr", overwrite=True)
+    assert len(cnr_store.versions(url)) == 1

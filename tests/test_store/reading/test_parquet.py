@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -116,3 +117,28 @@ def test_without_pyarrow_the_extra_is_named(
     with pytest.raises(OptionError, match=r"pip install 'cnr-store\[arrow\]'"):
         cnr_store.export(store, tmp_path / "tables.parquet")
     assert not list(tmp_path.iterdir())
+
+
+def test_tables_of_an_earlier_export_elsewhere_are_gone(store: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    cnr_store.save(alone, nn.ModuleDict({"users": nn.Embedding(5, 2)}))
+    with memory_url() as url:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        cnr_store.export(store, url, format="parquet")
+        filesystem.pipe(f"{path}/notes.txt", b"of somebody else")
+        cnr_store.export(alone, url, format="parquet", overwrite=True)
+        assert sorted(name.rpartition("/")[2] for name in filesystem.ls(path, detail=False)) == [
+            "notes.txt",
+            "users.parquet",
+        ]
+
+
+def test_names_that_meet_where_case_is_folded_are_files_apart(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Embedding(5, 2) for name in ("users", "Users", "con")})
+    cnr_store.save(tmp_path / "store", model, bits=32)
+    cnr_store.export(tmp_path / "store", tmp_path / "out", format="parquet")
+    files = sorted((tmp_path / "out").iterdir())
+    assert len({file.name.lower() for file in files}) == len(model)
+    assert not any(file.name.lower().startswith("con.") for file in files)
+    for note, values in map(table_of, files):
+        assert np.array_equal(values, model.get_parameter(note["name"]).detach().numpy())

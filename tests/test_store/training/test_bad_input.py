@@ -376,3 +376,12 @@ def test_a_clock_beyond_any_calendar_claims_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     cnr_store.save(tmp_path, model, step=1)
     assert cnr_store.verify(tmp_path).ok
+
+
+def test_a_module_given_as_state_that_has_none_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"empty": nn.Module(), "filled": nn.Linear(1, 1)}
+    Checkpointer(tmp_path, make_model(1), state=state).close()
+    (line,) = caplog.messages
+    assert "state 'empty': the state_dict of this Module is empty, so nothing of it is saved" in line

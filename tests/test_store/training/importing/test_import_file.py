@@ -321,3 +321,12 @@ else:
     assert found.keys() == expected.keys()
     assert contents(tmp_path / "file")
     assert np.array_equal(found["sixteenth"], expected["sixteenth"])
+
+
+def test_a_conjugated_tensor_is_not_the_one_whose_memory_it_has(tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    torch.save({"a": values, "b": values.conj()}, tmp_path / "file")
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", step=1)
+    found = cnr_store.state_dict(tmp_path / "store")
+    assert found["a"].tolist() == [1 + 2j, 3 - 1j]
+    assert found["b"].tolist() == [1 - 2j, 3 + 1j]

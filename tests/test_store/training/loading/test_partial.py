@@ -351,3 +351,23 @@ def test_a_tie_that_moved_is_told(url: str, caplog: pytest.LogCaptureFixture) ->
     assert "tables.c.weight was tables.a.weight and gets the values of tables.b.weight" in caplog.text
     # A table that nothing is tied to otherwise.
     cnr_store.load(url, model, tables="tables.a", tensors=())
+
+
+@pytest.mark.parametrize("part", [{"rows": range(1)}, {"tables": "tables.a"}])
+def test_state_changed_by_hand_after_a_partial_load_is_saved(tmp_path: Path, part: dict[str, Any]) -> None:
+    model = Model(a=50, b=50)
+    optimizer = Adagrad(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", bits=32) as checkpointer:
+        train(model, optimizer, a=[1, 2], b=[3])
+        checkpointer.save(1).result()
+        checkpointer.load(**part)
+        with torch.no_grad():
+            optimizer.state[model.tables.get_parameter("a.weight")]["sum"][7] += 1
+        checkpointer.save(2).result()
+    other = Model(1, a=50, b=50)
+    loaded = Adagrad(other.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, other, loaded) as checkpointer:
+        checkpointer.load()
+    for name in ("a.weight", "b.weight"):
+        of_model, of_other = model.tables.get_parameter(name), other.tables.get_parameter(name)
+        assert torch.equal(loaded.state[of_other]["sum"], optimizer.state[of_model]["sum"])

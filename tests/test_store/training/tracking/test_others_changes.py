@@ -204,3 +204,19 @@ def test_a_trusted_step_explains_every_change(tmp_path: Path) -> None:
         job.train(3)
         assert checkpointer.save(2).result().rows == 1
         job.assert_saved(nn.Embedding(ROWS, 4))
+
+
+def test_an_optimizer_made_anew_for_dense_parameters_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({"t": nn.Embedding(ROWS, 4), "top": nn.Linear(4, 1)})
+    given = [SGD(model["t"].parameters(), lr=0.1), Adagrad(model["top"].parameters())]
+    anew, own = Adagrad(model["top"].parameters()), SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    with Checkpointer(tmp_path, model, given):
+        for optimizer in (*given, own):
+            optimizer.step()
+        assert caplog.text == ""
+        for _ in range(2):
+            anew.step()
+    (line,) = caplog.messages
+    assert line.startswith("2 parameters of an optimizer given are updated by another Adagrad")

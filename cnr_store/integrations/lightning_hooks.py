@@ -1,0 +1,43 @@
+"""Calls behind the hooks of a LightningModule, which Lightning runs after those of all callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+
+class HookBehind:
+    """Takes the place of a module's hook: runs it, and then calls `after`.
+
+    Parameters
+    ----------
+    module, name
+        The hook is this attribute of the module.
+    after
+        Called without arguments. If the hook raises, it is not called.
+    """
+
+    def __init__(self, module: Any, name: str, after: Callable[[], None]) -> None:
+        self._module, self._name, self._after = module, name, after
+        self._own = vars(module).get(name)  # a hook that is not the class's
+        self._hook = getattr(module, name)
+        update_wrapper(self, self._hook, updated=())
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._hook(*args, **kwargs)
+        self._after()
+        return result
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        # A copy of the module, made in training by others, has the hook of its class.
+        return getattr, (self._module, self._name)
+
+    def remove(self) -> None:
+        """Give the module its hook back."""
+        if vars(self._module).get(self._name) is not self:
+            return
+        delattr(self._module, self._name)
+        if self._own is not None:
+            setattr(self._module, self._name, self._own)
