@@ -83,9 +83,9 @@ class Writer:
         return self._backend.operations
 
     @property
-    def claim(self) -> ClaimId | None:
-        """The claim that versions are written under; None before the first write."""
-        return self._claim.id if self._claim else None
+    def has_claimed(self) -> bool:
+        """Whether it has claimed the store since it was made or restarted. It may have to renew that claim."""
+        return self._claim is not None or self._after is not None
 
     @property
     def removable(self) -> str:
@@ -148,16 +148,12 @@ class Writer:
 
         Returns
         -------
-        The versions that were removed before, and a fold that makes them needless. Without one, the next write claims
-        the store anew, from nothing.
+        The versions that were removed before, and a fold that makes them needless, if there is one.
         """
         self._patience.begin(training_waits=True)
         self._claimed()
         lost = fencing.find_lost(self._direct, lineage.versions)
-        fold = lineage.find_fold(Catalog(self._direct), lost) if lost else None
-        if lost and fold is None:
-            self.renew(None)
-        return lost, fold
+        return lost, lineage.find_fold(Catalog(self._direct), lost) if lost else None
 
     def write(
         self, plan: Plan, rows_done: Callable[[], None] = lambda: None, team: Team | None = None

@@ -97,7 +97,8 @@ class Coordinator:
         def merge(said: list[Document]) -> Document:
             digests.extend(digest for doc in said for digest in doc.get("state", ()))
             agreed = merge_said(phase, said)
-            return agreed if agreed["skips"] is not None or request.full else agreed | self._hold_bases(phase)
+            may_be_delta = agreed["skips"] is None and not request.full
+            return {**agreed, **self._hold_bases(phase)} if may_be_delta else agreed
 
         try:
             ready, agreed = together(
@@ -198,7 +199,7 @@ class Coordinator:
         where the save is written.
         """
         lineage, writer = self._saves.planner.lineage, self._saves.writer
-        if writer.claim is not None or not lineage.lines:
+        if writer.has_claimed or not lineage.lines:
             return {}
         with suppress(BackendError, CheckpointError), self._group.working(phase, self._saves.progress):
             lost, fold = writer.hold(lineage)

@@ -81,7 +81,7 @@ class KeyedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no 
 def test_an_option_of_storage_may_be_called_as_a_parameter_is(model: Model, tmp_path: Path) -> None:
     fsspec.register_implementation("keyed", KeyedFileSystem, clobber=True)
     torch.save({"model": model.state_dict()}, tmp_path / "file")
-    options = {"storage_options": {"key": "secret"}}
+    options: dict[str, Any] = {"storage_options": {"key": "secret"}}
     cnr_store.import_file(tmp_path / "file", "keyed://imported", key="model", tables=TABLES, **options)
     assert [info.kind for info in cnr_store.versions("keyed://imported", **options)] == ["baseline"]
     assert set(KeyedFileSystem.keys) == {"secret"}

@@ -95,7 +95,7 @@ def test_the_first_save_builds_on_the_fold_that_took_the_place_of_its_base(
 def test_the_first_save_after_a_rollback_is_whole_if_its_base_was_removed(
     backend: Backend, policy: str, full: tuple[int, ...], is_new: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"bits": 32, "policy": policy}
+    options: dict[str, Any] = {"bits": 32, "policy": policy}
     trainer = Trainer(backend, **options)
     made = [trainer.save(step, full=step in full) for step in (1, 2, 3, 4)]
     if is_new:
@@ -131,7 +131,7 @@ def test_the_first_save_builds_on_the_fold_of_an_older_link(backend: Backend) ->
 
 
 def test_rows_on_a_lattice_go_on_over_the_fold(backend: Backend) -> None:
-    options = {"codec": {"id": "cnr_lattice", "rms_step": 0.35}, "bits": "auto"}
+    options: dict[str, Any] = {"codec": {"id": "cnr_lattice", "rms_step": 0.35}, "bits": "auto"}
     made = save_many(backend, [1, 2, 3], **options)
     trainer = resumed(backend, **options)
     fold_and_collect(backend)
