@@ -203,7 +203,7 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
     _refuse_newer(backend, names, own.id)
     _refuse_others_alone(backend, names, own.id)
     name = layout.claim_name(own.id.generation)
-    lost = _lost(backend, needs) if needs else []
+    lost = find_lost(backend, needs)
     try:
         # Where create is not atomic, another writer may have taken the number; and a store may have been made anew.
         holder = read_claim(backend, name).id
@@ -215,6 +215,24 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
     if lost:
         raise BaseLostError(
             f"{backend.url}: {', '.join(lost)} was removed while training ran; the next save writes everything whole"
+        )
+
+
+def find_lost(backend: Backend, needs: Sequence[str]) -> list[str]:
+    """Those of the versions `needs` that are gone, or about to go.
+
+    What is there stays, if the newest claim keeps it: that claim was made before any tombstone to come.
+    """
+    if not needs:
+        return []
+    # In this order: a tombstone is removed only after its version, so one of the two shows each removal.
+    # Each version is looked for by itself, because a listing grows with the store.
+    tombstoned = list_tombstoned(backend)
+    workers = min(_WORKERS, len(needs))
+    with Transfer(workers, 2 * workers) as transfer:
+        present = transfer.map(lambda need: has_object(backend, layout.record_key(need)), needs)
+        return sorted(
+            need for need, is_there in zip(needs, present, strict=True) if need in tombstoned or not is_there
         )
 
 
@@ -327,15 +345,3 @@ def _stale(backend: Backend, what: str) -> str:
         f"{backend.url}: {what} after this job loaded from the store or began, so this job is stale: nothing was "
         "written. Stop this job; call load() only if it is to take over, and go on from the version that it loads"
     )
-
-
-def _lost(backend: Backend, needs: Sequence[str]) -> list[str]:
-    # In this order: a tombstone is removed only after its version, so one of the two shows each removal.
-    # Each version is looked for by itself, because a listing grows with the store.
-    tombstoned = list_tombstoned(backend)
-    workers = min(_WORKERS, len(needs))
-    with Transfer(workers, 2 * workers) as transfer:
-        present = transfer.map(lambda need: has_object(backend, layout.record_key(need)), needs)
-        return sorted(
-            need for need, is_there in zip(needs, present, strict=True) if need in tombstoned or not is_there
-        )

@@ -47,8 +47,21 @@ def _plain(metadata: Any) -> Any:
         figures = find_figures(metadata)
     except FormatError:  # it is printed as it stands
         return metadata
-    has_names = isinstance(metadata, dict) and not any(name.startswith("$") for name in metadata)
-    return {name: figures.get(name, value) for name, value in metadata.items()} if has_names else metadata
+    shown = _without_order(metadata)
+    has_names = isinstance(shown, dict) and not any(name.startswith("$") for name in shown)
+    return {name: figures.get(name, value) for name, value in shown.items()} if has_names else shown
+
+
+def _without_order(doc: Any) -> Any:
+    """Metadata, with ordered dictionaries and counters of names as plain ones, which JSON keeps in order."""
+    if isinstance(doc, list):
+        return [_without_order(item) for item in doc]
+    if not isinstance(doc, dict):
+        return doc
+    pairs = doc.get("$ordered", doc.get("$counter"))
+    if pairs is not None and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        doc = dict(pairs)
+    return {name: _without_order(value) for name, value in doc.items()}
 
 
 def fold_of(catalog: Catalog, version: str) -> Record | None:

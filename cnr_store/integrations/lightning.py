@@ -278,7 +278,7 @@ class CnrCheckpoint(Callback):
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
         pending = self._pending
-        if pending is None or not pending.future.done():
+        if pending is None or not pending.done():
             return
         self._pending = None
         for logger in trainer.loggers:

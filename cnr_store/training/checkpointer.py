@@ -314,8 +314,9 @@ class Checkpointer:
         """Load a version, or a part of it, into the model and its optimizers, in place.
 
         The next save continues this version, under a new claim. It writes each table whole that does not equal the
-        version's. It takes the store over from whoever has it now, so a warning is logged if that job committed
-        minutes ago. It is a `SupersededError` if another process saves or claims the store after this load.
+        version's, and all of them if upkeep removed meanwhile what it would build on. It takes the store over from
+        whoever has it now, so a warning is logged if that job committed minutes ago. It is a `SupersededError` if
+        another process saves or claims the store after this load.
 
         An optimizer or an object of `state` that the version holds and this checkpointer was not given is left out. It
         is listed in ``unexpected`` of the result and logged, because the next save will drop it. If another number of

@@ -29,6 +29,20 @@ class State(NamedTuple):
     parts: Sequence[str]
 
 
+def check_planned(plan: Plan, planned: str, rank: int) -> None:
+    """Check that this rank plans what the first rank has, before it writes anything of it.
+
+    Raises
+    ------
+    SaveError
+    """
+    if plan.digest() != planned:
+        raise SaveError(
+            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
+            "saved: give all ranks the same model and options, or call save with full=True"
+        )
+
+
 def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) -> None:
     """Put what single ranks have of the state, as far as it is here."""
     for rank, part in plan.state_parts.items():

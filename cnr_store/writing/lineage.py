@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -70,6 +71,8 @@ class Lineage:
         Loads that training has been through.
     paths
         Paths that the arrays of `version` lie under, by their plain ones.
+    why_alone
+        Why there are no chains although there were; "" if nothing is known of it.
     """
 
     version: str | None = None
@@ -77,6 +80,12 @@ class Lineage:
     past: Past | None = None
     restores: int = 0
     paths: Mapping[str, str] = field(default_factory=dict)
+    why_alone: str = ""
+
+    @property
+    def versions(self) -> list[str]:
+        """Every version of its chains, newest first: what the next version may depend on."""
+        return sorted({version for line in self.lines.values() for version in line.links}, reverse=True)
 
     def digest(self) -> str:
         """What tells it from another lineage: ranks must go on from the same one."""
@@ -130,12 +139,20 @@ class Lineage:
 
     def without(self, to_delete: Collection[str]) -> Lineage:
         """This lineage if its chains have none of these versions, else one without chains."""
-        links = {version for line in self.lines.values() for version in line.links}
-        return self.alone() if links & set(to_delete) else self
+        return self.alone() if set(self.versions) & set(to_delete) else self
 
-    def alone(self) -> Lineage:
-        """This lineage without chains: the next version is whole and depends on no other."""
-        return Lineage(self.version, restores=self.restores, paths=self.paths)
+    def find_fold(self, catalog: Catalog, lost: Collection[str]) -> Record | None:
+        """The newest fold of its versions that makes those that are `lost` needless, if one can be read."""
+        with suppress(BackendError, CheckpointError):
+            for version in self.versions:
+                fold = catalog.find_fold(version)
+                if fold is not None and not set(self.folded(version, fold.nbytes).versions) & set(lost):
+                    return fold
+        return None
+
+    def alone(self, why: str = "") -> Lineage:
+        """This lineage without chains: the next version is whole and depends on no other, and says why."""
+        return Lineage(self.version, restores=self.restores, paths=self.paths, why_alone=why)
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Every version that deltas of these (path, base) pairs need, newest first."""

@@ -23,8 +23,8 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
-from cnr_store.writing.commit import commit, finish_record, put_state, put_state_parts
-from cnr_store.writing.lineage import check_parents
+from cnr_store.writing.commit import check_planned, commit, finish_record, put_state, put_state_parts
+from cnr_store.writing.lineage import Lineage, check_parents
 from cnr_store.writing.outcome import commit_document, read_outcome
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
@@ -69,7 +69,7 @@ class Writer:
         self._base: str | None = None
         self._after: ClaimId | None = None
         self._made: ClaimId | None = None
-        self._token = _new_token()
+        self._token = secrets.token_hex(4)
         self._shared: ClaimId | None = None
         self._seen = fencing.look(Catalog(backend))
 
@@ -83,9 +83,9 @@ class Writer:
         return self._backend.operations
 
     @property
-    def claim(self) -> ClaimId | None:
-        """The claim that versions are written under; None before the first write."""
-        return self._claim.id if self._claim else None
+    def has_claimed(self) -> bool:
+        """Whether it has claimed the store since it was made or restarted. It may have to renew that claim."""
+        return self._claim is not None or self._after is not None
 
     @property
     def removable(self) -> str:
@@ -94,7 +94,7 @@ class Writer:
 
     def restart(self, base: str, seen: Seen) -> None:
         """Take the store over as it was `seen`: the next write claims it anew, from the version `base`."""
-        self._claim, self._after, self._base, self._token = None, None, base, _new_token()
+        self._claim, self._after, self._base, self._token = None, None, base, secrets.token_hex(4)
         seen = seen.including(base)
         self._seen = replace(seen, removable=seen.version)
 
@@ -110,7 +110,7 @@ class Writer:
         has claimed the store meanwhile.
         """
         if self._claim is not None:
-            self._after, self._claim, self._token = self._claim.id, None, _new_token()
+            self._after, self._claim, self._token = self._claim.id, None, secrets.token_hex(4)
         self._base = base
 
     def close(self) -> None:
@@ -122,9 +122,8 @@ class Writer:
         if self._claim is None:
             self._claim = self._claim_anew()
             self._made = self._claim.id
-            self._seen = replace(
-                self._seen, store=claims.store_id(self._backend)
-            )  # it may be one that was just made
+            # It may be one that was just made.
+            self._seen = replace(self._seen, store=claims.store_id(self._backend))
             self._backend.hold_reserve()
         return self._claim
 
@@ -143,6 +142,18 @@ class Writer:
                 *(self._backend.url, run_before),
             )
         return claim
+
+    def hold(self, lineage: Lineage) -> tuple[list[str], Record | None]:
+        """Claim the store, so that nothing of `lineage` is removed any more. Training waits, so nothing is tried again.
+
+        Returns
+        -------
+        The versions that were removed before, and a fold that makes them needless, if there is one.
+        """
+        self._patience.begin(training_waits=True)
+        self._claimed()
+        lost = fencing.find_lost(self._direct, lineage.versions)
+        return lost, lineage.find_fold(Catalog(self._direct), lost) if lost else None
 
     def write(
         self, plan: Plan, rows_done: Callable[[], None] = lambda: None, team: Team | None = None
@@ -170,9 +181,7 @@ class Writer:
         self._patience.on_pause = team.round.pause  # a rank that asks the storage again does not stand still
         try:
             with team.working():
-                return (
-                    self._lead(plan, rows_done, team) if team.leads else self._follow(plan, rows_done, team)
-                )
+                return (self._lead if team.leads else self._follow)(plan, rows_done, team)
         finally:
             self._patience.on_pause = lambda: None
 
@@ -229,7 +238,7 @@ class Writer:
                 team.round.beat("claim")
                 announced = team.round.announced()
                 version = str(announced["version"])
-                _check_plan(plan, announced["plan"], team.rank)
+                check_planned(plan, announced["plan"], team.rank)
                 self._check_shared(version)
                 staged = self._stage(version, plan, rows_done, team)
             finally:
@@ -335,16 +344,3 @@ class Writer:
         except BackendError as error:
             return f". What it wrote could not be removed: {error}"
         return ""
-
-
-def _check_plan(plan: Plan, planned: str, rank: int) -> None:
-    """Check that this rank plans what the first rank has, before it writes anything of it."""
-    if plan.digest() != planned:
-        raise SaveError(
-            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
-            "saved: give all ranks the same model and options, or call save with full=True"
-        )
-
-
-def _new_token() -> str:
-    return secrets.token_hex(4)

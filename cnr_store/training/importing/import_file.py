@@ -70,7 +70,8 @@ def import_file(
         that `cnr_store.export` wrote. Tied tensors are stored once; a safetensors file records them only if
         `cnr_store.export` wrote it.
     url, storage_options
-        The store: an fsspec URL, a path, or a Zarr store, and options of its filesystem. The version becomes the
+        The store: an fsspec URL, a path, or a Zarr store, and options of its filesystem. Those that are called as a
+        parameter is, as S3's ``key``, go into one mapping: ``storage_options={"key": ...}``. The version becomes the
         latest. No run may be live there: the one that wrote last has closed its `Checkpointer`, or was ended by `gc`
         with ``end_run=True``.
     step

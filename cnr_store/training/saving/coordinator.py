@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from cnr_backends import BackendError
 from cnr_store.errors import CheckpointError
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
@@ -30,6 +33,10 @@ from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.replicas import CHECK_EVERY, check_replicas, sample_replicas
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
+
+log = logging.getLogger("cnr_store")
+_REBASED = "%s: %s was removed since this job loaded; the save builds on the fold of version %s"
+_WHOLE = "%s: %s was removed since this job loaded; the save is whole"
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ class Coordinator:
 
         def merge(said: list[Document]) -> Document:
             digests.extend(digest for doc in said for digest in doc.get("state", ()))
-            return merge_said(phase, said)
+            agreed = merge_said(phase, said)
+            may_be_delta = agreed["skips"] is None and not request.full
+            return {**agreed, **self._hold_bases(phase)} if may_be_delta else agreed
 
         try:
             ready, agreed = together(
@@ -182,6 +191,26 @@ class Coordinator:
             "replicas": sample_replicas(self._trained) if self._compares_replicas else None,
         }
 
+    def _hold_bases(self, phase: str) -> Document:
+        """See that nobody removes what this save may depend on; plan it anew if that was removed already.
+
+        A run that has loaded holds nothing until it claims the store. Its first save does so before it is planned,
+        while all rows are still in the model. Only the first rank asks. What storage refuses here, it refuses again
+        where the save is written.
+        """
+        lineage, writer = self._saves.planner.lineage, self._saves.writer
+        if writer.has_claimed or not lineage.lines:
+            return {}
+        with suppress(BackendError, CheckpointError), self._group.working(phase, self._saves.progress):
+            lost, fold = writer.hold(lineage)
+            if fold is not None:
+                log.info(_REBASED, phase, _named(lost), fold.id)
+                return {"rebased": [fold.id, fold.nbytes]}
+            if lost:
+                log.warning(_WHOLE, phase, _named(lost))
+                return {"lost": f"{_named(lost)} was removed before this run's first save"}
+        return {}
+
     @property
     def _compares_replicas(self) -> bool:
         return self._group.world > 1 and self._saves.number % CHECK_EVERY == 0
@@ -193,8 +222,11 @@ class Coordinator:
             # The outcome of a save was lost on the way to some ranks, or a load was cut short on one. All go on from
             # what the first rank knows.
             planner.begin_after(agreed["previous"], agreed["restores"])
-        elif agreed["folded"] is not None:
-            planner.apply_fold(*agreed["folded"])
+        elif agreed.get("lost"):
+            planner.drop_bases(agreed["lost"])
+        else:
+            for fold in filter(None, (agreed["folded"], agreed.get("rebased"))):
+                planner.apply_fold(*fold)
         self._saves.fold_bytes += 0 if agreed["folded"] is None else agreed["folded"][1]
         self._folded = None
         if agreed["moved"]:
@@ -229,3 +261,8 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }
+
+
+def _named(lost: Sequence[str]) -> str:
+    others = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    return f"version {lost[0]}{others}"

@@ -43,10 +43,13 @@ class PendingSave:
         self.skipped = False
         # The rest is for the queue that writes it.
         self.future: Future[Record] = Future()
+        # Until it is set, only the thread that writes asks `future` anything: an interrupt right after its lock was
+        # taken would keep it.
+        self.settled = Latch()
+        self.error: BaseException | None = None
         self.result_taken = False  # somebody knows the outcome
         self.interrupted = threading.Event()  # training goes on although rows are still in the model
         self.rows_taken = Latch()  # nothing is read from the model any more
-        # Until it is set, the queue asks `future` nothing: an interrupt right after its lock was taken would keep it.
         self.callbacks_done = Latch()
         self.began = time.perf_counter()
         self.written: SaveStats | None = None
@@ -57,13 +60,22 @@ class PendingSave:
         """A skipped save at `step`, because the save of `step_under_way` is still being written."""
         pending = cls(step)
         pending.skipped = pending.result_taken = True
-        pending.future.set_exception(
+        pending.settle(
             SkippedError(
                 f"the save of step {step} was skipped, as that of step {step_under_way} was still being written; the "
                 "rows are part of the next one (save(..., overlap='wait') waits instead)"
             )
         )
         return pending
+
+    def settle(self, outcome: Record | BaseException) -> None:
+        """Tell the outcome to all that wait for it."""
+        if isinstance(outcome, BaseException):
+            self.error = outcome
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+        self.settled.set()
 
     def end_reading(self, *, reads_model: bool) -> None:
         """Note that nothing is read from the model any more. A second call changes nothing.
@@ -120,15 +132,15 @@ class PendingSave:
     def _state(self) -> str:
         if self.skipped:
             return "skipped"
-        if not self.future.done():
+        if not self.done():
             return "writing"
-        if self.future.cancelled() or self.future.exception() is not None:
+        if self.error is not None:
             return "failed"
         return f"committed {self.future.result().id}"
 
     def done(self) -> bool:
         """Whether the save was committed, has failed or was skipped."""
-        return self.future.done()
+        return self.settled.is_set()
 
     def result(self, timeout: float | None = None) -> VersionInfo:
         """Wait for the commit, at most `timeout` seconds, and return the version.
@@ -155,14 +167,15 @@ class PendingSave:
         TimeoutError
             The save is still being written.
         """
-        if os.getpid() != self._process and not self.future.done():
+        if os.getpid() != self._process and not self.done():
             raise ClosedError(
                 f"the save of step {self.step} is written by process {self._process}: ask for its result there"
             )
         # A timeout raises here: then nobody has the outcome, and the next save must still raise a failure.
-        error = self.future.exception(timeout)
+        if not self.settled.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} is still being written")
         self.result_taken = True
-        return error
+        return self.error
 
 
 class SaveCallbacks:
@@ -191,7 +204,7 @@ class SaveCallbacks:
 
     def run_on_done(self, pending: PendingSave) -> None:
         """Call `on_done`, unless the save never began."""
-        if self._on_done is None or pending.future.cancelled():
+        if self._on_done is None or not pending.done():
             return
         try:
             with self._guard.refuse_this_thread():

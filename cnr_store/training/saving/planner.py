@@ -71,9 +71,9 @@ class Planner:
         each = {table.name: (table.nbytes, table.dim, table.element) for table in self._tables}
         return self._codecs.compile_steps(each)
 
-    def drop_bases(self) -> None:
-        """Make the next version whole. It still continues the last version, with its count of restores."""
-        self.continue_from(self.lineage.alone(), {})
+    def drop_bases(self, why: str = "") -> None:
+        """Make the next version whole, and say why. It still continues the last version, with its count of restores."""
+        self.continue_from(self.lineage.alone(why), {})
 
     def continue_from(self, lineage: Lineage, since_whole: Bitmaps) -> None:
         """Continue the version at the end of `lineage`.
@@ -141,7 +141,7 @@ class Planner:
         weighs = self._policy == "auto" and past is not None and not full
         offer = self._offer(snapshot, changed) if weighs else None
         decision = decide(self._policy, past, full=full, offer=offer, costs=self._costs)
-        return replace(decision, bits=bits)
+        return replace(decision, bits=bits, reason=(not full and self.lineage.why_alone) or decision.reason)
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         unknown = (each.table.name for each in snapshot.arrays if not self._continues(each))

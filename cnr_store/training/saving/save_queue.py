@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -188,8 +188,8 @@ class SaveQueue:
         tracker, dirty = self.tracker, self.tracker.flagged()
         if self._pending is not None:
             pending, taken = self._pending
-            wait([pending.future])
-            if pending.future.cancelled() or pending.future.exception() is None:
+            is_undone = pending.result_taken and pending.future.cancelled()
+            if is_undone or (pending.settled.wait() and pending.error is None):
                 self.finish_latest()
             else:  # its outcome is the next save's to tell, and that one has its rows
                 dirty = {
@@ -218,7 +218,7 @@ class SaveQueue:
             try:
                 log.error("save of step %d failed: %s", plan.step, error)
             finally:
-                pending.future.set_exception(error)
+                pending.settle(error)
         else:
             try:
                 if team.leads:
@@ -227,7 +227,7 @@ class SaveQueue:
                     assert pending.stats is not None
                     log.info(save_line(pending.stats, plan.step, record.kind))
             finally:
-                pending.future.set_result(record)
+                pending.settle(record)
             if self._pending is not None:
                 self.planner.foresee_commit(record, self._pending[1])
         finally:

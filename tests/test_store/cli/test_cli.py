@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections import Counter, OrderedDict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def test_ls_marks_what_is_named_pinned_and_folded(capsys: pytest.CaptureFixture[
     told = cnr(capsys, "info", own_store, "2")[1]
     assert decimal(nbytes) in told
     assert "candidate" in told
+
+
+def test_ls_shows_ordered_metadata_as_it_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(tmp_path / "store")
+    metadata = OrderedDict(loss=np.float32(0.5), best=[OrderedDict(auc=1)], seen=Counter(a=2))
+    with cnr_store.Checkpointer(url, torch.nn.EmbeddingBag(100, 4, sparse=True), None) as checkpointer:
+        checkpointer.save(1, metadata=metadata).result()
+        checkpointer.save(2, metadata=OrderedDict({3: 4})).result()
+    _, out, _ = cnr(capsys, "ls", url, "--long")
+    assert 'loss=0.5, best=[{"auc": 1}], seen={"a": 2}' in out
+    assert "$ordered=[[3, 4]]" in out  # a key that is no name
+    assert cnr_store.versions(url)[0].metadata == metadata
 
 
 @pytest.fixture(scope="module")

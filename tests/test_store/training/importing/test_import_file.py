@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import cnr_store
@@ -62,6 +64,27 @@ def test_rows_are_quantized_as_a_checkpointer_does(model: Model, tmp_path: Path)
     assert imported.keys() == saved.keys()
     for name, values in saved.items():
         assert imported[name].tobytes() == values.tobytes(), name
+
+
+class KeyedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Takes a key, as S3 does."""
+
+    protocol = "keyed"
+    cachable = False
+    keys: ClassVar[list[str | None]] = []
+
+    def __init__(self, key: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.keys.append(key)
+
+
+def test_an_option_of_storage_may_be_called_as_a_parameter_is(model: Model, tmp_path: Path) -> None:
+    fsspec.register_implementation("keyed", KeyedFileSystem, clobber=True)
+    torch.save({"model": model.state_dict()}, tmp_path / "file")
+    options: dict[str, Any] = {"storage_options": {"key": "secret"}}
+    cnr_store.import_file(tmp_path / "file", "keyed://imported", key="model", tables=TABLES, **options)
+    assert [info.kind for info in cnr_store.versions("keyed://imported", **options)] == ["baseline"]
+    assert set(KeyedFileSystem.keys) == {"secret"}
 
 
 def test_an_export_is_imported_with_its_tied_tensors(model: Model, tmp_path: Path) -> None:

@@ -108,22 +108,16 @@ def test_who_asked_in_vain_is_told_of_the_failure_later(tmp_path: Path) -> None:
     with job.gate.closed(), job.gate.failing():
         failed = job.checkpointer.save(1)
 
-        class FailsMeanwhile(type(failed.future)):  # type: ignore[misc]  # a class that is computed
-            def result(self, timeout: float | None = None) -> Any:
-                return self.late(super().result, timeout)
-
-            def exception(self, timeout: float | None = None) -> Any:
-                return self.late(super().exception, timeout)
-
-            def late(self, ask: Any, timeout: float | None) -> Any:
+        class FailsMeanwhile(type(failed.settled)):  # type: ignore[misc]  # a class that is computed
+            def wait(self, timeout: float | None = None) -> Any:
                 try:
-                    return ask(timeout)
+                    return super().wait(timeout)
                 finally:
                     if timeout == 0:
                         job.gate.opened.set()
                         failed.callbacks_done.wait(PATIENCE_SECONDS)
 
-        failed.future.__class__ = FailsMeanwhile
+        failed.settled.__class__ = FailsMeanwhile
         with pytest.raises(TimeoutError):
             failed.result(0)
         assert failed.done()
