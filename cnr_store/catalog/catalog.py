@@ -250,7 +250,7 @@ class Catalog:
             )
         raise VersionNotFoundError(
             f"{self.backend.url} has no version of step {version}, the nearest are of {_nearest(steps, int(version))}; "
-            "`cnr_store.versions`, or `cnr ls`, lists those there are"
+            "`cnr_store.versions` and `cnr ls` list the versions"
         )
 
     def manifest(self, record: Record) -> Manifest:

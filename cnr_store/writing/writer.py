@@ -264,7 +264,7 @@ class Writer:
             error,
             lambda cause: (
                 f"step {step} was not saved{named} to {self._backend.url}: {cause}. "
-                f"The versions before it are untouched and its rows stay marked for the next save{left}"
+                f"Earlier versions are untouched, and the next save has its rows{left}"
             ),
         )
 
@@ -279,8 +279,8 @@ class Writer:
                 self._shared = attempt.claim
                 return
         raise SaveError(
-            f"this rank does not find {layout.writer_key(name)} in {self._backend.url} as the first rank has just made "
-            "it: give all ranks a URL of one place that they share"
+            f"this rank does not find {layout.writer_key(name)} in {self._backend.url}, although the first rank has "
+            "just written it: give all ranks the URL of one store that all of them can reach"
         )
 
     def _committed(self, record: Record, team: Team) -> Record:
@@ -341,7 +341,7 @@ def _check_plan(plan: Plan, planned: str, rank: int) -> None:
     """Check that this rank plans what the first rank has, before it writes anything of it."""
     if plan.digest() != planned:
         raise SaveError(
-            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
+            f"rank {rank} and rank 0 planned different contents for the version of step {plan.step}, so it was not "
             "saved: give all ranks the same model and options, or call save with full=True"
         )
 

@@ -101,7 +101,9 @@ class CodecChoice:
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
         if expected is not None and not self._may_be_auto and self._lattice is None:
-            raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
+            raise OptionError(
+                f"expected_restores={expected} is used only with bits='auto' or codec='auto': leave it out"
+            )
 
     @property
     def settings(self) -> dict[str, str]:

@@ -188,7 +188,9 @@ def test_a_writer_beside_it_in_the_same_process_is_told_of_as_what_it_is(tmp_pat
     first.save(1).result()
     second.save(2).result()
     pending = first.save(3)
-    with pytest.raises(SupersededError, match="which another checkpointer began; stop this one"):
+    with pytest.raises(
+        SupersededError, match="another checkpointer, so it can't save any more; stop this job"
+    ):
         pending.result()
     first.close()
     second.close()

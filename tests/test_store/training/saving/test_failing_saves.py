@@ -45,7 +45,10 @@ def test_superseded_writer(tmp_path: Path) -> None:
         new.load()
         second = new.save(2).result()
         change(old, old_model, [1])
-        with pytest.raises(SupersededError, match=r"was superseded by .*; stop this one, or load the newest"):
+        with pytest.raises(
+            SupersededError,
+            match=r"was superseded by .*; stop this job, or stop the other one",
+        ):
             old.save(3).result()
         assert [info.id for info in cnr_store.versions(tmp_path)] == [first.id, second.id]
         assert old.load().version == second
