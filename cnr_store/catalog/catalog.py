@@ -160,8 +160,8 @@ class Catalog:
         record = self.find_record(version)
         if record is None:
             raise VersionNotFoundError(
-                f"{self.backend.url} has no committed version {version}; `cnr_store.versions`, or `cnr ls`, lists "
-                "those there are"
+                f"{self.backend.url} has no committed version {version}; `cnr_store.versions` and `cnr ls` "
+                "list the versions"
             )
         return record
 
