@@ -236,7 +236,7 @@ class Catalog:
         if version != "latest" and not is_step:
             tags = ", ".join(list_tags(self.backend)[:_SHOWN])
             raise VersionNotFoundError(
-                f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
+                f"{version!r} is not a version of {self.backend.url}: give an id as `versions` lists them, "
                 f"a step, a tag{f' ({tags})' if tags else ''}, or 'latest'"
             )
         steps = set[int]()

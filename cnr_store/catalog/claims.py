@@ -158,7 +158,9 @@ def close(backend: Backend, claim: ClaimId) -> None:
         log.debug("claim %s is gone, so it was not marked closed", claim)
     except Exception as error:  # noqa: BLE001 - its saves are done, and the mark only spares space
         log.warning(
-            "claim %s could not be marked closed, so retention goes on keeping what it held: %s", claim, error
+            "claim %s could not be marked closed, so retention still keeps what this run needed: %s",
+            claim,
+            error,
         )
 
 

@@ -101,7 +101,7 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
         else:
             if skipped:
                 log.error(
-                    "version %s of %s, step %d, was loaded instead of %s, and training goes on from there. To keep "
+                    "version %s of %s, step %d, was loaded instead of %s, and training continues from there. To keep "
                     "what was trained after it, stop now, and run `cnr repair`, or call resume(salvage=True)",
                     *(name, url, restored.step, skipped[0][0]),
                 )

@@ -101,8 +101,8 @@ def warn_readers(restored: Restored, url: str, world: int) -> None:
     if any(each is not None for each in restored.readers):
         log.warning(
             "version %s of %s: another number of ranks saved readers (%d, and there are %d now), so `reader` of the "
-            "result is None: give resume() your reader, or place it yourself by `readers`, which has what each rank "
-            "saved",
+            "result is None: give resume() your reader, or set its position yourself from `readers`, which has the "
+            "state of each rank that saved",
             *(restored.version.id, url, len(restored.readers), world),
         )
 

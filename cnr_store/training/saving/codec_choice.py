@@ -146,7 +146,7 @@ class CodecChoice:
         """Log patterns of `state_bits` that fit no slot: see `StateWidths.unknown_slots`."""
         for pattern, slots in self._state.unknown_slots(find).items():
             log.warning(
-                "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
+                "state_bits: the pattern %r fits no optimizer state that is stored by rows; its tables have %s",
                 pattern,
                 ", ".join(map(repr, slots)),
             )
