@@ -45,7 +45,7 @@ def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
     for placement in dtensor.placements:
         if type(placement).__name__ not in _EXACT and not placement.is_partial():
             raise UnsupportedModelError(
-                f"{name} is a DTensor with the placements {dtensor.placements}, whose parts are not blocks of it; shard "
+                f"{name} is a DTensor with the placements {dtensor.placements}, whose parts are not blocks; shard "
                 "each dimension over one dimension of the mesh"
             )
     return local_pieces(tensor, name)[1]
