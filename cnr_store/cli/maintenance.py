@@ -116,9 +116,7 @@ def _next_step(url: str, version: str | None, report: VerifyReport) -> str:
             "next: nothing, if only the newest version matters; load(version, salvage=True) restores what can be read "
             f"of a damaged one, and `cnr repair {url} VERSION` commits that as the newest version"
         )
-    return (
-        "next: put back what is named above from a copy; the versions counted here can be restored without it"
-    )
+    return "next: put back what is named above from a copy; the versions that can be restored do not need it"
 
 
 def _extent(finding: Finding) -> str:
