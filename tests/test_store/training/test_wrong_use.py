@@ -219,7 +219,7 @@ def test_a_state_dict_that_changes_a_slot(tmp_path: Path) -> None:
         checkpointer.save(1).result()
         hook.remove()
         bench.optimizer.register_state_dict_post_hook(partial(change, by=torch.sqrt))
-        with pytest.raises(StateError, match=r"state_dict of Adagrad tells 'sum' of '.*' otherwise"):
+        with pytest.raises(StateError, match=r"state_dict of Adagrad returns other values of 'sum'"):
             checkpointer.save(2)
     other = Bench("adagrad")
     cnr_store.load(tmp_path, other.model, other.optimizer)
