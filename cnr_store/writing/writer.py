@@ -341,7 +341,7 @@ def _check_plan(plan: Plan, planned: str, rank: int) -> None:
     """Check that this rank plans what the first rank has, before it writes anything of it."""
     if plan.digest() != planned:
         raise SaveError(
-            f"rank {rank} and rank 0 planned different contents for the version of step {plan.step}, so it was not "
+            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
             "saved: give all ranks the same model and options, or call save with full=True"
         )
 

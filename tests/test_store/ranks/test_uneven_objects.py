@@ -77,7 +77,7 @@ def test_ranks_that_decide_otherwise_save_nothing(tmp_path: Path, monkeypatch: p
         told = job.attempt(lambda rank: job.checkpointers[rank].save(3).result())
         for error in told:
             assert isinstance(error, cnr_store.SaveError)
-            assert "rank 1 and rank 0 planned different contents" in str(error)
+            assert "rank 1 decided otherwise than rank 0" in str(error)
         assert [info.step for info in cnr_store.versions(tmp_path)] == [1, 2]
         planner.decide = decide
         job.save(4)
