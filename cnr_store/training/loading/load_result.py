@@ -154,7 +154,7 @@ def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> No
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(
             f"{where} holds readers of another number of ranks ({others}, and there are {world} now): "
-            f"{type(reader).__name__} has no method split_state(states, rank, world) that redistributes them. "
+            f"{type(reader).__name__} has no split_state(states, rank, world) that redistributes them. "
             "Add one, or call resume() without a reader, and set its position yourself"
         )
     reader.load_state_dict(split(list(restored.readers), rank, world))
