@@ -82,7 +82,8 @@ def test_full_disk(tmp_path: Path) -> None:
             first = checkpointer.save(1).result()
             change(checkpointer, model, list(range(30_000)))
             with pytest.raises(
-                SaveError, match=r"No space left on device.*; free some space, then.*the next save has its rows"
+                SaveError,
+                match=r"No space left on device.*; free some space, then.*the next save has its rows",
             ) as caught:
                 checkpointer.save(2).result()
             assert isinstance(caught.value.__cause__, StorageFullError)
