@@ -163,8 +163,8 @@ class Catalog:
         record = self.find_record(version)
         if record is None:
             raise VersionNotFoundError(
-                f"{self.backend.url} has no committed version {version}; `cnr_store.versions`, or `cnr ls`, lists "
-                "those there are"
+                f"{self.backend.url} has no committed version {version}; `cnr_store.versions` and `cnr ls` "
+                "list the versions"
             )
         return record
 
@@ -239,7 +239,7 @@ class Catalog:
         if version != "latest" and not is_step:
             tags = ", ".join(list_tags(self.backend)[:_SHOWN])
             raise VersionNotFoundError(
-                f"{version!r} is no version of {self.backend.url}: give an id as `versions` lists them, "
+                f"{version!r} is not a version of {self.backend.url}: give an id as `versions` lists them, "
                 f"a step, a tag{f' ({tags})' if tags else ''}, or 'latest'"
             )
         steps = set[int]()
@@ -253,7 +253,7 @@ class Catalog:
             )
         raise VersionNotFoundError(
             f"{self.backend.url} has no version of step {version}, the nearest are of {_nearest(steps, int(version))}; "
-            "`cnr_store.versions`, or `cnr ls`, lists those there are"
+            "`cnr_store.versions` and `cnr ls` list the versions"
         )
 
     def manifest(self, record: Record) -> Manifest:

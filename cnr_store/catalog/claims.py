@@ -105,7 +105,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
     try:
         now = validate.seconds(time.time(), "the time of this machine's clock")
     except ValueError as error:
-        raise SaveError(f"{backend.url} was not claimed: {error}; set the clock") from error
+        raise SaveError(f"nothing can be saved to {backend.url}: {error}; set the clock") from error
     root = group_document(
         {"cnr": {"format": layout.FORMAT, "store": layout.store_text(secrets.token_hex(4))}}
     )
@@ -158,7 +158,9 @@ def close(backend: Backend, claim: ClaimId) -> None:
         log.debug("claim %s is gone, so it was not marked closed", claim)
     except Exception as error:  # noqa: BLE001 - its saves are done, and the mark only spares space
         log.warning(
-            "claim %s could not be marked closed, so retention goes on keeping what it held: %s", claim, error
+            "claim %s could not be marked closed, so retention still keeps what this run needed: %s",
+            claim,
+            error,
         )
 
 
@@ -175,8 +177,9 @@ def check_no_live_writer(backend: Backend) -> None:
     newest = newest_claim(backend)
     if newest is not None and not newest.is_over:
         raise SupersededError(
-            f"{backend.url}: writer {newest} has not closed its claim, the mark that it may write here, so it may "
-            f"still train and save. Stop that job, end its run with `cnr gc --end-run {backend.url}`, then try again"
+            f"{backend.url}: writer {newest} has not closed its claim, as a Checkpointer does at its end, so it may "
+            "still train and save. Wait until that job has ended, or stop it; if it died, end its run with "
+            f"`cnr gc --end-run {backend.url}`. Then try again"
         )
 
 

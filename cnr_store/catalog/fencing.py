@@ -335,8 +335,8 @@ def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
 
 def _fenced(backend: Backend, own: ClaimId, newest: str) -> str:
     return (
-        f"{backend.url}: writer {own} was superseded by {newest}, which another checkpointer began; stop this one, or "
-        "load the newest version if this job is to take over, and go on from there"
+        f"{backend.url}: writer {own}, this job, was superseded by {newest}, another checkpointer, so it can't save "
+        "any more; stop this job, or stop the other one, call load() here and go on from the version that it loads"
     )
 
 

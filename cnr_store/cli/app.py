@@ -47,7 +47,7 @@ def _options(
 
 app = typer.Typer(
     name="cnr",
-    help="Checkpoints of recommendation models: inspect, maintain and export a store, or run a demo.",
+    help="Inspect, check, clean up and export a store of recommendation model checkpoints, or run a demo.",
     callback=_options,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -25,10 +25,16 @@ _MOST_ROWS = 100_000
 _SPAN = re.compile(r"(\d{0,18}):(\d{0,18})")
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A table, TABLE/SLOT, a tensor, or an array's path.")
+    str,
+    typer.Argument(
+        metavar="NAME", help="A table, TABLE/SLOT for optimizer state, a tensor, or the path of an array."
+    ),
 ]
 Rows = Annotated[
-    str, typer.Option("--rows", metavar="ROWS", help="Row numbers: 5, 5:10 (10 is not in it), 7,9,20:22.")
+    str,
+    typer.Option(
+        "--rows", metavar="ROWS", help="Row numbers, such as 5, 5:10 (without row 10), or 7,9,20:22."
+    ),
 ]
 OfVersion = Annotated[
     str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
@@ -43,7 +49,7 @@ def cat(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Print rows of a table, of its optimizer state, or of a dense tensor. Only their chunks are read."""
+    """Print rows of a table, of its optimizer state, or of a dense tensor, without reading the other rows."""
     catalog, record = open_record(url, parse_version(version), **parse_options(options))
     path = find_array(record, name)
     shape = record.arrays[path].shape
@@ -103,7 +109,7 @@ def _value_text(value: Any) -> str:
 
 
 def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """Show what takes the space of a store: versions, folds and what unfinished saves left; and array by array."""
+    """Show the disk usage of a store: of versions, folds and unfinished saves, and of each array."""
     backend = open_backend(url, **parse_options(options))
     catalog = Catalog(backend)
     if not catalog.check_format():

@@ -12,15 +12,13 @@ from cnr_store.cli.options import Policy, StorageOptions, parse_bits, parse_opti
 
 DemoUrl = Annotated[
     str | None,
-    typer.Argument(metavar="URL", help="Where checkpoints go. By default, a temporary folder."),
+    typer.Argument(metavar="URL", help="The store to write. By default, a temporary folder."),
 ]
-Steps = Annotated[
-    int | None, typer.Option(min=1, help="Training steps. By default, each training sample once.")
-]
+Steps = Annotated[int | None, typer.Option(min=1, help="Training steps. By default, one epoch.")]
 Every = Annotated[int, typer.Option(min=1, help="Steps between two saves.")]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Folder with ml-100k.inter, .item and .user, fetched by default."),
+    typer.Option(help="Folder with ml-100k.inter, .item and .user. By default, they are downloaded."),
 ]
 
 
@@ -54,8 +52,9 @@ def demo(
 ) -> None:
     """Train on MovieLens-100k, kill the training in the middle of a save, resume, and print what it cost.
 
-    The training process is not prepared for the kill. An uninterrupted run is trained for comparison. The exit status
-    is 1 if any check of the outcome fails.
+    The training process does not know of the kill beforehand. An uninterrupted
+    run is trained for comparison. The exit status is 1 if a check of the
+    outcome fails.
     """
     require("the demo", "demo", "torch", "xarray")
     from cnr_store.demo.run import DemoOptions, run_demo

@@ -32,29 +32,39 @@ class Format(StrEnum):
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A path, or any fsspec URL.")]
-VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="An id, a step, or latest.")]
+VersionOption = Annotated[
+    str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
+]
 FormatOption = Annotated[
     Format | None,
     typer.Option(
-        help="What to write. By default, what TARGET ends in, .zarr or .parquet, else safetensors.",
+        help="By default, zarr or parquet if TARGET ends in .zarr or .parquet, otherwise safetensors.",
     ),
 ]
 TargetOptions = Annotated[
     str,
-    typer.Option("--target-options", metavar="JSON", help="Options of TARGET's filesystem, as in fsspec."),
+    typer.Option(
+        "--target-options", metavar="JSON", help="Options of the filesystem of TARGET, as in fsspec."
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at TARGET.")]
-Source = Annotated[str, typer.Argument(metavar="FILE", help="A local file of torch.save or safetensors.")]
-Step = Annotated[int, typer.Option(min=0, help="The step that the version gets.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing TARGET.")]
+Source = Annotated[
+    str, typer.Argument(metavar="FILE", help="A local file, written by torch.save or safetensors.")
+]
+Step = Annotated[int, typer.Option(min=0, help="The step of the new version.")]
 Tables = Annotated[
     list[str] | None,
     typer.Option(
-        "--table", metavar="NAME", help="A table, or a pattern. By default, weights of 10,000 rows or more."
+        "--table",
+        metavar="NAME",
+        help="The name of a table, or a pattern. By default, weights of 10,000 rows or more.",
     ),
 ]
-Key = Annotated[str | None, typer.Option(help="The entry that holds the state dict, such as model.")]
-Host = Annotated[str, typer.Option(help="Address to listen at. Access is not restricted.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
+Key = Annotated[
+    str | None, typer.Option(help="The entry of the file that holds the state dict, such as model.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on. There is no access control.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")]
 
 
 def export(
@@ -93,9 +103,9 @@ def import_(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Store the state dict in FILE, of torch.save or safetensors, as a version: its tables by rows, quantized.
+    """Write the state dict in FILE as a version, with quantized tables. FILE is from torch.save or safetensors.
 
-    No code in the file is run.
+    No code from the file is run.
     """
     from cnr_store.training.importing.import_file import import_file
 

@@ -33,14 +33,14 @@ from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
 
 _SHOWN_IDS = 3
-Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, or latest.")]
-Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, or latest.")]
+Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, a tag, or latest.")]
+Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, a tag, or latest.")]
 
 
 def info(
     url: Url, version: VersionName = "latest", options: StorageOptions = "{}", as_json: AsJson = False
 ) -> None:
-    """Show one version, array by array, and whether it lacks an object that restoring it needs."""
+    """Show one version and its arrays, and whether an object is missing that a restore needs."""
     catalog, record = open_record(url, parse_version(version), **parse_options(options))
     facts = record_facts(record) | {
         "tags": sorted(name for name, tagged in read_tags(catalog.backend).items() if tagged == record.id),

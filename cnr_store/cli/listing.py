@@ -18,12 +18,14 @@ from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
 from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, say, size_text, time_text
 
-Last = Annotated[int | None, typer.Option(min=1, help="List only so many, the newest ones.")]
+Last = Annotated[int | None, typer.Option(min=1, help="List only this many of the newest versions.")]
 Sort = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Order by a column, or by a figure of the metadata, the least first."),
+    typer.Option(metavar="NAME", help="Sort by a column or by a figure in the metadata, smallest first."),
 ]
-Long = Annotated[bool, typer.Option("--long", help="Also show ids, times and folds, however wide that is.")]
+Long = Annotated[
+    bool, typer.Option("--long", help="Also show ids, times and folds. Lines may be wider than the terminal.")
+]
 
 
 def ls(
@@ -36,7 +38,8 @@ def ls(
 ) -> None:
     """List the committed versions of a store, oldest first, and whether each can be restored.
 
-    A terminal too narrow for all columns gets fewer of them. The exit status is 3 if a record is damaged.
+    A narrow terminal shows fewer columns.
+    The exit status is 3 if a commit record is damaged.
     """
     found = read_store(Catalog(open_backend(url, **parse_options(options))))
     listed, damaged = found.versions, found.errors

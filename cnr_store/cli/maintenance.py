@@ -28,7 +28,7 @@ DAMAGED, SUSPICIOUS = 3, 4
 
 Checked = Annotated[
     str | None,
-    typer.Argument(metavar="[VERSION]", help="An id, a step, or latest. By default, the whole store."),
+    typer.Argument(metavar="[VERSION]", help="An id, a step, a tag, or latest. By default, the whole store."),
 ]
 Deep = Annotated[
     bool, typer.Option("--deep", help="Read every byte. By default, check only existence and sizes.")
@@ -51,10 +51,10 @@ KeepBest = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 EndRun = Annotated[
     bool,
-    typer.Option("--end-run", help="First end a run that died: see who it was, then be asked."),
+    typer.Option("--end-run", help="First end a run that died. Shows the run, and asks."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep what a crashed save left.")]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds to keep the leftovers of a crashed save.")]
 
 
 def verify(
@@ -65,9 +65,9 @@ def verify(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Check a store: what is damaged or lost, and which versions can be restored. It changes nothing.
+    """Check a store for damaged or lost objects, and show which versions can be restored. Changes nothing.
 
-    The exit status is 3 if anything is damaged, and 4 if nothing is but something may be lost.
+    The exit status is 3 if anything is damaged, and 4 if something may be lost.
     """
     wanted = None if version is None else parse_version(version)
     with progress("verifying", of_bytes=True) as on_progress:
@@ -116,9 +116,7 @@ def _next_step(url: str, version: str | None, report: VerifyReport) -> str:
             "next: nothing, if only the newest version matters; load(version, salvage=True) restores what can be read "
             f"of a damaged one, and `cnr repair {url} VERSION` commits that as the newest version"
         )
-    return (
-        "next: put back what is named above from a copy; the versions counted here can be restored without it"
-    )
+    return "next: put back what is named above from a copy; the versions that can be restored do not need it"
 
 
 def _extent(finding: Finding) -> str:
@@ -140,13 +138,15 @@ def repair(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Commit a sound version in place of a damaged one, with older values for the rows that are lost.
+    """Commit a sound version in place of a damaged one, with older values for the lost rows.
 
-    It shows what would be lost, and asks. It deletes nothing. With --dry-run the exit status is 3 if anything is
-    damaged.
+    Shows what would be lost, and asks. Deletes nothing.
+    With --dry-run the exit status is 3 if anything is damaged.
     """
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise typer.BadParameter("there is no terminal to ask on: give --yes, or --dry-run to look")
+        raise typer.BadParameter(
+            "this command asks before it writes, and there is no terminal: give --yes, or --dry-run to only look"
+        )
     with progress("reading") as on_progress:
         found = repairing.Repair(
             url,
@@ -161,7 +161,7 @@ def repair(
         _print_losses(done)
     if done.outcome == "repairable" and not dry_run:
         if not yes:
-            typer.confirm("commit a version with these values?", abort=True, err=True)
+            typer.confirm("Commit a version with these values?", abort=True, err=True)
         done = found.commit()
     if as_json:
         print_json(asdict(done) | {"salvaged": _row_counts(done.salvaged)})
@@ -177,7 +177,7 @@ def _print_losses(found: repairing.RepairReport) -> None:
     for name in found.damaged:
         lost = found.salvaged.get(name)
         what = (
-            "nothing is lost, its values lie in another place too"
+            "nothing is lost: its values are also stored elsewhere"
             if lost is None
             else f"older values for {lost}"
         )
@@ -200,7 +200,7 @@ def compact(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Fold a version: store its rows again in one piece, so that reading it touches no other version."""
+    """Fold a version: store all its rows once more in one piece, so that a restore needs no other version."""
     with progress("folding") as on_progress:
         done = folding.compact(
             url, parse_version(version), workers=workers, progress=on_progress, **parse_options(options)
@@ -228,11 +228,14 @@ def gc(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Remove versions that no rule keeps, and what crashed saves left. Without a rule, only the latter.
+    """Remove versions that no rule keeps, and leftovers of crashed saves. Without a rule, only leftovers.
 
-    Always kept: the newest version, pinned ones, each version that a kept one depends on, and what the run that wrote
-    last depends on until it has closed its checkpointer. --end-run is for a run that died before it could.
-    The exit status is 1 if anything that unfinished saves left stays although --grace-seconds is 0.
+    It always keeps the newest version, pinned and tagged versions, and each
+    version that a kept one depends on. It also keeps the version that the
+    newest run continues, until that run closes its checkpointer. Use --end-run
+    for a run that died before it could.
+
+    The exit status is 1 if leftovers remain although --grace-seconds is 0.
     """
     if end_run and dry_run:
         raise typer.BadParameter("--dry-run changes nothing: leave --end-run out")
@@ -261,7 +264,7 @@ def gc(
         say(f"cnr: nothing was removed: {done.stopped}")
         raise typer.Exit(1)
     if done.left and not grace_seconds and not dry_run:
-        say(f"cnr: {done.left_bytes:,} bytes that unfinished saves left stay, for the reasons above")
+        say(f"cnr: {done.left_bytes:,} bytes of unfinished saves could not be removed, for the reasons above")
         raise typer.Exit(1)
 
 
@@ -288,7 +291,7 @@ def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
         raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
     newest = newest_claim(catalog.backend)
     if newest is None or newest.is_over:
-        say("no run is open here, so there is none to end")
+        say("no run is open, so there is none to end")
         return
     last = next((record for record in catalog.newest_first()), None)
     commit = (
@@ -296,7 +299,7 @@ def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     )
     say(f"writer {newest} claimed {catalog.backend.url} at {time_text(newest.time)}; {commit}")
     if not yes and not sys.stdin.isatty():
-        raise typer.BadParameter("--end-run asks before it ends a run, and this is no terminal: give --yes")
+        raise typer.BadParameter("--end-run asks before it ends a run, and there is no terminal: give --yes")
     if not yes:
         typer.confirm("If that job still runs, it can't save any more. End it?", abort=True, err=True)
     end_newest_run(catalog.backend, newest)

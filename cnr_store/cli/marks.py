@@ -10,8 +10,8 @@ from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, pars
 from cnr_store.cli.output import print_json, print_line
 from cnr_store.maintenance.collection import pins, tags
 
-TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 of a-z, 0-9, _, . and -.")]
-Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Why, in one line; cnr ls shows it.")]
+TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 characters of a-z, 0-9, _, . and -.")]
+Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="The reason, in one line; cnr ls shows it.")]
 
 
 def pin(
@@ -21,13 +21,13 @@ def pin(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Keep a version, whatever the rules of retention say."""
+    """Keep a version regardless of the rules of retention."""
     pinned = pins.pin(url, parse_version(version), reason=reason, **parse_options(options))
     _print_done(f"{pinned}: pinned", as_json, version=pinned, pinned=True, reason=reason)
 
 
 def unpin(url: Url, version: VersionName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """Allow retention to remove a version again."""
+    """Let the rules of retention remove a pinned version again."""
     unpinned = pins.unpin(url, parse_version(version), **parse_options(options))
     _print_done(f"{unpinned}: not pinned any more", as_json, version=unpinned, pinned=False)
 
@@ -39,13 +39,13 @@ def tag(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Name a version; it is kept, whatever the rules of retention say. A name in use is moved to this version."""
+    """Give a version a name, and keep it regardless of the rules of retention. An existing name is moved."""
     tagged = tags.tag(url, name, parse_version(version), **parse_options(options))
     _print_done(f"{tagged}: tagged {name}", as_json, version=tagged, tag=name)
 
 
 def untag(url: Url, name: TagName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """Remove the name of a version."""
+    """Remove a tag. The rules of retention may then remove the version."""
     tags.untag(url, name, **parse_options(options))
     _print_done(f"{name}: no tag any more", as_json, version=None, tag=name)
 

@@ -74,12 +74,15 @@ StorageOptions = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help="What saves write: full, one-shot, consecutive, intermittent or auto.",
+        help="Policy of the saves: full, one-shot, consecutive, intermittent or auto.",
         callback=_check_policy,
     ),
 ]
 Width = Annotated[
-    str, typer.Option(metavar="auto|2|3|4|8|32", help="Bits of a quantized value.", callback=_check_bits)
+    str,
+    typer.Option(
+        metavar="auto|2|3|4|8|32", help="Bits per stored value; 32 is lossless.", callback=_check_bits
+    ),
 ]
 VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="An id, a step, a tag, or latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

@@ -14,24 +14,29 @@ from cnr_store.policies.policy import MAX_CHAIN, POLICIES
 from cnr_store.policies.simulation import SimulatedSave, Trace
 from cnr_store.policies.simulation import simulate as run_policy
 
-Rows = Annotated[int, typer.Option(min=1, help="Rows of all tables.")]
+Rows = Annotated[int, typer.Option(min=1, help="Number of rows in all tables.")]
 Saves = Annotated[int, typer.Option(min=1, help="Saves to simulate.")]
-Accesses = Annotated[int, typer.Option(min=1, help="Lookups between two saves.")]
-Exponent = Annotated[float, typer.Option(help="Exponent of Zipf's law: how fast popularity falls.")]
-KeepLast = Annotated[int | None, typer.Option(min=1, help="Versions kept. By default, all.")]
-MaxChain = Annotated[int, typer.Option(min=1, help="Versions that reading one may take before it is folded.")]
-RowBytes = Annotated[float, typer.Option(min=0, help="Encoded bytes of a row with its optimizer state.")]
+Accesses = Annotated[int, typer.Option(min=1, help="Row lookups between two saves.")]
+Exponent = Annotated[
+    float, typer.Option(help="Exponent of Zipf's law, by which the popularity of rows falls.")
+]
+KeepLast = Annotated[int | None, typer.Option(min=1, help="Number of versions to keep. By default, all.")]
+MaxChain = Annotated[int, typer.Option(min=1, help="Longest chain of versions before a fold.")]
+RowBytes = Annotated[float, typer.Option(min=0, help="Stored bytes of a row with its optimizer state.")]
 DeltaRowBytes = Annotated[
-    float | None, typer.Option(min=0, help="The same in a delta, as of relative rows. By default as many.")
+    float | None,
+    typer.Option(
+        min=0, help="The same in a delta; fewer for relative rows. By default, equal to --row-bytes."
+    ),
 ]
 Failure = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Hours between two failures: say how often to save, and nothing else."),
+    typer.Option(min=0.001, help="Hours between two failures. Prints only how often to save."),
 ]
-Stall = Annotated[float, typer.Option(min=0, help="Milliseconds that a save holds training.")]
-Write = Annotated[float, typer.Option(min=0, help="Seconds that a save is written in the background.")]
+Stall = Annotated[float, typer.Option(min=0, help="Milliseconds for which a save stops training.")]
+Write = Annotated[float, typer.Option(min=0, help="Seconds that the background write of a save takes.")]
 Restore = Annotated[float, typer.Option(min=0, help="Seconds from a failure to the first new step.")]
-Chosen = Annotated[str | None, typer.Option("--policy", help="Show each save of this policy.")]
+Chosen = Annotated[str | None, typer.Option("--policy", help="Show each save of this policy only.")]
 
 
 def simulate(
@@ -50,10 +55,13 @@ def simulate(
     restore_seconds: Restore = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what the policies would write, keep and restore, on rows looked up by Zipf's law; nothing is trained.
+    """Compare how many bytes each policy would write, keep and read at a restore. Nothing is trained.
 
-    "written" and "kept" count the bytes of folds, which "folds" shows by themselves. With --failure-hours it says
-    instead how often to save, so that saves, steps made again and restores take the least time.
+    Rows are looked up by Zipf's law. "written" and "kept" include the bytes
+    of folds, which "folds" also shows separately.
+
+    With --failure-hours it prints instead how often to save, so that saves,
+    repeated steps and restores take the least time.
     """
     if failure_hours is not None:
         _print_interval(
@@ -97,7 +105,7 @@ def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> Non
     seconds = found.seconds
     every = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     print_line(
-        f"with a failure every {failure_hours:g} hours, save every {every}: saves, steps made again and restores "
+        f"with a failure every {failure_hours:g} hours, save every {every}: saves, repeated steps and restores "
         f"then take {100 * found.lost:.2g} % of the time"
     )
 

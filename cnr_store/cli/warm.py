@@ -15,9 +15,10 @@ from cnr_store.training.tracking.bitmap import compile_kernels
 
 
 def warm(as_json: AsJson = False) -> None:
-    """Compile all kernels, so that no process compiles them at its first save and load.
+    """Compile all kernels in advance, so that no process compiles them at its first save or load.
 
-    They are kept beside the package, in the home folder, or in NUMBA_CACHE_DIR, and hold for this kind of processor.
+    They are kept in NUMBA_CACHE_DIR, beside the package, or in the home folder,
+    and are valid for this type of processor.
     """
     began = time.perf_counter()
     for _ in chain(compile_all(), compile_kernels()):

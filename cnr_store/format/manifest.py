@@ -72,7 +72,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(text) > MAX_MANIFEST_BYTES:
         raise SaveError(
             f"the manifest of version {manifest.version} would take {len(text)} bytes; at most "
-            f"{MAX_MANIFEST_BYTES >> 20} MiB are read again: keep fewer tables in one store"
+            f"{MAX_MANIFEST_BYTES >> 20} MiB can be read: keep fewer tables in one store"
         )
     data = zlib.compress(text, 6)
     # A manifest that compresses too well would be refused, so it is stored as it is.

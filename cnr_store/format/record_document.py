@@ -77,7 +77,7 @@ def encode_record(record: Record) -> bytes:
     if len(data) > MAX_RECORD_BYTES:
         raise SaveError(
             f"the commit record of version {record.id} would take {len(data)} bytes for {len(record.arrays)} arrays; "
-            f"at most {MAX_RECORD_BYTES >> 20} MiB are read again: join small tensors into larger ones"
+            f"at most {MAX_RECORD_BYTES >> 20} MiB can be read: join small tensors into larger ones"
         )
     return with_digest(data)
 

@@ -241,7 +241,7 @@ def dumps(doc: Json) -> bytes:
         ) from error
     if len(data) > MAX_DOCUMENT_BYTES:
         raise StateError(
-            f"a document of {len(data)} bytes; at most {MAX_DOCUMENT_BYTES >> 20} MiB are read again: put long lists "
+            f"a state of {len(data)} bytes; at most {MAX_DOCUMENT_BYTES >> 20} MiB can be read again: put long lists "
             "of numbers into numpy arrays, which are stored beside the state"
         )
     return data

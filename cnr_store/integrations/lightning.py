@@ -264,7 +264,7 @@ class CnrCheckpoint(Callback):
         }
         if self._monitor is not None and self._monitor not in metrics:
             log.warning(
-                "step %d is saved without the metric %r, so it is none of the best: the module has logged %s",
+                "step %d is saved without the metric %r, so it can't be one of the best: the module has logged %s",
                 *(step, self._monitor, ", ".join(metrics) or "nothing"),
             )
         pending = self._checkpointer.save(

@@ -168,7 +168,10 @@ class TrainerState:
                 if name not in self._told:
                     self._told.add(name)
                     log.warning(
-                        "%s %s can't be stored, so a resumed fit begins it anew: %s", what, name, error
+                        "%s %s can't be stored, so a resumed fit starts it from the beginning: %s",
+                        what,
+                        name,
+                        error,
                     )
 
     def _load(self, stored: Mapping[str, Any]) -> None:
@@ -206,7 +209,7 @@ class TrainerState:
             log.warning("%s could not be stored and begin anew", ", ".join(stored["left_out"]))
         if stored["averaged_by"]:
             log.warning(
-                "the version is the end of a fit, where %s put the average into the model: training goes on from the "
+                "the version is the end of a fit, where %s put the average into the model: training continues from the "
                 "average, not from the weights that were trained",
                 ", ".join(stored["averaged_by"]),
             )

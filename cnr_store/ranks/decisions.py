@@ -198,7 +198,7 @@ def absence(absent: Iterable[int], present: Iterable[int], timeout_seconds: floa
     """What to say of ranks that did not come."""
     return (
         f"{named(absent)} did not answer within {timeout_seconds:g} s ({named(present)} did): "
-        "call the same on every rank, or restart the job if a rank ended or hangs"
+        "call the same method on every rank, or restart the job if a rank ended or hangs"
     )
 
 

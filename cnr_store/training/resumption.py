@@ -62,7 +62,7 @@ class Loader:
         """
         if fallback and not selection.whole:
             raise OptionError(
-                "fallback=True loads whole versions: leave tables, tensors, rows and strict out"
+                "fallback=True works only for complete loads: leave tables, tensors, rows and strict out"
             )
 
     def load(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> Restored:

@@ -144,7 +144,7 @@ def commit(backend: Backend, record: Record) -> Record:
     except CheckpointError as error:
         raise SaveError(
             f"step {record.step} was not saved as version {record.id} of {backend.url}: its record can't be read again "
-            f"({error}). The versions before it are untouched and its rows stay marked for the next save"
+            f"({error}). Earlier versions are untouched, and the next save has its rows"
         ) from error
     backend.create(record.key(), data)
     return replace(record, record_bytes=len(data))

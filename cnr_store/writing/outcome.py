@@ -120,11 +120,14 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
     Whoever creates the object of its record decides: the first rank commits, any other makes the version void.
     """
     attempt = VersionId.parse(version)
-    team.round.fail("outcome", "it hears nothing of rank 0")  # what failed before, such as rank 0, goes first
+    team.round.fail(
+        "outcome", "it hears nothing from rank 0"
+    )  # what failed before, such as rank 0, goes first
     cause = team.round.failure[1]
     if attempt is None or not backend.atomic_create:
         raise SaveError(
-            f"{cause}, and {backend.url} can't decide about version {version}: whether it was committed is not known"
+            f"{cause}. It is not known whether version {version} of {backend.url} was committed: that storage has no "
+            "exclusive create to find out"
         )
     key = layout.record_key(version)
     try:
@@ -133,4 +136,6 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
         record = decode_record(backend.get(key), version)
         if record is not None:
             return record
-    raise SaveError(f"{cause}: version {version} of {backend.url} was made void")
+    raise SaveError(
+        f"{cause}: version {version} of {backend.url} was made void, so that it can't be committed later"
+    )

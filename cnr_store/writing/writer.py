@@ -273,7 +273,7 @@ class Writer:
             error,
             lambda cause: (
                 f"step {step} was not saved{named} to {self._backend.url}: {cause}. "
-                f"The versions before it are untouched and its rows stay marked for the next save{left}"
+                f"Earlier versions are untouched, and the next save has its rows{left}"
             ),
         )
 
@@ -288,8 +288,8 @@ class Writer:
                 self._shared = attempt.claim
                 return
         raise SaveError(
-            f"this rank does not find {layout.writer_key(name)} in {self._backend.url} as the first rank has just made "
-            "it: give all ranks a URL of one place that they share"
+            f"this rank does not find {layout.writer_key(name)} in {self._backend.url}, although the first rank has "
+            "just written it: give all ranks the URL of one store that all of them can reach"
         )
 
     def _committed(self, record: Record, team: Team) -> Record:

@@ -17,7 +17,10 @@ from cnr_store.cli.report.page import page
 from cnr_store.reading.atomic_output import new_file
 
 Output = Annotated[
-    str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page; it is replaced.")
+    str,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Where to write the page. An existing file is replaced."
+    ),
 ]
 
 
@@ -26,8 +29,8 @@ def report(
 ) -> None:
     """Write one HTML page about a store: bytes, chains, changed rows, stalls, restores, decisions and health.
 
-    It is made of records and names, and needs no network. With --json the figures are printed and no page is written.
-    The exit status is 3 if a record is damaged.
+    The page needs no network. With --json the figures are printed and no page
+    is written. The exit status is 3 if a commit record is damaged.
     """
     figures = read_figures(Catalog(open_backend(url, **parse_options(options))))
     if as_json:

@@ -28,14 +28,14 @@ _CHART_COLUMNS, _TABLES, _VERSIONS = 40, 5, 10
 _OTHER_LINES = 20
 """Lines of a terminal that are no versions."""
 
-Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
-Once = Annotated[bool, typer.Option("--once", help="Look once, print, and end.")]
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")]
+Once = Annotated[bool, typer.Option("--once", help="Print the figures once, and exit.")]
 
 
 def watch(url: Url, interval: Interval = 5.0, once: Once = False, options: StorageOptions = "{}") -> None:
     """Show the figures of a store until Ctrl-C: the newest versions, bytes, stalls, changed rows and health.
 
-    Where standard output is no terminal, they are printed again whenever they changed.
+    If standard output is not a terminal, they are printed each time they change.
     """
     catalog, console = Catalog(open_backend(url, **parse_options(options))), Console()
     figures = _look(catalog)

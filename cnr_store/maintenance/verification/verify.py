@@ -195,8 +195,8 @@ class _Run:
             listing.read_newest(wanted)
         if not (listing.records or listing.problems or any(attempt.left for attempt in listing.attempts)):
             raise VersionNotFoundError(
-                f"{self._backend.url} has no committed version {wanted}; `cnr_store.versions`, or `cnr ls`, lists "
-                "those there are"
+                f"{self._backend.url} has no committed version {wanted}; `cnr_store.versions` and `cnr ls` list "
+                "the versions"
             )
 
     def _check_objects(self, records: Iterable[Record]) -> None:

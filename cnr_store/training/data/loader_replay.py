@@ -95,7 +95,7 @@ class Source:
         live = iter(self._loader)
         if live is self._loader and self._begun:
             raise OptionError(
-                f"the {type(live).__name__} can be read only once: make a new one, and a reader for it, to go back"
+                f"the {type(live).__name__} can be read only once: make a new one, and a new reader for it"
             )
         self._begun = True
         self.draws_late = _drop_batches(live, batches, self._states)
@@ -111,7 +111,8 @@ def _drop_batches(batches: Iterator[Any], taken: int, states: _States) -> set[st
     found += sum(1 for _ in islice(batches, taken - found))
     if found < taken:
         raise OptionError(
-            f"{taken} batches of this epoch were taken, and the loader has only {found}: it needs the saved run's data"
+            f"{taken} batches of this epoch were trained, and the loader has only {found}: give it the data of the "
+            "saved run"
         )
     return {name for name in first if not is_same_state(first[name], last[name])}
 

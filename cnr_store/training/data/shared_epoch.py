@@ -87,8 +87,8 @@ def divide(
         _refuse("what they say of the DistributedSampler is malformed")
     if first["ranks"] != len(states) or sharding["ranks"] != world:
         _refuse(
-            f"their DistributedSampler dealt out to {first['ranks']} ranks where {len(states)} saved, and this one "
-            f"deals out to {sharding['ranks']} where there are {world}"
+            f"the saved DistributedSampler had {first['ranks']} replicas on {len(states)} ranks, and this one has "
+            f"{sharding['ranks']} on {world}"
         )
     differing = [name for name in ("samples", "shuffle", "seed") if first[name] != sharding[name]]
     if differing:
@@ -99,7 +99,7 @@ def divide(
     together: int = sharding["batch_size"] * world
     if taken % together:
         _refuse(
-            f"{taken} samples of the epoch were taken, which is no number of whole batches for {world} ranks that take "
+            f"{taken} samples of the epoch were trained, which are not whole batches for {world} ranks that take "
             f"{together} at once"
         )
     return taken // together
@@ -107,6 +107,6 @@ def divide(
 
 def _refuse(why: str) -> NoReturn:
     raise OptionError(
-        f"the states of another number of readers can't be divided: {why}. Load a version that was saved between two "
-        "epochs, or go on with as many ranks as saved, or place the readers yourself"
+        f"the readers can't go on with another number of ranks: {why}. Load a version that was saved between two "
+        "epochs, or use as many ranks as saved it, or set the positions of the readers yourself"
     )

@@ -115,7 +115,7 @@ class TrackedReader(Generic[T]):
                 yield drawn[0]
             elif was_fresh:
                 raise OptionError(
-                    f"the loader has no batch in epoch {self._epoch - 1}; {batches} are still due"
+                    f"the loader has no batch in epoch {self._epoch - 1}, and the interval needs {batches} more"
                 )
 
     def _draw(self) -> tuple[T] | None:

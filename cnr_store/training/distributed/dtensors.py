@@ -45,7 +45,7 @@ def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
     for placement in dtensor.placements:
         if type(placement).__name__ not in _EXACT and not placement.is_partial():
             raise UnsupportedModelError(
-                f"{name} is a DTensor with the placements {dtensor.placements}, whose parts are no boxes of it; shard "
+                f"{name} is a DTensor with the placements {dtensor.placements}, whose parts are not blocks; shard "
                 "each dimension over one dimension of the mesh"
             )
     return local_pieces(tensor, name)[1]
@@ -64,7 +64,7 @@ def check_follows(tensor: object, parameter: torch.Tensor, name: str) -> None:
     if not is_dtensor(tensor) or given.shape != own.shape or given.placements != own.placements:
         raise UnsupportedModelError(
             f"{name} is a {type(tensor).__name__} of shape {tuple(given.shape)}, and the parameter a DTensor of shape "
-            f"{tuple(own.shape)} with the placements {own.placements}: nobody knows which part of it this rank has; "
+            f"{tuple(own.shape)} with the placements {own.placements}: it is not known which part of it this rank has; "
             "use an optimizer that keeps its state as DTensors of the parameters' shape, as Adam does"
         )
 
@@ -96,7 +96,7 @@ def spread_like(values: torch.Tensor, parameter: torch.Tensor, name: str) -> tor
     if values.shape != parameter.shape:
         raise ModelMismatchError(
             f"{name} is stored as {tuple(values.shape)}, and the parameter {tuple(parameter.shape)} is a DTensor: "
-            "nobody knows how to spread it; load without the optimizer"
+            "it is not known how to split it over the ranks; load without the optimizer"
         )
     made = torch.empty_like(parameter.detach(), dtype=values.dtype)
     copy_whole(values, made, name)

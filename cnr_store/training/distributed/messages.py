@@ -128,7 +128,7 @@ class Messages:
                     still_alive()
                 elif waiting.idle_seconds() > self._timeout:
                     raise RanksError(
-                        f"exchange: rank {waiting.rank} sent or took nothing for {self._timeout:g} s: "
+                        f"exchange: rank {waiting.rank} neither sent nor received anything for {self._timeout:g} s: "
                         "restart the job if the rank ended or hangs"
                     )
         except BaseException:

@@ -103,7 +103,7 @@ def _boxes(value: Any, name: str) -> Boxes:
     if [tuple(chunk.sizes) for chunk in chunks] != [tuple(part.shape) for part in parts]:
         raise UnsupportedModelError(
             f"{name} is a DTensor with the placements {value.placements}, whose local tensor of shape "
-            f"{tuple(local.shape)} is no box of it; redistribute it to Shard or Replicate"
+            f"{tuple(local.shape)} is not a rectangular block of it; redistribute it to Shard or Replicate"
         )
     return ((chunk.offsets, part) for chunk, part in zip(chunks, parts, strict=True))
 

@@ -101,7 +101,7 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
         else:
             if skipped:
                 log.error(
-                    "version %s of %s, step %d, was loaded instead of %s, and training goes on from there. To keep "
+                    "version %s of %s, step %d, was loaded instead of %s, and training continues from there. To keep "
                     "what was trained after it, stop now, and run `cnr repair`, or call resume(salvage=True)",
                     *(name, url, restored.step, skipped[0][0]),
                 )
@@ -110,8 +110,8 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
         return load(catalog.find(version))  # raises the error that says what is missing
     damage = "\n".join(f"{cause} ({_names_text(names)})" for cause, names in causes.items())
     raise CorruptionError(
-        f"{url}: neither {wanted!r} nor any version before it is sound and fits; the model may be partly "
-        f"overwritten:\n{damage}"
+        f"{url}: nothing could be loaded: {wanted!r} and all versions before it are damaged or do not fit the model, "
+        f"which may be partly overwritten now. `cnr verify {url}` shows what can be restored:\n{damage}"
     ) from skipped[0][1]
 
 

@@ -101,8 +101,8 @@ def warn_readers(restored: Restored, url: str, world: int) -> None:
     if any(each is not None for each in restored.readers):
         log.warning(
             "version %s of %s: another number of ranks saved readers (%d, and there are %d now), so `reader` of the "
-            "result is None: give resume() your reader, or place it yourself by `readers`, which has what each rank "
-            "saved",
+            "result is None: give resume() your reader, or set its position yourself from `readers`, which has the "
+            "state of each rank that saved",
             *(restored.version.id, url, len(restored.readers), world),
         )
 
@@ -126,14 +126,15 @@ def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> No
         return
     if reader is not None and restored.reader is None:
         raise OptionError(
-            f"{where} was saved without a reader, so nobody knows where its data stood: call resume() without one, "
-            "and place the reader yourself"
+            f"{where} was saved without a reader, so the position in the data is not known: call resume() without a "
+            "reader, and set the reader's position yourself"
         )
     if reader is not None:
         reader.load_state_dict(restored.reader)
     elif restored.reader is not None and rank == 0:
         log.warning(
-            "%s holds the state of a reader, which resume() was not given: the data begins where yours stands",
+            "%s holds the state of a reader, but resume() got no reader: the data continues from your reader's own "
+            "position",
             where,
         )
 
@@ -145,15 +146,15 @@ def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> No
     if reader is None:
         if rank == 0:
             log.warning(
-                "%s holds readers of another number of ranks (%d), and resume() was given none: the data begins where "
-                "yours stands",
+                "%s holds readers of another number of ranks (%d), but resume() got no reader: the data continues "
+                "from your reader's own position",
                 *(where, others),
             )
         return
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(
             f"{where} holds readers of another number of ranks ({others}, and there are {world} now): "
-            f"{type(reader).__name__} has no split_state(states, rank, world) that tells where each of them goes on. "
-            "Give it one, or call resume() without a reader, and place it yourself"
+            f"{type(reader).__name__} has no split_state(states, rank, world) that redistributes them. "
+            "Add one, or call resume() without a reader, and set its position yourself"
         )
     reader.load_state_dict(split(list(restored.readers), rank, world))

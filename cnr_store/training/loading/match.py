@@ -147,7 +147,7 @@ class Match:
             self.refusals.append(f"{differing}, or load a part of it, as with rows=range({model[0]})")
         elif stored[0] < model[0]:
             self.grown[name] = (stored[0], model[0])
-            self.differs(f"{differing}, or {IGNORE} its rows and leaves the new ones as they are")
+            self.differs(f"{differing}, or {IGNORE} its rows and keeps the new ones as they are")
 
     def _shapes(self, kind: str, name: str, stored: Sequence[int], model: Sequence[int]) -> str:
         return (
@@ -230,7 +230,7 @@ class Match:
         for pattern in patterns:
             if pattern != "*" and not fnmatch.filter(names, pattern):
                 raise ModelMismatchError(
-                    f"no {kind} is called {pattern!r}, neither in the model nor in {self.where}; there are "
+                    f"no {kind} in the model or in {self.where} matches {pattern!r}; there are "
                     f"{sorted(names)}"
                 )
         return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}

@@ -207,8 +207,8 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
         return own
     if is_dtensor(parameter) and shape != tuple(parameter.shape):
         raise ModelMismatchError(
-            f"table {fit.table.name!r} is a DTensor, and the optimizer's {slot!r} is stored as {entry.shape}: nobody "
-            "knows how to spread it; load without the optimizer"
+            f"table {fit.table.name!r} is a DTensor, and the optimizer's {slot!r} is stored as {entry.shape}: it "
+            "is not known how to split it over the ranks; load without the optimizer"
         )
     if fit.ids is None and fit.stored_rows == fit.table.rows:
         return _new(torch.empty_like, torch.empty, parameter, shape, dtype)

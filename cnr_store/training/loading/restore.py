@@ -322,8 +322,8 @@ class Restore:
             seed_rng(f"{self._record.id}\n{group.rank}")
             if group.rank == 0:
                 log.warning(
-                    "%s was saved by another number of ranks (%d, and there are %d now), so no random number generator "
-                    "goes on where it stood: those of each rank are seeded anew, by the version and the rank",
+                    "%s was saved by another number of ranks (%d, and there are %d now), so the random number "
+                    "generators do not continue: those of each rank are seeded anew, by the version and the rank",
                     *(self._match.where, state.rng_ranks, group.world),
                 )
 

@@ -52,6 +52,6 @@ def accepted(where: str, taker: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever foreign code raises for a state that it does not expect
         raise ModelMismatchError(
-            f"{where}: {taker} did not accept the state that was stored: {error!r}; the model is partly "
+            f"{where}: {taker} did not accept the stored state: {error!r}; the model is partly "
             "overwritten, load another version or give what was saved"
         ) from error

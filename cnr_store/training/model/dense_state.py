@@ -112,9 +112,9 @@ def load_remade(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str,
     lost = [name for name in remade if not _same_bits(now.get(name), tensors[name])]
     if errors or lost:
         raise ModelMismatchError(
-            f"{(lost or remade)[0]!r} is in the model's state dict, but a module makes it anew each time, and what was "
-            f"stored did not get back into that module{': ' + '; '.join(errors) if errors else ''}; load it in the "
-            "module's _load_from_state_dict, keep it in a buffer, or return it from get_extra_state"
+            f"{(lost or remade)[0]!r} is in the model's state dict, but a module computes it in state_dict(), and the "
+            f"stored value could not be loaded into that module{': ' + '; '.join(errors) if errors else ''}; load it "
+            "in the module's _load_from_state_dict, keep it in a buffer, or return it from get_extra_state"
         )
 
 

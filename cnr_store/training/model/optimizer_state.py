@@ -105,10 +105,10 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     try:
         state = optimizer.state_dict()
     except RuntimeError as error:  # of one that is spread over ranks, say, and was not consolidated
-        raise StateError(f"{type(optimizer).__name__} can't tell its state: {error}") from error
+        raise StateError(f"the state_dict of {type(optimizer).__name__} failed: {error}") from error
     except KeyError as error:
         raise StateError(
-            f"{type(optimizer).__name__} can't tell its state: {_stray_state(optimizer, error)}"
+            f"the state_dict of {type(optimizer).__name__} failed: {_stray_state(optimizer, error)}"
         ) from error
     name_of = {
         number: name
@@ -149,8 +149,8 @@ def _check_told(
             if value is slot or (isinstance(value, torch.Tensor) and _is_equal(value, slot)):
                 continue
             raise StateError(
-                f"the state_dict of {type(optimizer).__name__} tells {key!r} of {name!r} otherwise than the optimizer "
-                "holds it, so a load would give back other values: remove the hook or the method that changes it"
+                f"the state_dict of {type(optimizer).__name__} returns other values of {key!r} of {name!r} than the "
+                "optimizer holds, so a load would restore other values: remove the hook or the method that changes them"
             )
 
 

@@ -89,7 +89,7 @@ def together(
         raise failure
     if "failed" in merged:
         raise SaveError(
-            f"{phase}: nothing was begun on any rank, because it failed on others. {merged['failed']}"
+            f"{phase}: not started on any rank, because it failed on at least one. {merged['failed']}"
         )
     assert prepared is not None
     return prepared, merged

@@ -101,7 +101,9 @@ class CodecChoice:
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
         if expected is not None and not self._may_be_auto and self._lattice is None:
-            raise OptionError(f"expected restores {expected} choose the width for bits='auto' alone")
+            raise OptionError(
+                f"expected_restores={expected} is used only with bits='auto' or codec='auto': leave it out"
+            )
 
     @property
     def settings(self) -> dict[str, str]:
@@ -144,7 +146,7 @@ class CodecChoice:
         """Log patterns of `state_bits` that fit no slot: see `StateWidths.unknown_slots`."""
         for pattern, slots in self._state.unknown_slots(find).items():
             log.warning(
-                "state_bits: the pattern %r fits no optimizer state that follows rows; of its tables there is %s",
+                "state_bits: the pattern %r fits no optimizer state that is stored by rows; its tables have %s",
                 pattern,
                 ", ".join(map(repr, slots)),
             )

@@ -33,7 +33,7 @@ changes."""
 _SHOWN = 5
 _SPARSE = 8  # flagged rows are listed if they are fewer than one in so many, and else hit by chance
 _LIKELY = (
-    "likely by a write through .data or numpy, an operator of your own, an optimizer that moves rows without a "
+    "probably by a write through .data or numpy, an operator of your own, an optimizer that changes rows without a "
     "gradient, or replays of a CUDA graph"
 )
 
@@ -124,9 +124,9 @@ class Audit:
                 make_whole(name, "rows changed without being tracked")
         if failures:
             raise TrackingError(
-                f"changed since the last save without being tracked, {_LIKELY}: {'; '.join(failures)}. Nothing was "
-                "written, and the next save of these tables is whole. Call Checkpointer.touch after each such change, "
-                "or save with full=True"
+                f"rows changed since the last save without being tracked, {_LIKELY}: {'; '.join(failures)}. Nothing "
+                "was written, and the next save writes these tables whole: call save again. Find the code that writes, "
+                "and call Checkpointer.touch after it, or save with full=True"
             )
 
     def _passed(self, small: SmallTables, flagged: Mapping[str, Bitmap]) -> set[str]:

@@ -100,7 +100,7 @@ def test_a_stale_job_is_told_and_may_take_over_by_a_load(jobs: Jobs, url: str) -
     assert restored.version.id == visible(backend)[-1] == jobs.outcome(live)[0]
     taken = trainer.save(restored.step + 1)
     assert jobs.wake(live) is False
-    assert "which another checkpointer began; stop this one" in jobs.outcome(live)[1]
+    assert "another checkpointer, so it can't save any more; stop this job" in jobs.outcome(live)[1]
     assert visible(backend)[-1] == taken
     trainer.close()
 

@@ -348,7 +348,7 @@ def test_repair_on_a_terminal(
     monkeypatch.setattr(keyboard, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", keyboard)
     status, _, err = cnr(capsys, "repair", str(saved.folder))
-    assert "commit a version" in err
+    assert "Commit a version" in err
     assert (status, len(cnr_store.versions(saved.folder))) == ((0, 3) if answer == "y" else (1, 2))
 
 

@@ -282,7 +282,7 @@ def test_gc_frees_a_full_disk_in_a_new_process(disk: Path, jobs: Jobs) -> None:
     status, told = gc_in_a_new_process(store, "--grace-seconds", "0")
     assert status == 1, told
     assert "the newest, may still be at work" in told
-    assert "bytes that unfinished saves left stay, for the reasons above" in told
+    assert "bytes of unfinished saves could not be removed, for the reasons above" in told
 
     trainer = Trainer(backend, seed=3)
     trainer.checkpointer.load()

@@ -41,7 +41,7 @@ def test_a_tagged_version_stays_and_goes_by_its_name(backend: Backend) -> None:
     assert cnr_store.verify(backend, "best").ok
     cnr_store.untag(backend, "best")
     cnr_store.untag(backend, "best")
-    with pytest.raises(VersionNotFoundError, match="'best' is no version"):
+    with pytest.raises(VersionNotFoundError, match="'best' is not a version"):
         cnr_store.open(backend, version="best")
     assert cnr_store.tags(backend) == {"before-launch": made[1]}
 

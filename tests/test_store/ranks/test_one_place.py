@@ -24,6 +24,6 @@ def test_places_apart_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with SmallJob(places, timeout_seconds=5) as job:
         for error in job.attempt(lambda rank: job.checkpointers[rank].save(1).result()):
             assert isinstance(error, CheckpointError)
-            assert "a URL of one place that they share" in str(error)
+            assert "the URL of one store that all of them can reach" in str(error)
     assert cnr_store.versions(first) == []
     assert len(cnr_store.versions(other)) == is_used

@@ -285,7 +285,10 @@ def test_a_reader_that_can_be_divided_goes_on(saved: Saved, caplog: pytest.LogCa
         ):
             checkpointer.resume(Fixed())
         checkpointer.resume()
-        assert caplog.text.count("resume() was given none: the data begins where yours stands") == 1
+        assert (
+            caplog.text.count("resume() got no reader: the data continues from your reader's own position")
+            == 1
+        )
 
 
 def test_a_repaired_version_has_the_parts_of_all_ranks(saved: Saved, folder: Path) -> None:

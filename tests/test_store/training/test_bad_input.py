@@ -349,7 +349,7 @@ def test_version_that_is_none(stored: Path, version: Any) -> None:
 
 @pytest.mark.parametrize("version", [99, -1, "000009-00000000.00000001"])
 def test_version_that_is_not_there(stored: Path, version: Any) -> None:
-    _assert_no_version(stored, version, "`cnr_store.versions`, or `cnr ls`, lists those there are")
+    _assert_no_version(stored, version, "`cnr_store.versions` and `cnr ls` list the versions")
 
 
 def test_version_of_another_store(stored: Path, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_clock_beyond_any_calendar_claims_nothing(tmp_path: Path, monkeypatch:
     model = make_model()
     monkeypatch.setattr(time, "time", lambda: 3e11)
     with pytest.raises(
-        SaveError, match=r"was not claimed: the time of this machine's clock is 3.*; set the clock"
+        SaveError, match=r"nothing can be saved to .*: the time of this machine's clock is 3.*; set the clock"
     ):
         cnr_store.save(tmp_path, model, step=1)
     monkeypatch.undo()

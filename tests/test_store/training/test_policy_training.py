@@ -109,7 +109,7 @@ def test_bits_follow_the_restores(tmp_path: Path) -> None:
 
 
 def test_widths_that_are_given_leave_nothing_to_expectations(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="bits='auto' alone"):
+    with pytest.raises(OptionError, match="only with bits='auto'"):
         Checkpointer(tmp_path, make()[0], bits=4, expected_restores=ExpectedRestores(0.01, 1, 1))
     cnr_store.save(tmp_path, make()[0], bits=4)
     assert policies_of(tmp_path)[0]["bits"] is None

@@ -73,7 +73,7 @@ def test_every_sample_of_an_epoch_is_seen_once(data: st.DataObject) -> None:
     after = readers(new, samples, batch)
     states = [reader.state_dict() for reader in before]
     if before[0].batch < len(before[0]) and before[0].batch * old % new:
-        with pytest.raises(OptionError, match="no number of whole batches"):
+        with pytest.raises(OptionError, match="not whole batches"):
             resume(after, states)
         return
     resume(after, states)
@@ -155,15 +155,15 @@ def states_of(group: Readers, batches: int) -> list[Any]:
         (
             lambda: states_of(readers(2), 1),
             lambda: readers(3),
-            "4 samples of the epoch were taken.* 6 at once",
+            "4 samples of the epoch were trained.* 6 at once",
         ),
         (lambda: states_of([of_map(), of_map()], 1), lambda: readers(3), "in the middle of an epoch"),
         (lambda: states_of(readers(2), 3), lambda: [of_map()] * 3, "in the middle of an epoch"),
         (lambda: states_of(readers(2), 3), lambda: readers(3, seed=4), "another seed"),
         (lambda: states_of(readers(2), 3), lambda: readers(3, 50), "another samples"),
         (lambda: states_of(readers(2), 3), lambda: readers(3, shuffle=False), "another shuffle"),
-        (lambda: states_of(readers(2), 3), lambda: readers(4)[:3], "deals out to 4 where there are 3"),
-        (lambda: states_of(readers(2), 3)[:1], lambda: readers(3), "to 2 ranks where 1 saved"),
+        (lambda: states_of(readers(2), 3), lambda: readers(4)[:3], "this one has 4 on 3"),
+        (lambda: states_of(readers(2), 3)[:1], lambda: readers(3), "had 2 replicas on 1 ranks"),
         (
             lambda: states_of(readers(2)[:1], 3) + states_of(readers(2)[1:], 2),
             lambda: readers(3),

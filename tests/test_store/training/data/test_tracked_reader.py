@@ -265,7 +265,7 @@ def test_what_workers_fetched_ahead_is_not_counted(tmp_path: Path) -> None:
 
 def test_an_interval_of_nothing_is_refused() -> None:
     reader = TrackedReader(list[int]())
-    with pytest.raises(OptionError, match="no batch in epoch 0; 2 are still due"):
+    with pytest.raises(OptionError, match="no batch in epoch 0, and the interval needs 2 more"):
         list(reader.interval(2))
     with pytest.raises(OptionError, match="batches=-1"):
         reader.interval(-1)
@@ -493,7 +493,7 @@ def test_data_that_became_less_is_no_silent_end() -> None:
     list(reader.interval(5))
     again = TrackedReader(range(4))
     again.load_state_dict(reader.state_dict())
-    with pytest.raises(OptionError, match="5 batches of this epoch were taken, and the loader has only 4"):
+    with pytest.raises(OptionError, match="5 batches of this epoch were trained, and the loader has only 4"):
         list(again)
 
 

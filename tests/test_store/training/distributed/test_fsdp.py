@@ -70,5 +70,5 @@ def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
         assert "saves alone, and other ranks have a part of it; give Checkpointer the group" in alone
         assert "table 'items': the optimizer's 'sum' is a Tensor of shape" in of_rows
         assert "'sum' of 'over.weight' in Adagrad is a Tensor of shape" in of_layer
-        assert "nobody knows which part" in of_rows
+        assert "it is not known which part" in of_rows
         assert unowned == [1209, 1209]

@@ -123,7 +123,7 @@ def test_one_error_names_every_difference(url: str, options: dict[str, Any]) -> 
         checkpointer.load(**options)
     parts = (
         r"tables only in the model: \['items'\], only in the store: none; .* loads what both have",
-        r"table 'users' is 25 x 4 in the model and 20 x 4 in .* loads its rows and leaves the new ones",
+        r"table 'users' is 25 x 4 in the model and 20 x 4 in .* loads its rows and keeps the new ones",
         r"table 'users' is float16 in the model and float32 in .* loads it converted",
         r"tensor 'top.weight' is 1 x 5 in the model and 1 x 4 in .*; give the model that was saved",
     )

@@ -45,7 +45,10 @@ def test_superseded_writer(tmp_path: Path) -> None:
         new.load()
         second = new.save(2).result()
         change(old, old_model, [1])
-        with pytest.raises(SupersededError, match=r"was superseded by .*; stop this one, or load the newest"):
+        with pytest.raises(
+            SupersededError,
+            match=r"was superseded by .*; stop this job, or stop the other one",
+        ):
             old.save(3).result()
         assert [info.id for info in cnr_store.versions(tmp_path)] == [first.id, second.id]
         assert old.load().version == second
@@ -79,7 +82,8 @@ def test_full_disk(tmp_path: Path) -> None:
             first = checkpointer.save(1).result()
             change(checkpointer, model, list(range(30_000)))
             with pytest.raises(
-                SaveError, match=r"No space left on device.*; free some space, then.*stay marked"
+                SaveError,
+                match=r"No space left on device.*; free some space, then.*the next save has its rows",
             ) as caught:
                 checkpointer.save(2).result()
             assert isinstance(caught.value.__cause__, StorageFullError)
