@@ -37,7 +37,7 @@ def floors() -> dict[str, set[str]]:
         extras = table.get("optional-dependencies", {}).values()
         for asked in (each for some in [table["dependencies"], *extras] for each in some):
             if not asked.startswith("cnr-"):
-                match = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(?:,<[0-9.]+)?", asked)
+                match = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(?:,<[0-9.]+)?(?:; .+)?", asked)
                 assert match, f"{asked} names no floor"
                 found.setdefault(match[1], set()).add(match[2])
     return found

@@ -34,7 +34,7 @@ _FROM, _BY, _BY_HALVES, _OF, _OF_NORMAL = range(5)
 _FROM_BEST, _FROM_MOMENTS = 1, 2
 
 
-def _trials() -> npt.NDArray[np.float32]:
+def trials() -> npt.NDArray[np.float32]:
     """The windows to try, in order. In one table they need one call, and the compiler one copy of what it calls."""
     trials: list[tuple[float | np.float32, ...]] = [(0, 0, 0, share, 0) for share in RANGE_SHARES]
     trials += [(0, 0, 0, share, 1) for share in NORMAL_SHARES]
@@ -49,7 +49,7 @@ def _trials() -> npt.NDArray[np.float32]:
     return table
 
 
-_TRIALS = _trials()
+_TRIALS = trials()
 
 
 def work_size(dim: int) -> int:

@@ -6,7 +6,9 @@ A row's codes depend on that row and the step alone. Its bytes depend on the row
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +23,7 @@ from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_rows, raw_segment
+from cnr_codecs.rows import check_offsets, check_rows, check_values, raw_segment
 
 DEFAULT_RMS_STEP = 0.35
 MIN_RMS_STEP, MAX_RMS_STEP = 1e-3, 16.0
@@ -149,6 +151,58 @@ class LatticeRows:
         held, raw = _quantize(values, self.step, kind)
         segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, self.step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
+
+    def encode_codes(
+        self,
+        codes: Codes,
+        raw: Mask,
+        raw_values: Rows,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """Return the payloads of several chunks whose codes were computed elsewhere, as `encode_rows` returns each.
+
+        Parameters
+        ----------
+        codes
+            int16 (n, dim): the codes of the rows of all chunks on the codec's `step`; anything where `raw`.
+        raw
+            bool (n,): rows that are not finite, or have a code beyond `most_code`.
+        raw_values
+            (m, dim), of the element type's array dtype: these rows.
+        offsets, edges, rows, element, seals
+            As for `ChunksCodec.encode_chunks`.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or the codec has no `step`.
+        """
+        kind, raw_values = check_values(raw_values, rows, quantizable_element(element).name)
+        dim, at = raw_values.shape[1], np.flatnonzero(raw)
+        if self.step is None or codes.shape != (len(raw), dim) or len(at) != len(raw_values):
+            raise RowsError(
+                f"codes of {len(raw)} rows of {dim} values on the step {self.step} can't have the shape {codes.shape}, "
+                f"{len(at)} raw rows and values of {len(raw_values)}"
+            )
+        payloads = []
+        for (begin, end), seal in zip(pairwise(edges), seals, strict=True):
+            places = np.arange(end - begin) if offsets is None else offsets[begin:end]
+            check_offsets(places, end - begin, rows)
+            first, last = np.searchsorted(at, (begin, end))
+            segments, is_raw = [], raw[begin:end]
+            if last - first < end - begin:
+                held = codes[begin:end] if first == last else codes[begin:end][~is_raw]
+                segments.append(_segment(held, places[~is_raw], rows, (0, self.step)))
+            if first < last:
+                values = raw_values[first:last]
+                segments.append(raw_segment(values, places[is_raw], rows, np.arange(len(values)), kind))
+            payloads.append(build(rows, dim, kind, segments, seal))
+        return payloads
 
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.

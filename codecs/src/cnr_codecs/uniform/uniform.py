@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element, quantizable_element
-from cnr_codecs.errors import CodecConfigError
+from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
@@ -33,6 +33,7 @@ from cnr_codecs.payload.payload import (
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.protocol import Offsets, Rows, encode_each
 from cnr_codecs.rows import LosslessRows, check_offsets, check_values, raw_segment
+from cnr_codecs.uniform.quantized import QuantizedRows
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
@@ -139,7 +140,8 @@ class UniformRows:
             del encoded, segment
             return draft.finish(head + parameters)
         places = np.arange(count) if offsets is None else offsets
-        return build(rows, dim, kind, self._segments(encoded, values, places, rows, kind), seal)
+        raw = values[self.raw_rows(encoded, dim, element)]
+        return build(rows, dim, kind, self._segments(encoded, raw, places, rows, kind), seal)
 
     def encode_chunks(
         self,
@@ -159,17 +161,88 @@ class UniformRows:
             return encode_each(self, values, offsets, edges, rows, element=element, seals=seals)
         codes = np.empty((count, row_bytes(SCHEMES[self.scheme], self.bits, dim)), np.uint8)
         encoded = self._encode(values, kind, codes)
+        raw = values[:0] if encoded.float16_rows == count else values[self.raw_rows(encoded, dim, element)]
+        return self.encode_codes(encoded, raw, offsets, edges, rows, element=element, seals=seals)
+
+    def encode_codes(
+        self,
+        quantized: QuantizedRows,
+        raw_values: Rows,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """Return the payloads of several chunks whose rows are quantized already, as `encode_chunks` returns them.
+
+        Parameters
+        ----------
+        quantized
+            What this codec's kernels, or a device's, made of the rows of all chunks.
+        raw_values
+            (m, dim), of the element type's array dtype: the rows of `raw_rows`, in their order.
+        offsets, edges, rows, element, seals
+            As for `encode_chunks`.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above, or rows of this element type and dim are smaller as they are.
+        """
+        kind, raw_values = check_values(raw_values, rows, quantizable_element(element).name)
+        dim, all_float16 = raw_values.shape[1], quantized.float16_rows == len(quantized.kind)
+        raw = np.flatnonzero(self.raw_rows(quantized, dim, element))
+        width = row_bytes(SCHEMES[self.scheme], self.bits, dim)
+        if (
+            len(raw) != len(raw_values)
+            or quantized.codes.shape[1:] != (width,)
+            or not self._worthwhile(kind, dim)
+        ):
+            raise RowsError(
+                f"quantized rows of {dim} {element} values, of which {len(raw)} are raw, can't have codes "
+                f"of shape {quantized.codes.shape} and {len(raw_values)} raw rows: codes take {width} bytes a row, and "
+                "narrow rows have none"
+            )
         payloads = []
         for (begin, end), seal in zip(pairwise(edges), seals, strict=True):
-            chunk = encoded.take(slice(begin, end))
+            chunk = quantized.take(slice(begin, end))
             places = np.arange(end - begin) if offsets is None else offsets[begin:end]
             check_offsets(places, end - begin, rows)
-            if encoded.float16_rows == count or (chunk.kind == ParameterType.FLOAT16).all():
+            if all_float16 or (chunk.kind == ParameterType.FLOAT16).all():
                 segments = [self._segment(chunk, RowSet.of(places, rows), ParameterType.FLOAT16)]
             else:
-                segments = self._segments(chunk, values[begin:end], places, rows, kind)
+                first, last = np.searchsorted(raw, (begin, end))
+                segments = self._segments(chunk, raw_values[first:last], places, rows, kind)
             payloads.append(build(rows, dim, kind, segments, seal))
         return payloads
+
+    def raw_rows(self, quantized: QuantizedRows, dim: int, element: str) -> npt.NDArray[np.bool_]:
+        """Return which rows are stored raw, bool (n,): their values must be at hand.
+
+        Parameters
+        ----------
+        quantized
+            The rows.
+        dim
+            Values of a row.
+        element
+            The element type's name.
+        """
+        return ~np.isin(quantized.kind, self._worthwhile(quantizable_element(element), dim))
+
+    def is_worthwhile(self, dim: int, element: str) -> bool:
+        """Return whether quantized rows are smaller than raw ones. Otherwise all rows are stored raw.
+
+        Parameters
+        ----------
+        dim
+            Values of a row.
+        element
+            The element type's name.
+        """
+        return bool(self._worthwhile(quantizable_element(element), dim))
 
     def _options(self) -> dict[str, Any]:
         searched = {"bins": self.bins, "ratio": self.ratio}
@@ -187,36 +260,30 @@ class UniformRows:
         return [kind for kind in PARAMETER_DTYPES if self._row_bytes(dim, kind) < raw_bytes]
 
     def _segments(
-        self, encoded: _Encoded, values: Rows, offsets: Offsets, rows: int, element: Element
+        self, encoded: QuantizedRows, raw_values: Rows, offsets: Offsets, rows: int, element: Element
     ) -> list[Segment]:
         segments: list[Segment] = []
-        raw = np.ones(len(values), np.bool_)
-        for kind in self._worthwhile(element, values.shape[1]):
+        raw = np.ones(len(encoded.kind), np.bool_)
+        for kind in self._worthwhile(element, raw_values.shape[1]):
             chosen = encoded.kind == kind
             if chosen.any():
                 row_set = RowSet.of(offsets[chosen], rows)
                 segments.append(self._segment(encoded.take(chosen), row_set, kind))
                 raw &= ~chosen
         if raw.any():
-            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
+            segments.append(raw_segment(raw_values, offsets[raw], rows, np.arange(len(raw_values)), element))
         return segments
 
-    def _segment(self, encoded: _Encoded, row_set: RowSet, kind: ParameterType) -> Segment:
+    def _segment(self, encoded: QuantizedRows, row_set: RowSet, kind: ParameterType) -> Segment:
         scheme = SCHEMES[self.scheme]
-        dtype = PARAMETER_DTYPES[kind]
-        if scheme is Scheme.SYMMETRIC:
-            stored = (encoded.scale * np.float32(0.5)).astype(dtype)[None]
-        elif kind is ParameterType.FLOAT16:
-            stored = encoded.halves.view(np.float16).astype(dtype, copy=False)
-        else:
-            stored = np.stack([encoded.scale, encoded.offset]).astype(dtype, copy=False)
+        stored = encoded.stored(kind, scheme is Scheme.SYMMETRIC)
         return Segment(scheme, self.bits, kind, row_set, stored, encoded.codes)
 
-    def _encode(self, values: Rows, element: Element, codes: npt.NDArray[np.uint8]) -> _Encoded:
+    def _encode(self, values: Rows, element: Element, codes: npt.NDArray[np.uint8]) -> QuantizedRows:
         # Kernels are compiled for read-only rows alone. The flag is set on a view, not on the caller's array.
         wide = np.ascontiguousarray(values, np.float32).view()
         wide.flags.writeable = False
-        encoded = _Encoded.for_codes(codes)
+        encoded = QuantizedRows.for_codes(codes)
         dim, flat = wide.shape[1], wide.reshape(-1)
         options = (self.bits, element.overflow, kernels.scratch_for(dim, self.bits))
         arrays = encoded.arrays()
@@ -234,37 +301,6 @@ class UniformRows:
             float16_rows = kernels.encode_ranges(flat, dim, *options, arrays)
         encoded.float16_rows = float16_rows
         return encoded
-
-
-@dataclass(eq=False, slots=True)
-class _Encoded:
-    """Rows as the kernels leave them; see `kernels.uniform`. `float16_rows` of them have float16 parameters."""
-
-    scale: Float32s
-    offset: Float32s
-    halves: npt.NDArray[np.uint16]
-    kind: npt.NDArray[np.uint8]
-    codes: npt.NDArray[np.uint8]
-    float16_rows: int = 0
-
-    @classmethod
-    def for_codes(cls, codes: npt.NDArray[np.uint8]) -> _Encoded:
-        """Allocate the arrays of n rows, whose codes will be written to `codes`, (n, bytes a row)."""
-        count = len(codes)
-        scale, offset = np.empty(count, np.float32), np.empty(count, np.float32)
-        return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
-
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.scale, self.offset, self.halves, self.kind, self.codes.reshape(-1)
-
-    def take(self, chosen: npt.NDArray[np.bool_] | slice) -> _Encoded:
-        return _Encoded(
-            self.scale[chosen],
-            self.offset[chosen],
-            self.halves[:, chosen],
-            self.kind[chosen],
-            self.codes[chosen],
-        )
 
 
 def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64s, Float64s]:

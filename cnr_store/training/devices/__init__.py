@@ -1,0 +1,1 @@
+"""Rows where they are: flagged, selected, quantized and decoded on the device that holds them."""

@@ -1,0 +1,1 @@
+"""Triton kernels, and how they are launched. Only `devices.support` imports this room, and only where Triton is."""

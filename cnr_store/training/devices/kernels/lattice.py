@@ -1,0 +1,45 @@
+"""Finds the integers of rows on one step."""
+
+import triton
+import triton.language as tl
+
+from cnr_store.training.devices.kernels.extremes import load_values, rows_of_program
+
+# Beyond every limit.
+_BEYOND = tl.constexpr(65536.0)
+# Adding this to a float64 of magnitudes up to 2**51, and taking it away, rounds it half even.
+_ROUNDING = tl.constexpr(1.5 * 2.0**52)
+
+
+@triton.jit(do_not_specialize=["count", "step", "limit"])
+def encode_lattice(
+    source,
+    ids,
+    count,
+    stride,
+    step,
+    limit,
+    codes,
+    raw,
+    dim: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    all_rows: tl.constexpr,
+    as_bfloat16: tl.constexpr,
+):
+    """Write int16 codes of `count` rows. A row that is not finite, or has a code beyond `limit`, is marked in `raw`."""
+    start, held, number = rows_of_program(ids, count, stride, rows, all_rows)
+    inverse = tl.full((rows,), 1.0, tl.float64) / (tl.zeros((rows,), tl.float64) + step)
+    most = tl.zeros((rows,), tl.int32)
+    for column in range(0, dim, block):
+        columns = column + tl.arange(0, block)
+        mask = held[:, None] & (columns < dim)[None, :]
+        values = load_values(source, start[:, None] + columns[None, :], mask, as_bfloat16)
+        exact = values.to(tl.float64) * inverse[:, None]
+        # NaN fails each comparison, and ends beyond every limit.
+        exact = tl.where(exact > -_BEYOND, exact, -_BEYOND)
+        exact = tl.where(exact < _BEYOND, exact, _BEYOND)
+        code = ((exact + _ROUNDING) - _ROUNDING).to(tl.int32)
+        tl.store(codes + number[:, None] * dim + columns[None, :], code.to(tl.int16), mask=mask)
+        most = tl.maximum(most, tl.max(tl.where(mask, tl.abs(code), 0), axis=1))
+    tl.store(raw + number, (most > limit).to(tl.uint8), mask=held)

@@ -1,0 +1,25 @@
+"""Kernels run on a CUDA device where there is one, else by Triton's interpreter; without Triton their tests skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.test_store.training.devices.device import DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m gpu`` runs the tests of this folder, too, where they run on a GPU."""
+    own = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    for item in own if DEVICE.type == "cuda" else ():
+        item.add_marker("gpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _like_a_device() -> Iterator[None]:
+    """The interpreter computes by numpy, which warns of NaN and overflows; devices don't."""
+    with np.errstate(all="ignore"):
+        yield

@@ -1,0 +1,180 @@
+"""Payloads of rows that a device quantized equal those that the host encodes, byte for byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_codecs import LatticeRows, RowCodec, RowsError, UniformRows, lattice_step, parse, row_codec
+from cnr_codecs.protocol import Rows, encode_chunks
+from cnr_codecs.uniform.quantized import QuantizedRows
+from cnr_store.training.devices.encode import can_encode, encode
+from tests.nightly import at_night
+from tests.test_codecs.hard_rows import ROW_MAKERS
+from tests.test_store.training.devices.device import DEVICE, kernels
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ELEMENTS = st.sampled_from(sorted(DTYPES))
+SEEDS = st.integers(0, 1 << 32)
+
+
+def table_of(rows: int, dim: int, seed: int, element: str) -> torch.Tensor:
+    """A table of rows that break quantizers."""
+    rng = np.random.default_rng(seed)
+    makers = [ROW_MAKERS[kind] for kind in rng.choice(sorted(ROW_MAKERS), rows)]
+    values = np.stack([np.asarray(maker(rng, dim)).astype(np.float32) for maker in makers])
+    return torch.from_numpy(values).to(DTYPES[element]).to(DEVICE)
+
+
+def check(codec: RowCodec, table: torch.Tensor, element: str, seed: int) -> None:
+    """Some rows of the table, or all of them, in chunks."""
+    rng, chunk_rows = np.random.default_rng(seed), 16
+    rows = len(table)
+    ids = np.flatnonzero(rng.random(rows) < rng.choice([0.3, 0.9])) if seed % 3 else None
+    numbers = np.arange(rows) if ids is None else ids
+    edges = np.searchsorted(numbers, np.arange(0, rows + chunk_rows, chunk_rows))
+    edges = np.unique(edges)
+    seals = rng.integers(0, 1 << 63, len(edges) - 1).tolist()
+    host = table.cpu()
+    values = (host.float() if element == "bfloat16" else host).numpy()[numbers]
+    offsets = numbers % chunk_rows
+    wanted = encode_chunks(codec, values, offsets, edges.tolist(), chunk_rows, element=element, seals=seals)
+
+    assert can_encode(codec, table)
+    encoded = encode(codec, table, None if ids is None else torch.from_numpy(ids).to(DEVICE))
+    table.zero_()  # training goes on
+    begin = edges[len(edges) // 2] if len(edges) > 2 else 0
+    found: list[bytes] = []
+    for first, last in ((0, begin), (begin, len(numbers))):
+        own = edges[(edges >= first) & (edges <= last)]
+        own_seals = seals[len(found) : len(found) + len(own) - 1]
+        found += encoded.payloads(
+            first, last, offsets[first:last], (own - first).tolist(), chunk_rows, seals=own_seals
+        )
+    assert found == wanted
+
+
+@given(
+    dim=st.sampled_from([1, 2, 3, 17, 32, 70]),
+    scheme=st.sampled_from(["symmetric", "asymmetric"]),
+    bits=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
+    element=ELEMENTS,
+    seed=SEEDS,
+)
+@settings(deadline=None, max_examples=60)
+def test_rows_over_their_ranges(dim: int, scheme: str, bits: int, element: str, seed: int) -> None:
+    kernels()
+    codec, table = UniformRows(scheme, bits), table_of(40, dim, seed, element)
+    if codec.is_worthwhile(dim, element):
+        check(codec, table, element, seed)
+    else:
+        assert not can_encode(codec, table)
+
+
+@given(dim=st.sampled_from([3, 9, 17]), bits=st.sampled_from([2, 3, 4, 8]), element=ELEMENTS, seed=SEEDS)
+@settings(deadline=None, max_examples=12)
+def test_rows_that_are_searched(dim: int, bits: int, element: str, seed: int) -> None:
+    kernels()
+    codec, table = UniformRows("adaptive", bits), table_of(150, dim, seed, element)
+    assert can_encode(codec, table) == codec.is_worthwhile(dim, element)
+    if codec.is_worthwhile(dim, element):
+        check(codec, table, element, seed)
+
+
+@given(
+    dim=st.sampled_from([9, 17]),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    bins=st.integers(2, 9),
+    ratio=st.sampled_from([0.0, 0.5, 1.0]),
+    element=ELEMENTS,
+    seed=SEEDS,
+)
+@settings(deadline=None, max_examples=20)
+def test_rows_that_the_walk_narrows(
+    dim: int, bits: int, bins: int, ratio: float, element: str, seed: int
+) -> None:
+    kernels()
+    check(UniformRows("adaptive", bits, bins, ratio), table_of(60, dim, seed, element), element, seed)
+
+
+@given(dim=st.sampled_from([1, 3, 17, 70]), element=ELEMENTS, scale=st.floats(-20, 20), seed=SEEDS)
+@settings(deadline=None, max_examples=40)
+def test_rows_on_a_lattice(dim: int, element: str, scale: float, seed: int) -> None:
+    kernels()
+    check(LatticeRows(step=lattice_step(2.0**scale)), table_of(40, dim, seed, element), element, seed)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim"),
+    [
+        (UniformRows("asymmetric", 8), 1024),
+        (UniformRows("symmetric", 3), 1024),
+        (UniformRows("adaptive", 4), 2049),  # not searched
+        (LatticeRows(step=0.25), 1500),
+        (UniformRows("adaptive", 4), 64),
+        at_night(UniformRows("adaptive", 4), 128),
+        at_night(UniformRows("adaptive", 2, 25, 0.99), 64),
+        at_night(UniformRows("adaptive", 3), 1024),
+    ],
+)
+def test_wide_rows(codec: RowCodec, dim: int) -> None:
+    kernels()
+    check(codec, table_of(20, dim, 1, "float32"), "float32", 1)
+
+
+def test_rows_of_a_part_of_the_columns() -> None:
+    """As where ranks share a table by columns: rows are not next to each other."""
+    kernels()
+    whole = table_of(40, 24, 5, "float32")
+    check(UniformRows("asymmetric", 4), whole[:, 8:17], "float32", 5)
+
+
+def test_one_row_and_none() -> None:
+    kernels()
+    codec, table = UniformRows("adaptive", 4), torch.randn(1, 8, device=DEVICE)
+    (payload,) = encode(codec, table, None).payloads(0, 1, None, [0, 1], 4, seals=[7])
+    assert payload == codec.encode_rows(table.cpu().numpy(), None, 4, element="float32", seal=7)
+    none = encode(codec, table, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert none.payloads(0, 0, None, [0], 4, seals=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("codec", "table"),
+    [
+        (row_codec("cnr_rows"), torch.ones(4, 8)),
+        (row_codec("cnr_kmeans"), torch.ones(4, 8)),
+        (LatticeRows(), torch.ones(4, 8)),  # without a step
+        (UniformRows(), torch.ones(4, 8, dtype=torch.float64)),
+        (UniformRows(), torch.ones(4)),
+        (UniformRows(), torch.ones(8, 4).t()),
+        (UniformRows(), torch.ones(1, 8).expand(4, 8)),
+        (UniformRows(), torch.ones(4, 8, device="meta")),
+        (UniformRows("asymmetric", 8), torch.ones(4, 1)),  # smaller as they are
+    ],
+)
+def test_other_rows_are_left_to_the_host(codec: RowCodec, table: torch.Tensor) -> None:
+    kernels()
+    assert not can_encode(codec, table if table.is_meta else table.to(DEVICE))
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    codec = UniformRows("asymmetric", 4)
+    made = QuantizedRows.for_codes(np.zeros((2, 4), np.uint8))
+    made.kind[:] = 1, 0
+    raw: Rows = np.zeros((1, 8), np.float32)
+    made.halves[:] = 0
+    (payload,) = codec.encode_codes(made, raw, None, [0, 2], 2, element="float32", seals=[0])
+    assert [segment.row_set.count for segment in parse(payload).segments] == [1, 1]
+    for values in (raw[:0], np.zeros((1, 9), np.float32)):
+        with pytest.raises(RowsError, match="quantized rows"):
+            codec.encode_codes(made, values, None, [0, 2], 2, element="float32", seals=[0])
+    codes, marks = np.zeros((2, 8), np.int16), np.array([True, False])
+    with pytest.raises(RowsError, match="codes of 2 rows"):
+        LatticeRows(step=1.0).encode_codes(
+            codes, marks, raw[:0], None, [0, 2], 2, element="float32", seals=[0]
+        )
+    with pytest.raises(RowsError, match="on the step None"):
+        LatticeRows().encode_codes(codes, marks, raw, None, [0, 2], 2, element="float32", seals=[0])
