@@ -60,6 +60,8 @@ def simulate(
         _print_interval(
             best_interval(3600 * failure_hours, stall_ms / 1000, restore_seconds, write_seconds),
             failure_hours,
+            f"a save holds training for {stall_ms:g} ms and is written in {write_seconds:g} s, "
+            f"a restore takes {restore_seconds:g} s",
             as_json,
         )
         return
@@ -91,7 +93,7 @@ def simulate(
         _print_saves(simulated[policy])
 
 
-def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> None:
+def _print_interval(found: Interval, failure_hours: float, given: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(found))
         return
@@ -99,7 +101,7 @@ def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> Non
     every = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     print_line(
         f"with a failure every {failure_hours:g} hours, save every {every}: saves, steps made again and restores "
-        f"then take {100 * found.lost:.2g} % of the time"
+        f"then take {100 * found.lost:.2g} % of the time, if {given}"
     )
 
 
