@@ -96,7 +96,7 @@ def diff(
     if as_json:
         print_json([asdict(each) for each in differences])
         return
-    cells = {
+    cells: dict[str, list[str]] = {
         "array": [each.path for each in differences],
         "status": [each.status for each in differences],
         "changed": [f"{each.rows_changed:,}" for each in differences],
