@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from io import TextIOWrapper
+from shutil import get_terminal_size
 from typing import Annotated, NoReturn
 
 import typer
@@ -28,6 +30,12 @@ from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm
 from cnr_store.errors import CheckpointError
+
+_NARROW = 60
+"""Columns of a terminal. With fewer, the tables of help would cut the names of options, so it is plain text."""
+_ASCII = str.maketrans("×…", "x~")
+_SPELLED = "cnr_spelled"
+"""The name of `_spell` among the handlers of errors in encoding."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,7 +72,8 @@ for command in (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 an error, 2 wrong usage, 3 damage, 4 what may be damage."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know fewer letters than names use
+        sys.stdout.reconfigure(errors=_SPELLED)  # a terminal may know fewer letters than names use
+    app.rich_markup_mode = "markdown" if get_terminal_size().columns >= _NARROW else None
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="cnr")
@@ -80,6 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ) as error:  # storage raises BackendError, so this is standard output, or a file that was named
         _drop_output()
         _fail(str(error) if error.filename else f"the output could not be written: {error}")
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """What stands for letters that a terminal does not know: others as wide, or their numbers."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    unknown = error.object[error.start : error.end].translate(_ASCII)
+    return unknown.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(_SPELLED, _spell)
 
 
 def _fail(message: str) -> NoReturn:

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import Console
 
-from cnr_backends import open_backend
-from cnr_store.catalog.catalog import Catalog, open_record
+from cnr_store.catalog.catalog import open_record
+from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version
-from cnr_store.cli.output import new_table, print_json, print_line, print_table, size_text
-from cnr_store.errors import EmptyStoreError
+from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table, size_text
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.glance import read_records
@@ -110,12 +110,9 @@ def _value_text(value: Any) -> str:
 
 def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """Show the disk usage of a store: of versions, folds and unfinished saves, and of each array."""
-    backend = open_backend(url, **parse_options(options))
-    catalog = Catalog(backend)
-    if not catalog.check_format():
-        raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
+    catalog = open_store(url, parse_options(options))
     records, damaged = read_records(catalog)
-    kinds = _kinds(backend.list_keys(""), {record.id for record in records} | damaged.keys())
+    kinds = _kinds(catalog.backend.list_keys(""), {record.id for record in records} | damaged.keys())
     arrays: Counter[str] = Counter()
     for record in records:
         arrays.update({path: entry.nbytes for path, entry in record.arrays.items()})
@@ -129,12 +126,16 @@ def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
         table.add_row(kind, f"{objects:,}", size_text(nbytes))
     print_table(table)
     if arrays:
-        table = new_table("array", "size", "of all", "in the latest")
         whole = max(1, arrays.total())
-        for path, nbytes in arrays.most_common():
-            newest = size_text(latest[path].nbytes) if path in latest else "-"
-            table.add_row(path, size_text(nbytes), f"{100 * nbytes / whole:.1f} %", newest)
-        print_table(table)
+        cells = {
+            "array": [path for path, _ in arrays.most_common()],
+            "size": [size_text(nbytes) for _, nbytes in arrays.most_common()],
+            "of all": [f"{100 * nbytes / whole:.1f} %" for _, nbytes in arrays.most_common()],
+            "in the latest": [
+                size_text(latest[path].nbytes) if path in latest else "" for path, _ in arrays.most_common()
+            ],
+        }
+        print_table(fitting_table(cells, ("in the latest", "of all"), Console()))
 
 
 def _kinds(objects: Iterable[tuple[str, int]], committed: set[str]) -> dict[str, tuple[int, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.metadata import find_figures
@@ -82,6 +83,20 @@ def health(facts: Facts) -> str:
     """Whether a version can be restored, as far as names and records tell."""
     marks = {"damaged": "damaged", "removed": "being removed", "lost_base": "can't be restored"}
     return ", ".join(text for name, text in marks.items() if facts[name]) or "ok"
+
+
+def open_store(url: str, options: Mapping[str, Any]) -> Catalog:
+    """The catalog of a store that is there.
+
+    Raises
+    ------
+    EmptyStoreError
+        There is no store.
+    """
+    catalog = Catalog(open_backend(url, **options))
+    if not catalog.check_format():
+        raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
+    return catalog
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,8 @@ def metadata_text(metadata: Any) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict) and value.keys() == {"$float"}:  # NaN and infinities, as records have them
+        return plain(str(value["$float"]))
     if isinstance(value, float):
         return f"{value:.6g}"
     return plain(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -16,15 +16,7 @@ from cnr_store.catalog.objects import list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import (
-    fitting_table,
-    new_table,
-    print_json,
-    print_line,
-    print_table,
-    size_text,
-    time_text,
-)
+from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, size_text, time_text
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry
 from cnr_store.maintenance.collection.pins import read_reasons
@@ -104,11 +96,14 @@ def diff(
     if as_json:
         print_json([asdict(each) for each in differences])
         return
-    table = new_table("array", "status", "changed", "rows", "max abs")
-    for each in differences:
-        largest = "-" if each.max_abs is None else f"{each.max_abs:.3g}"
-        table.add_row(each.path, each.status, f"{each.rows_changed:,}", f"{each.rows:,}", largest)
-    print_table(table)
+    cells: dict[str, list[str]] = {
+        "array": [each.path for each in differences],
+        "status": [each.status for each in differences],
+        "changed": [f"{each.rows_changed:,}" for each in differences],
+        "rows": [f"{each.rows:,}" for each in differences],
+        "max abs": ["" if each.max_abs is None else f"{each.max_abs:.3g}" for each in differences],
+    }
+    print_table(fitting_table(cells, ("rows", "max abs", "status"), Console()))
 
 
 def _ranks_text(ranks: Mapping[str, Any]) -> str:
@@ -133,4 +128,4 @@ def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
         "codec": ["" if entry.codec is None else codec_text(entry.codec) for entry in entries],
         "base": [entry.base or "" for entry in entries],
     }
-    return fitting_table(cells, ("base", "element", "shape", "codec"), Console())
+    return fitting_table(cells, ("base", "element", "shape", "codec", "kind", "rows"), Console())

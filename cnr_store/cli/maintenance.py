@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import newest_claim
+from cnr_store.catalog.metadata import find_figures
 from cnr_store.chains.salvage import SalvagedRows
+from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
-from cnr_store.errors import EmptyStoreError
 from cnr_store.maintenance.collection import pins, retention
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
@@ -239,6 +239,9 @@ def gc(
     """
     if end_run and dry_run:
         raise typer.BadParameter("--dry-run changes nothing: leave --end-run out")
+    best = _parse_best(keep_best)
+    if best is not None:
+        _check_figure(open_store(url, parse_options(options)), best[0])
     if end_run:
         _end_run(url, yes, parse_options(options))
     with progress("removing") as on_progress:
@@ -246,7 +249,7 @@ def gc(
             url,
             keep_last,
             keep_every,
-            _parse_best(keep_best),
+            best,
             dry_run=dry_run,
             grace_seconds=grace_seconds,
             progress=on_progress,
@@ -284,11 +287,25 @@ def _parse_best(text: str | None) -> tuple[str, str, int] | None:
     return name, mode, int(count)
 
 
+def _check_figure(catalog: Catalog, name: str) -> None:
+    """Check that some version has a figure, as a rule for one that is misspelled keeps nothing.
+
+    Raises
+    ------
+    typer.BadParameter
+        None has it.
+    """
+    versions = [find_figures(record.metadata) for record in catalog.oldest_first()]
+    if versions and not any(name in figures for figures in versions):
+        known = ", ".join(sorted({each for figures in versions for each in figures})) or "none at all"
+        raise typer.BadParameter(
+            f"--keep-best {name}: no version has the figure {name!r} in its metadata: there are {known}"
+        )
+
+
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:
     """Show who wrote last and when, ask, and end that run."""
-    catalog = Catalog(open_backend(url, **options))
-    if not catalog.check_format():
-        raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
+    catalog = open_store(url, options)
     newest = newest_claim(catalog.backend)
     if newest is None or newest.is_over:
         say("no run is open, so there is none to end")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import print_json, print_line
 from cnr_store.maintenance.collection import pins, tags
@@ -46,7 +47,7 @@ def tag(
 
 def untag(url: Url, name: TagName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """Remove a tag. The rules of retention may then remove the version."""
-    tags.untag(url, name, **parse_options(options))
+    tags.untag(open_store(url, parse_options(options)).backend, name)
     _print_done(f"{name}: no tag any more", as_json, version=None, tag=name)
 
 

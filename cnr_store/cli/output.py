@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,7 +24,8 @@ from rich.text import Text
 _NUMBERS = frozenset(
     {
         *("step", "rows", "bytes", "size", "of full", "fold", "chain", "age", "stall", "changed", "max abs"),
-        *("save", "written", "kept", "restore", "newest", "most"),
+        *("save", "written", "folds", "kept", "restore", "newest", "most"),
+        *("objects", "of all", "in the latest"),
     }
 )
 _WIDEST = 10_000
@@ -69,8 +71,21 @@ def print_table(table: Table) -> None:
 
 
 def print_json(doc: object) -> None:
-    """Print one JSON document."""
-    print(json.dumps(doc, indent=2))
+    """Print one JSON document. JSON has no NaN and no infinity: they are spelled as Zarr spells them."""
+    try:
+        text = json.dumps(doc, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_spelled(doc), indent=2, allow_nan=False)
+    print(text)
+
+
+def _spelled(value: object) -> object:
+    """The same with "NaN", "Infinity" and "-Infinity" for what is no number of JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _spelled(each) for name, each in value.items()}
+    return [_spelled(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def print_line(text: str) -> None:

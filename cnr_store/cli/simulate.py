@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from cnr_store.cli.options import AsJson
-from cnr_store.cli.output import new_table, print_json, print_line, print_table
+from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table
 from cnr_store.policies.interval import Interval, best_interval
 from cnr_store.policies.policy import MAX_CHAIN, POLICIES
 from cnr_store.policies.simulation import SimulatedSave, Trace
@@ -67,6 +68,8 @@ def simulate(
         _print_interval(
             best_interval(3600 * failure_hours, stall_ms / 1000, restore_seconds, write_seconds),
             failure_hours,
+            f"a save holds training for {stall_ms:g} ms and is written in {write_seconds:g} s, "
+            f"a restore takes {restore_seconds:g} s",
             as_json,
         )
         return
@@ -98,7 +101,7 @@ def simulate(
         _print_saves(simulated[policy])
 
 
-def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> None:
+def _print_interval(found: Interval, failure_hours: float, given: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(found))
         return
@@ -106,18 +109,20 @@ def _print_interval(found: Interval, failure_hours: float, as_json: bool) -> Non
     every = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     print_line(
         f"with a failure every {failure_hours:g} hours, save every {every}: saves, repeated steps and restores "
-        f"then take {100 * found.lost:.2g} % of the time"
+        f"then take {100 * found.lost:.2g} % of the time, if {given}"
     )
 
 
 def _print_summary(simulated: dict[str, list[SimulatedSave]]) -> None:
-    table = new_table("policy", "written", "folds", "kept", "chain", "restore")
-    for name, saved in simulated.items():
-        chain, restore = max(save.chain for save in saved), max(save.restore_bytes for save in saved)
-        folds = sum(save.fold_bytes for save in saved)
-        sizes = (saved[-1].written_bytes, folds, saved[-1].kept_bytes, chain, restore)
-        table.add_row(name, *(f"{size:,}" for size in sizes))
-    print_table(table)
+    cells = {
+        "policy": list(simulated),
+        "written": [f"{saved[-1].written_bytes:,}" for saved in simulated.values()],
+        "folds": [f"{sum(save.fold_bytes for save in saved):,}" for saved in simulated.values()],
+        "kept": [f"{saved[-1].kept_bytes:,}" for saved in simulated.values()],
+        "chain": [f"{max(save.chain for save in saved):,}" for saved in simulated.values()],
+        "restore": [f"{max(save.restore_bytes for save in saved):,}" for saved in simulated.values()],
+    }
+    print_table(fitting_table(cells, ("folds", "kept", "chain"), Console()))
 
 
 def _print_saves(saved: list[SimulatedSave]) -> None:

@@ -105,9 +105,13 @@ def strip(name: str, steps: Sequence[int], shares: Values, columns: int) -> str:
 
 
 def step_axis(steps: Sequence[int]) -> str:
-    """The first, the middle and the last step."""
-    shown = [steps[0], steps[len(steps) // 2], steps[-1]] if len(steps) > 2 else list(steps)
-    return f'<div class="steps">{"".join(f"<span>{step:,}</span>" for step in shown)}</div>'
+    """The first, the middle and the last step, the middle one beneath its version."""
+    middle = len(steps) // 2
+    shown = [f"<span>{step:,}</span>" for step in (steps[0], steps[-1])[: len(steps)]]
+    if len(steps) > 2:
+        place = 100 * (middle + 0.5) / len(steps)
+        shown.insert(1, f'<span style="left:{place:.2f}%">{steps[middle]:,}</span>')
+    return f'<div class="steps">{"".join(shown)}</div>'
 
 
 def _figure(

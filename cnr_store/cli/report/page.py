@@ -77,7 +77,7 @@ def _tiles(figures: Figures) -> str:
         tiles.append((f"{last['step']:,}", f"newest step, saved {time_text(last['time'])}"))
         reads = last["restore_bytes"]
         if reads is not None:
-            tiles.append((size_text(reads), f"read by a restore of it, of {_versions_text(last['chain'])}"))
+            tiles.append((size_text(reads), f"read to restore it, from {_versions_text(last['chain'])}"))
     stall = figures.typical("stalled_seconds")
     if stall is not None:
         longest = max(facts["stalled_seconds"] or 0.0 for facts in known)
@@ -97,13 +97,13 @@ def _health(figures: Figures) -> str:
         if facts["damaged"] is None and health(facts) != "ok":
             lost = f": its base {facts['lost_base']} is lost" if facts["lost_base"] else ""
             texts.append(f"step {facts['step']} ({facts['id']}) {health(facts)}{lost}")
-    note = "As far as names and records tell; <code>cnr verify --deep</code> reads every byte."
+    note = "as far as names and records tell. <code>cnr verify --deep</code> reads every byte."
     if not texts:
-        return f'<section class="health"><p>Nothing is damaged. {note}</p></section>'
+        return f'<section class="health"><p>Nothing is damaged, {note}</p></section>'
     more = len(texts) - MAX_ERRORS
     shown = [f"<li>{short(text)}</li>" for text in texts[:MAX_ERRORS]]
     shown += [f"<li>and {more:,} more</li>"] if more > 0 else []
-    return f'<section class="health bad"><p>{note}</p><ul>{"".join(shown)}</ul></section>'
+    return f'<section class="health bad"><p>This is wrong, {note}</p><ul>{"".join(shown)}</ul></section>'
 
 
 def _bytes(figures: Figures) -> str:

@@ -20,6 +20,7 @@ figure{margin:0 0 16px}figcaption p{font-size:13px}
 .values{display:flex;flex-direction:column;justify-content:space-between;height:180px;text-align:right}
 .values span{line-height:0;font-size:12px;color:var(--soft);white-space:nowrap}
 .steps{grid-column:2;display:flex;justify-content:space-between;padding-top:6px;font-size:12px;color:var(--soft)}
+.steps{position:relative}.steps span[style]{position:absolute;transform:translateX(-50%)}
 .grid{stroke:var(--line);vector-effect:non-scaling-stroke;fill:none}
 rect.a,.strip rect{fill:var(--a)}rect.b{fill:var(--b)}
 .line{fill:none;stroke-width:2;vector-effect:non-scaling-stroke}.line.a{stroke:var(--a)}.line.b{stroke:var(--b)}
