@@ -283,7 +283,7 @@ def _are_plain(values: Sequence[Any]) -> bool:
     """
     kinds = set(map(type, values))
     if kinds == {int}:
-        return min(values) >= -(1 << 63) and max(values) < 1 << 63
+        return bool(min(values) >= -(1 << 63) and max(values) < 1 << 63)
     return kinds == {str} and "".join(values).isascii()
 
 
