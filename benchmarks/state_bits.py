@@ -1,6 +1,6 @@
 """What quantized optimizer state costs in accuracy and saves in bytes, on the demo's model and MovieLens-100k.
 
-    python benchmarks/state_bits.py [--quick | --full] [--steps N] [--restores N] [--seeds N] [--output FOLDER]
+    python benchmarks/state_bits.py [--quick] [--steps N] [--restores N] [--seeds N] [--output FOLDER]
 
 One run trains from start to end; the others are stopped at even intervals and go on in a new model from what a store
 held, with `state_bits` of 32, 8, 4 and floating grids. Weights are lossless throughout, so that all that differs is the
@@ -136,16 +136,13 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="few steps, one restore and seed: to see that it runs"
     )
-    parser.add_argument("--full", action="store_true", help="2,500 steps, three seeds")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, default=2_500)
     parser.add_argument("--restores", type=int, default=5)
-    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.restores, options.seeds = 200, 1, 1
-    options.steps = options.steps or (2_500 if options.full else 500)
-    options.seeds = options.seeds or (3 if options.full else 1)
     torch.set_num_threads(1)
     features = load_features(find_data(say=print))
     runs = []

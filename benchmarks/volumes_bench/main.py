@@ -113,9 +113,9 @@ def _shares(line: Line) -> str:
     )
 
 
-def _workloads(quick: bool, full: bool) -> Iterator[tuple[str, Make, list[Setting]]]:
+def _workloads(quick: bool) -> Iterator[tuple[str, Make, list[Setting]]]:
     rows = tuple(count // 10 for count in _ROWS) if quick else _ROWS
-    widths, intervals = ((4,), 4) if quick else (_WIDTHS if full else _SOME_WIDTHS, _INTERVALS)
+    widths, intervals = ((4,), 4) if quick else (_WIDTHS, _INTERVALS)
     yield (
         "synthetic, SGD",
         partial(Synthetic, rows, intervals, rowwise=False),
@@ -142,10 +142,9 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small tables, few settings: to see that it runs"
     )
-    parser.add_argument("--full", action="store_true", help="all widths")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of volumes.json")
     options = parser.parse_args()
-    found = [run(*workload) for workload in _workloads(options.quick, options.full)]
+    found = [run(*workload) for workload in _workloads(options.quick)]
     options.out.mkdir(parents=True, exist_ok=True)
     document = json.dumps({**describe(), "workloads": found}, indent=1)
     (options.out / "volumes.json").write_text(document + "\n", encoding="utf-8")
