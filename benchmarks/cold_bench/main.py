@@ -153,10 +153,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of cold.json")
     options = parser.parse_args()
-    rows, rounds, pauses = _ROWS, _ROUNDS, _AFTER_SECONDS[:1]
-    if options.full:
-        rows, rounds, pauses = _FULL_ROWS, _FULL_ROUNDS, _AFTER_SECONDS
-    elif options.quick:
+    pauses = _AFTER_SECONDS if options.full else (0.0,)
+    rows, rounds = (_FULL_ROWS, _FULL_ROUNDS) if options.full else (_ROWS, _ROUNDS)
+    if options.quick:
         rows, rounds = _QUICK_ROWS, 1
     with tempfile.TemporaryDirectory(prefix="cnr-cold-") as folder:
         lines, compiling = measure(Path(folder), rows, rounds, pauses)
