@@ -11,7 +11,7 @@ STAMP       := $(VENV)/.installed
 PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
 SCHEMA      := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 
-.PHONY: demo quick test nightly bench bench-smoke lint schemas types imports docs pictures version clean
+.PHONY: demo quick test nightly bench bench-long bench-smoke lint schemas types imports docs pictures version clean
 
 $(STAMP): pyproject.toml codecs/pyproject.toml backends/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,7 @@ test: $(STAMP)
 nightly: $(STAMP)
 	CNR_NIGHTLY_FACTOR=10 $(PYTEST) -m "nightly or not nightly" --hypothesis-profile=default --timeout=3600 $(ARGS)
 
+# Every benchmark with aims, in short forms that take less than 20 minutes.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 	$(BIN)/python benchmarks/lattice.py $(ARGS)
@@ -47,8 +48,17 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/saving.py $(ARGS)
 	$(BIN)/python benchmarks/cold.py $(ARGS)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
+	$(BIN)/python benchmarks/summary.py
+
+# The long forms, and what counts bytes and losses of whole trainings: hours.
+bench-long: $(STAMP)
+	$(BIN)/python benchmarks/tracking.py --full $(ARGS)
+	$(BIN)/python benchmarks/saving.py --full $(ARGS)
+	$(BIN)/python benchmarks/cold.py --full $(ARGS)
+	$(BIN)/python benchmarks/growth.py --full $(ARGS)
 	$(BIN)/python benchmarks/volumes.py $(ARGS)
 	$(BIN)/python benchmarks/state_bits.py $(ARGS)
+	$(BIN)/python benchmarks/relative.py --full $(ARGS)
 	$(BIN)/python benchmarks/summary.py
 
 # A minute: fails where a ratio to a peer is below half of the one on record.

@@ -1,4 +1,4 @@
-"""Benchmark of fresh processes: `python benchmarks/cold.py [--quick] [--out FOLDER]`."""
+"""Benchmark of fresh processes: `python benchmarks/cold.py [--quick | --full] [--out FOLDER]`."""
 
 import sys
 from pathlib import Path

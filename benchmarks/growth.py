@@ -1,4 +1,4 @@
-"""Benchmark of growth: `python benchmarks/growth.py [--quick] [--out FOLDER]`.
+"""Benchmark of growth: `python benchmarks/growth.py [--quick | --full] [--out FOLDER]`.
 
 A small table is saved as consecutive versions, one after the other, to a local folder: what a save, its record, a
 listing and a load take as versions add up. Folds are made behind the saves, as `max_chain` asks by default.
@@ -30,7 +30,7 @@ from cnr_store.catalog.catalog import Catalog  # noqa: E402
 _RESULTS = Path(__file__).parent / "results"
 _ROWS, _DIM, _LOOKUPS = 2000, 8, 4
 _LISTED = 2_000
-_COUNTS = (100, 500, _LISTED, 10_000)
+_COUNTS, _FULL_COUNTS = (100, 500, _LISTED), (100, 500, _LISTED, 10_000)
 _SAVES = 64  # of the last ones: as many as lie between two folds
 
 
@@ -120,9 +120,10 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What saves, listings and loads take as versions add up.")
     parser.add_argument("--quick", action="store_true", help="few versions: to see that it runs")
+    parser.add_argument("--full", action="store_true", help=f"{_FULL_COUNTS[-1]:,} versions")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of growth.json")
     options = parser.parse_args()
-    lines = measure((20, 100) if options.quick else _COUNTS)
+    lines = measure((20, 100) if options.quick else _FULL_COUNTS if options.full else _COUNTS)
     options.out.mkdir(parents=True, exist_ok=True)
     found = list(targets(lines))
     print(*found, sep="\n")

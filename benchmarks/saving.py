@@ -1,4 +1,4 @@
-"""Benchmark of saving beside training: `python benchmarks/saving.py [--quick] [--out FOLDER]`."""
+"""Benchmark of saving beside training: `python benchmarks/saving.py [--quick | --full] [--out FOLDER]`."""
 
 import sys
 from pathlib import Path

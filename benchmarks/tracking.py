@@ -1,4 +1,4 @@
-"""Benchmark of tracking: `python benchmarks/tracking.py [--quick] [--out FOLDER]`.
+"""Benchmark of tracking: `python benchmarks/tracking.py [--quick | --full] [--out FOLDER]`.
 
 A training step with tracked tables beside the same step without, on one thread: the model of the demo at batch 4,096,
 and 1,000 small tables. Seconds are of the processor, and the two take turns in short rounds, so that other work on the
@@ -274,10 +274,11 @@ def _once(step: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What tracking adds to a training step.")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs")
+    parser.add_argument("--full", action="store_true", help="twice the rounds: two minutes")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of tracking.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rounds = 4 if options.quick else 24
+    rounds = 4 if options.quick else 24 if options.full else 12
     print(Line.HEAD)
     lines = []
     for make in (of_the_demo, of_small_tables):

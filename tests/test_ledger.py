@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import summary
+from benchmarks.cold_bench import main as cold
 
 
 def test_page_and_summary_hold_what_is_on_record() -> None:
@@ -38,3 +39,14 @@ def test_results_are_read_from_the_folder_given(tmp_path: Path) -> None:
     (tmp_path / summary.SUMMARY).write_text("[]")
     [entry] = summary.entries(tmp_path)
     assert entry.cells == ("b", "seconds", "here", "2", "≤ 1", "**no**")
+
+
+def test_cold_start_has_its_aims_in_the_ledger(tmp_path: Path) -> None:
+    lines = [
+        cold.Line("first save: stall, at once", cold_seconds=0.03, warm_seconds=0.02, peer_seconds=1),
+        cold.Line("load: first row", cold_seconds=2.5, warm_seconds=0.1, peer_seconds=1),
+    ]
+    targets = [target.to_json() for target in cold.targets(lines, compiling=3.5)]
+    (tmp_path / "cold.json").write_text(json.dumps({"targets": targets}))
+    found = [(each.aim, each.at_most, each.met) for each in summary.entries(tmp_path)]
+    assert found == [(1.5, True, True), (2, True, False), (4, True, True)]

@@ -16,7 +16,7 @@ _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
 _TABLES, _QUICK_TABLES = 1000, 20
 _BEYOND_ROWS = 312_500  # of each table: 320 MB
-_PAIRS = 20
+_PAIRS, _FULL_PAIRS = 5, 20
 
 
 def main() -> None:
@@ -25,9 +25,12 @@ def main() -> None:
         description="How long a save holds training, and how fast training is while it is written."
     )
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it runs")
+    parser.add_argument("--full", action="store_true", help=f"{_FULL_PAIRS} pairs of paces: seven minutes")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of saving.json")
     options = parser.parse_args()
     rows, rounds, pairs = (_QUICK_ROWS, 2, 2) if options.quick else (_ROWS, 3, _PAIRS)
+    if options.full:
+        pairs = _FULL_PAIRS
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Sparse invariant checks", UserWarning)
     print(stall.Line.HEAD)
     stalls = []

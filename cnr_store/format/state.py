@@ -102,7 +102,7 @@ class _Encoder:
             )
         kind = type(value)
         if isinstance(value, list | tuple) and kind in (list, tuple):
-            if depth < MAX_DEPTH and _are_small_integers(value):
+            if depth < MAX_DEPTH and _are_plain(value):
                 items = list(value)
             else:
                 items = [self.value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -276,9 +276,15 @@ def loads(data: bytes, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
         raise FormatError(f"{what}: not sound JSON: {error}") from error
 
 
-def _are_small_integers(values: Sequence[Any]) -> bool:
-    """Whether all are integers of 64 bits: a random generator's state has hundreds, and training waits for them."""
-    return set(map(type, values)) == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 63
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Whether all are integers of 64 bits, or all are texts: as they are, they are JSON.
+
+    A random generator's state has hundreds of integers, an optimizer's group thousands of names, and training waits.
+    """
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) >= -(1 << 63) and max(values) < 1 << 63)
+    return kinds == {str} and "".join(values).isascii()
 
 
 def _checked_integer(value: int, path: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -129,8 +130,14 @@ def decode_scalar(body: Any) -> np.generic:
 
 def _little(values: Array) -> Array | None:
     """The values in little-endian bytes, None where their type can't be stored."""
-    dtype = values.dtype.newbyteorder("<")
-    return values.astype(dtype, copy=False) if dtype.str in NUMBER_TYPES else None
+    dtype = _little_type(values.dtype)
+    return None if dtype is None else values.astype(dtype, copy=False)
+
+
+@functools.cache
+def _little_type(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    little = dtype.newbyteorder("<")
+    return little if little.str in NUMBER_TYPES else None
 
 
 def _base64(values: Array) -> str:

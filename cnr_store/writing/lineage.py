@@ -104,9 +104,9 @@ class Lineage:
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
-    def grids_of(self, record: Record) -> dict[str, float | None]:
-        """By path of each array of which `record`, the last one, wrote rows: their grid, None without one of all."""
-        entries = {path: record.arrays[path] for path in self.lines}
+    def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, float | None]:
+        """By path of each of these arrays of which `record`, the last one, wrote rows: their grid, None without one."""
+        entries = {path: record.arrays[path] for path in paths if path in self.lines}
         return {path: stored_grid(entry.codec) for path, entry in entries.items() if entry.rows}
 
     @classmethod

@@ -9,7 +9,7 @@ So before a delta is written, some of the codes are compared with what is stored
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,11 @@ class CodeCache:
     def clear(self) -> None:
         """Forget all codes: the next deltas are not relative."""
         self._known, self._writes = {}, {}
+
+    @property
+    def written(self) -> Collection[str]:
+        """Paths of the arrays whose last writes had codes."""
+        return self._writes.keys()
 
     def for_write(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,32 @@ from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import dense_numpy, may_overlap_itself
 
 _EXTRA_STATE = "_extra_state"
+NamedState = Mapping[str, tuple[str, Any]]
+"""Key in the model's state dict and value, by stored name."""
 
 
-def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str, str, torch.Tensor]]:
+def named_state(model: nn.Module) -> NamedState:
+    """What the model's state dict holds now, by stored name.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Two entries have one name.
+    """
+    state = model.state_dict(keep_vars=True)
+    names = state_names(model, state)
+    return {names[key]: (key, value) for key, value in state.items()}
+
+
+def dense_items(
+    model: nn.Module, tables: Sequence[Table], state: NamedState | None = None
+) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Each entry of the state dict that is no table and no extra state.
+
+    Parameters
+    ----------
+    state
+        From `named_state`, where the caller has it.
 
     Returns
     -------
@@ -30,15 +53,13 @@ def dense_items(model: nn.Module, tables: Sequence[Table]) -> Iterator[tuple[str
     UnsupportedModelError
         An entry is no dense tensor with values, its elements share memory, or two entries have one name.
     """
-    state = model.state_dict(keep_vars=True)
-    names = state_names(model, state)
     of_tables = {id(table.parameter) for table in tables}
     spread = {table.key for table in tables if isinstance(table, SpreadTable)}
     first_names: dict[int, str] = {}
-    for key, value in state.items():
-        if id(value) not in of_tables and names[key] not in spread and not _is_extra_state(key):
+    for name, (key, value) in (named_state(model) if state is None else state).items():
+        if id(value) not in of_tables and name not in spread and not _is_extra_state(key):
             _check_dense(key, value)
-            yield names[key], first_names.setdefault(id(value), names[key]), value
+            yield name, first_names.setdefault(id(value), name), value
 
 
 def _check_dense(key: str, value: object) -> None:
@@ -136,11 +157,16 @@ def _is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
-def extra_state(model: nn.Module) -> dict[str, object]:
-    """What the model's modules return from ``get_extra_state``, by name (ending in ``_extra_state``)."""
-    state = model.state_dict(keep_vars=True)
-    names = state_names(model, state)
-    return {names[key]: value for key, value in state.items() if _is_extra_state(key)}
+def extra_state(model: nn.Module, state: NamedState | None = None) -> dict[str, object]:
+    """What the model's modules return from ``get_extra_state``, by name (ending in ``_extra_state``).
+
+    Parameters
+    ----------
+    state
+        From `named_state`, where the caller has it.
+    """
+    found = named_state(model) if state is None else state
+    return {name: value for name, (key, value) in found.items() if _is_extra_state(key)}
 
 
 def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[str, nn.Module]:

@@ -24,11 +24,14 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
     Wrappers are known by their class. A class of the user's own that has nothing but a ``module`` may get a metric or a
     loss later, and its names must not change then.
     """
-    return frozenset(
-        f"{path}.{part}" if path else part
-        for path, parent in model.named_modules(remove_duplicate=False)
-        for part in (("module",) if isinstance(parent, _WRAPPERS) else wrapped_parts(parent))
-    )
+    parts: dict[type[nn.Module], tuple[str, ...]] = {}  # each save asks for all modules again
+    paths = []
+    for path, parent in model.named_modules(remove_duplicate=False):
+        kind = type(parent)
+        if kind not in parts:
+            parts[kind] = ("module",) if isinstance(parent, _WRAPPERS) else wrapped_parts(parent)
+        paths += [f"{path}.{part}" if path else part for part in parts[kind]]
+    return frozenset(paths)
 
 
 def clean_name(key: str, wrappers: Collection[str] = ()) -> str:

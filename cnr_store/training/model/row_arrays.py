@@ -19,6 +19,9 @@ from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dtype_name, dtype_named, rows_view
 
+MOST_ROWS_KEPT = 1 << 15
+"""Of a table whose arrays are kept from one save to the next."""
+
 
 @dataclass(frozen=True)
 class RowArray:
@@ -50,7 +53,7 @@ class RowArray:
     is_weight: bool = False
     boundaries: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def slot(self) -> str:
         """The array's name in the table's group: ``weight``, or the optimizer's key."""
         return decode_name(self.path.rsplit("/", 1)[1])
@@ -84,6 +87,44 @@ class RowArray:
         return sum(part.columns for part in self.parts)
 
 
+_Place = tuple[str, int, int, tuple[int, ...], torch.dtype, bool]
+"""Key, identity, address, shape, element type of a tensor, and whether it is contiguous."""
+
+
+class RowArrays:
+    """The arrays of a model that are stored by rows, from one save to the next.
+
+    Those of small tables are made anew only where their tensors are others, or lie elsewhere. Of large ones nothing is
+    kept, or memory that an optimizer has let go would stay until the next save.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[list[_Place], list[RowArray]]] = {}
+
+    def now(
+        self, tables: Sequence[Table], optimizers: Sequence[Optimizer], fused: bool = False
+    ) -> list[RowArray]:
+        """`row_arrays`."""
+        return [array for table in tables for array in self._of_table(table, optimizers, fused)]
+
+    def _of_table(self, table: Table, optimizers: Sequence[Optimizer], fused: bool) -> list[RowArray]:
+        if type(table) is not Table or table.rows > MOST_ROWS_KEPT:
+            return _table_arrays(table, optimizers, fused)
+        places = [_place("", table.parameter)]
+        for optimizer in optimizers:
+            places += [_place(key, slot) for key, slot in row_slots(optimizer, table.parameter).items()]
+        known = self._known.get(table.name)
+        if known is None or known[0] != places:
+            known = self._known[table.name] = places, _table_arrays(table, optimizers, fused)
+        return known[1]
+
+
+def _place(key: str, tensor: torch.Tensor) -> _Place:
+    if is_dtensor(tensor):  # which has no address
+        return key, id(tensor), 0, tuple(tensor.shape), tensor.dtype, False
+    return key, id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+
+
 def row_arrays(
     tables: Sequence[Table], optimizers: Sequence[Optimizer], fused: bool = False
 ) -> list[RowArray]:
@@ -99,39 +140,39 @@ def row_arrays(
     UnsupportedModelError
         Two optimizers keep state of one name for one table, or state has the name of the table's own rows.
     """
-    arrays: dict[str, RowArray] = {}
-    for table in tables:
-        shape, path = (table.rows, table.dim), table.path
-        weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
-        arrays[weight.path] = weight
-        if isinstance(table, SpreadTable) and fused:
-            for slot, kept in table.sharded.slots.items():
-                path = slot_path(table.name, slot)
-                parts = column_parts(table.name, kept.pieces)
-                # Where this process holds nothing of it, others tell the type.
-                dtype = kept.pieces[0].tensor.dtype if kept.pieces else torch.float32
-                arrays[path] = RowArray(
-                    table, path, kept.shape, dtype_name(dtype), parts, False, kept.boundaries
+    return [array for table in tables for array in _table_arrays(table, optimizers, fused)]
+
+
+def _table_arrays(table: Table, optimizers: Sequence[Optimizer], fused: bool) -> list[RowArray]:
+    shape, path = (table.rows, table.dim), table.path
+    weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
+    arrays = {weight.path: weight}
+    if isinstance(table, SpreadTable) and fused:
+        for slot, kept in table.sharded.slots.items():
+            path = slot_path(table.name, slot)
+            parts = column_parts(table.name, kept.pieces)
+            # Where this process holds nothing of it, others tell the type.
+            dtype = kept.pieces[0].tensor.dtype if kept.pieces else torch.float32
+            arrays[path] = RowArray(table, path, kept.shape, dtype_name(dtype), parts, False, kept.boundaries)
+    for optimizer in optimizers:
+        for slot, tensor in row_slots(optimizer, table.parameter).items():
+            if not slot:
+                raise UnsupportedModelError(
+                    f"table {table.name!r}: {type(optimizer).__name__} keeps state called '' for it, which can't "
+                    "be stored; give that state a name"
                 )
-        for optimizer in optimizers:
-            for slot, tensor in row_slots(optimizer, table.parameter).items():
-                if not slot:
-                    raise UnsupportedModelError(
-                        f"table {table.name!r}: {type(optimizer).__name__} keeps state called '' for it, which can't "
-                        "be stored; give that state a name"
-                    )
-                path = slot_path(table.name, slot)
-                if path == weight.path:
-                    raise UnsupportedModelError(
-                        f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
-                        "rows are called in the store; give that state another name"
-                    )
-                if path in arrays:
-                    raise UnsupportedModelError(
-                        f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
-                    )
-                parts = slot_parts(table, slot, tensor)
-                arrays[path] = RowArray(table, path, tuple(tensor.shape), dtype_name(tensor.dtype), parts)
+            path = slot_path(table.name, slot)
+            if path == weight.path:
+                raise UnsupportedModelError(
+                    f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
+                    "rows are called in the store; give that state another name"
+                )
+            if path in arrays:
+                raise UnsupportedModelError(
+                    f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
+                )
+            parts = slot_parts(table, slot, tensor)
+            arrays[path] = RowArray(table, path, tuple(tensor.shape), dtype_name(tensor.dtype), parts)
     return list(arrays.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch import nn
@@ -20,7 +20,7 @@ from cnr_store.training.distributed.torchrec_optimizers import (
     take_fused,
 )
 from cnr_store.training.model.optimizer_state import as_list, row_slots
-from cnr_store.training.model.row_arrays import RowArray, row_arrays
+from cnr_store.training.model.row_arrays import RowArray, RowArrays
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing
 
 log = logging.getLogger("cnr_store")
@@ -49,6 +49,7 @@ class TrainedModel:
     sharded: Sequence[ShardedModule] = ()
     fused_position: int | None = None
     given: Sequence[Optimizer] = ()
+    _arrays: RowArrays = field(default_factory=RowArrays, init=False, repr=False)
 
     @classmethod
     def from_arguments(cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
@@ -125,7 +126,7 @@ class TrainedModel:
         check_dense_kernels(
             self.optimizers, self.sharded
         )  # which make most of their state in their first step
-        return row_arrays(self.tables, self.optimizers, self.fused_position is not None)
+        return self._arrays.now(self.tables, self.optimizers, self.fused_position is not None)
 
     def table_slots(self) -> dict[str, set[str]]:
         """By table, the keys of the state that optimizers have made for its rows so far."""

@@ -156,12 +156,12 @@ class CodecChoice:
 
         Returns the width and the reason, for the commit record; None if no width is ``"auto"``.
         """
+        before = self._auto, self._fineness
         self._fineness = auto_fineness(self._expected, restores)
-        self._chosen.clear()
-        if not self._may_be_auto:
-            return None
-        self._auto, why = auto_bits(self._expected, restores)
-        return self._auto, why
+        (self._auto, why), may_be_auto = auto_bits(self._expected, restores), self._may_be_auto
+        if (self._auto, self._fineness) != before:
+            self._chosen.clear()
+        return (self._auto, why) if may_be_auto else None
 
     def explain_auto(self) -> dict[str, dict[str, Any]]:
         """What ``codec="auto"`` stands for now, as the entry ``codec`` of a record's policy; none for other codecs."""

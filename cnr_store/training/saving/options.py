@@ -115,7 +115,12 @@ def first_fused(documents: list[Document]) -> Document:
 
 def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
     """The codec of an array."""
-    table, nbytes = array.table, array.table.rows * array.row_bytes
+    table, nbytes = array.table, array.shape[0] * array.row_bytes
     if array.is_weight:
         return codecs.codec_for(table.name, nbytes)
     return codecs.state_codec_for(table.name, array.slot, nbytes, array.element)
+
+
+def row_bytes(codecs: CodecChoice, array: RowArray) -> float:
+    """The bytes that a row of an array is expected to take."""
+    return codec_of(codecs, array).bytes_per_row((*array.shape, 1)[1], array.element)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
+import torch
 
 from cnr_store.format.grid import Counts
 from cnr_store.format.record import Record
@@ -18,19 +19,32 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import takes_changing_rows
 from cnr_store.training.saving.explanation import Explanation, explained
-from cnr_store.training.saving.options import Options, codec_of
+from cnr_store.training.saving.options import Options, codec_of, row_bytes
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.snapshot import Bitmaps, LiveRows, Snapshot, StagedRows, Staging
-from cnr_store.training.saving.tally import Changed, Tally, since_whole_after
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, bitmap_bytes, count, full_bitmap, rows_of
+from cnr_store.training.saving.snapshot import (
+    Bitmaps,
+    LiveRows,
+    Snapshot,
+    StagedRows,
+    StagedTogether,
+    Staging,
+)
+from cnr_store.training.saving.tally import (
+    Changed,
+    Tally,
+    changed_since,
+    has_whole,
+    not_continued,
+    since_whole_after,
+    worth_whole,
+)
+from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
 
 _Past = tuple[Lineage, Bitmaps]
-_MIN_SHARE_TO_KEEP = 1 / 8
-"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
 
 class Planner:
@@ -56,6 +70,11 @@ class Planner:
     def lineage(self) -> Lineage:
         """The version that the next one continues."""
         return self._past[0]
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether rows of the last plan are still in the model."""
+        return self._staging.left_bytes > 0
 
     @property
     def _since_whole(self) -> Bitmaps:
@@ -103,7 +122,8 @@ class Planner:
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
             foreseen = self._past, record, self._following(self._past, record, dirty)
-        self._code_cache.commit(record.id, foreseen[2][0].grids_of(record))
+        after = foreseen[2][0]
+        self._code_cache.commit(record.id, after.grids_of(record, self._code_cache.written))
         self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
         if self._tally.world == 1:  # ranks of a job are not told the sizes of single arrays
             self._codecs.note_deltas(record)
@@ -144,14 +164,14 @@ class Planner:
         return replace(decision, bits=bits, reason=(not full and self.lineage.why_alone) or decision.reason)
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
-        unknown = (each.table.name for each in snapshot.arrays if not self._continues(each))
-        whole = {*snapshot.unsafe, *unknown}
+        whole = {*snapshot.unsafe, *not_continued(snapshot.arrays, self.lineage.lines)}
         sums = dict.fromkeys(SINCE, float(snapshot.dense_bytes))
         for array in snapshot.arrays:
-            table, is_whole = array.table, array.table.name in whole or not self._has_whole(array.table)
+            table = array.table
+            is_whole = table.name in whole or not has_whole(table, self._since_whole.get(table.name))
             for since in SINCE:
                 rows = table.rows if is_whole else changed.rows(since, table.name)
-                sums[since] += self._row_bytes(array) * rows
+                sums[since] += row_bytes(self._codecs, array) * rows
         return Offer(*(round(self._delta_bytes.share(since) * sums[since]) for since in SINCE))
 
     def explain(
@@ -171,20 +191,24 @@ class Planner:
             How the rows of the other tables are tracked.
         """
         self._codecs.resolve_auto(self.lineage.restores)
-        unsafe = self._not_continued(arrays) | dict(unsafe)
+        unsafe = not_continued(arrays, self.lineage.lines) | dict(unsafe)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:
             own, name = [array for array in arrays if array.table is table], table.name
             rows = self._changed(table, since, dirty[name]) if name in self._since_whole else dirty[name]
             changed = table.local_rows if name in unsafe else count(rows)
-            why, row_bytes = unsafe.get(name, tracked[name]), sum(map(self._row_bytes, own))
+            why, nbytes = unsafe.get(name, tracked[name]), sum(row_bytes(self._codecs, each) for each in own)
             config = codec_of(self._codecs, own[0]).get_config()
-            tables.append(explained(name, table.rows, name in unsafe, why, config, changed, row_bytes))
+            tables.append(explained(name, table.rows, name in unsafe, why, config, changed, nbytes))
         return Explanation.of(tables, arrays, self._staging.limit_bytes)
 
-    def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave) -> Plan:
-        """Plan the version that was decided on, and copy its rows as far as there is room.
+    def plan(
+        self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave
+    ) -> Callable[[], Plan]:
+        """Copy the rows of the version that was decided on, as far as there is room.
+
+        What is returned makes the plan, on the thread that writes: training does not wait for thousands of arrays.
 
         Raises
         ------
@@ -199,22 +223,29 @@ class Planner:
         if reasons:
             policy["whole"] = summary(reasons)
         policy |= self._codecs.explain_auto()
-        return Plan(
-            step=pending.step,
-            previous=lineage.version,
-            rows=rows,
-            dense=[*snapshot.dense, *snapshot.own_dense],
-            state=snapshot.state,
-            state_parts=snapshot.parts,
-            state_sha256=snapshot.part_digests,
-            policy=policy,
-            needs=lineage.needs((write.path, write.base) for write in rows if write.base is not None),
-            restores=lineage.restores,
-            metadata=snapshot.metadata,
-            parent_paths=lineage.paths,
-            live_bytes=self._staging.left_bytes,
-            seconds=pending.seconds,
-        )
+        live_bytes, live_threads = self._staging.left_bytes, torch.get_num_threads()
+
+        def finish() -> Plan:
+            writes = rows()
+            return Plan(
+                step=pending.step,
+                previous=lineage.version,
+                rows=writes,
+                dense=[*snapshot.dense, *snapshot.own_dense],
+                state=snapshot.state,
+                state_parts=snapshot.parts,
+                state_sha256=snapshot.part_digests,
+                policy=policy,
+                needs=lineage.needs((write.path, write.base) for write in writes if write.base is not None),
+                restores=lineage.restores,
+                metadata=snapshot.metadata,
+                parent_paths=lineage.paths,
+                live_bytes=live_bytes,
+                live_threads=live_threads,
+                seconds=pending.seconds,
+            )
+
+        return finish
 
     def rows(
         self,
@@ -223,8 +254,8 @@ class Planner:
         changed: Changed,
         whole: Collection[str],
         pending: PendingSave,
-    ) -> list[RowsWrite]:
-        """The rows to write of each array, given the tables to write whole."""
+    ) -> Callable[[], list[RowsWrite]]:
+        """The rows to write of each array, given the tables to write whole; they are copied now, as far as they fit."""
         self._staging.reset()
         ids, staged = self._together(decision, snapshot, whole)
         # A table that is whole takes no row numbers, of 8 bytes each.
@@ -236,33 +267,41 @@ class Planner:
             if table.name not in ids
         }
         counts = {name: None if ids[name] is None else changed.counts[decision.since][name] for name in ids}
-        return [
-            self._write(array, decision, ids[array.table.name], counts[array.table.name], pending, staged)
-            for array in checked(snapshot.arrays)
-        ]
+        arrays, lines = checked(snapshot.arrays), self.lineage.lines
+        small = () if staged is None else staged.tables.arrays
+        copied = {each.path for each in small if each.path in lines and ids[each.table.name] is not None}
+
+        def write(array: RowArray) -> RowsWrite:
+            name, rows = array.table.name, staged.of(array) if staged and array.path in copied else None
+            return self._write(array, decision, ids[name], counts[name], pending, rows)
+
+        # Nothing that training may change is read any more of those that were copied together.
+        later = copied if self._tally.world == 1 else set()
+        now = {array.path: write(array) for array in arrays if array.path not in later}
+        return lambda: [now.get(array.path) or write(array) for array in arrays]
 
     def _together(
         self, decision: Decision, snapshot: Snapshot, whole: Collection[str]
-    ) -> tuple[dict[str, Rows | None], dict[str, StagedRows]]:
-        """The rows to write of small tables, by table, and copies of them, by array path."""
-        small, dirty = snapshot.small, snapshot.dirty
-        tables = {table.name: table for table in self._tables if table.name not in whole}
-        names = [name for name in small.names if name in tables]
-        flags = {name: np.zeros_like(dirty[name]) for name in whole}
-        flags |= {name: self._changed(tables[name], decision.since, dirty[name]) for name in names}
+    ) -> tuple[dict[str, Rows | None], StagedTogether | None]:
+        """The rows to write of small tables, by table, and copies of them."""
+        small, dirty, tables = snapshot.small, snapshot.dirty, {table.name: table for table in self._tables}
+        flags = {name: np.zeros_like(dirty[name]) for name in small.names if name in whole}
+        for name in [name for name in small.names if name not in whole]:
+            flags[name] = self._changed(tables[name], decision.since, dirty[name])
         numbers, edges = small.listed(small.joined(flags))
         own = small.local(numbers, edges)
         each = zip(small.names, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
-        ids: dict[str, Rows | None] = {name: own[begin:end] for name, begin, end in each if name in tables}
+        ids: dict[str, Rows | None] = {name: own[begin:end] for name, begin, end in each if name not in whole}
         return ids, self._staging.stage_together(small, own, edges)
 
     def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """Why tables are written whole although the policy may want a delta, by name."""
         reasons: dict[str, str] = {}
         if not decision.full:
-            reasons |= dict.fromkeys(self._worth_whole(decision, changed), "all of its rows changed")
+            worth = worth_whole(self._tables, changed, decision.since, self._since_whole)
+            reasons |= dict.fromkeys(worth, "all of its rows changed")
             # State beside a table that is whole must be whole, too: one bitmap per table tells the rows of both.
-            reasons |= self._not_continued(snapshot.arrays)
+            reasons |= not_continued(snapshot.arrays, self.lineage.lines)
         reasons |= snapshot.unsafe
         return {table.name: reasons[table.name] for table in self._tables if table.name in reasons}
 
@@ -273,7 +312,7 @@ class Planner:
         ids: Rows | None,
         counts: Counts | None,
         pending: PendingSave,
-        staged: Mapping[str, StagedRows],
+        copied: StagedRows | None,
     ) -> RowsWrite:
         table, line = array.table, self.lineage.lines.get(array.path)
         written = None if line is None else ids
@@ -282,9 +321,7 @@ class Planner:
             codec_of(self._codecs, array), None if line is None or base is None else line.lattice
         )
         held = self._tally.held(array, None if written is None else counts)
-        source = (None if written is None else staged.get(array.path)) or self._staging.stage(
-            array, written, pending, in_place=takes_changing_rows(codec)
-        )
+        source = copied or self._staging.stage(array, written, pending, in_place=takes_changing_rows(codec))
         return RowsWrite(
             path=array.path,
             shape=array.shape,
@@ -299,52 +336,11 @@ class Planner:
             is_live=isinstance(source, LiveRows),
             codes=self._code_cache.for_write(
                 *(array.path, codec, base, written, table.first_row),
-                (table.local_rows, (*array.shape, 1)[1]),
+                (table.local_rows if copied is None else array.shape[0], (*array.shape, 1)[1]),
                 parts=() if held is None else held.columns,
                 is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
             ),
         )
 
-    def _row_bytes(self, array: RowArray) -> float:
-        return codec_of(self._codecs, array).bytes_per_row((*array.shape, 1)[1], array.element)
-
-    def _not_continued(self, arrays: Iterable[RowArray]) -> dict[str, str]:
-        why = "no version before it can be continued"
-        return {array.table.name: why for array in arrays if not self._continues(array)}
-
-    def _continues(self, array: RowArray) -> bool:
-        """Whether a delta of this array's table may depend on what is stored.
-
-        Optimizer state that was just made is written whole beside a delta of its table. A weight never is.
-        """
-        line = self.lineage.lines.get(array.path)
-        if line is None:
-            return not array.is_weight
-        return (line.shape, line.element) == (array.shape, array.element)
-
-    def _worth_whole(self, decision: Decision, all_changed: Changed) -> set[str]:
-        """Tables whose rows all changed, so that writing them whole costs no more than a delta.
-
-        Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
-        worth that where their delta would depend on the baseline, which is kept anyway.
-        """
-        changed = [
-            table for table in self._tables if all_changed.rows(decision.since, table.name) == table.rows
-        ]
-        their_bytes, all_bytes = (sum(each.nbytes for each in tables) for tables in (changed, self._tables))
-        if decision.since == "baseline" and their_bytes < _MIN_SHARE_TO_KEEP * all_bytes:
-            changed = [table for table in changed if table.name not in self._since_whole]
-        return {table.name for table in changed}
-
     def _changed(self, table: Table, since: Since, dirty: Bitmap) -> Bitmap:
-        if since == "previous":
-            return dirty
-        before = self._since_whole.get(table.name)
-        return (
-            dirty | before if before is not None and self._has_whole(table) else full_bitmap(table.local_rows)
-        )
-
-    def _has_whole(self, table: Table) -> bool:
-        """Whether a whole version of a table is known: there is one, and the table did not grow since."""
-        before = self._since_whole.get(table.name)
-        return before is not None and before.size == bitmap_bytes(table.local_rows)
+        return changed_since(table, since, dirty, self._since_whole.get(table.name))

@@ -6,9 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-
-import torch
 
 from cnr_backends import Backend
 from cnr_store.errors import (
@@ -34,6 +31,7 @@ from cnr_store.training.saving.snapshot import Bitmaps, Snapshot
 from cnr_store.training.saving.stats import SaveStats, save_line
 from cnr_store.training.saving.tally import Tally
 from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
@@ -89,6 +87,7 @@ class SaveQueue:
         )
         self.writer = Writer(backend, options.workers, self._patience)
         self.audit = audit
+        self._small: SmallTables | None = None  # of the last save
         self._options = options
         self._closing = False
         self._failures = 0  # in a row
@@ -157,7 +156,7 @@ class SaveQueue:
             self.tracker.swap(snapshot.dirty)
             self._tally.join(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
-            reads_model = any(write.is_live for write in plan.rows)
+            reads_model = self.planner.reads_model
             self._patience.begin(training_waits=reads_model)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
@@ -200,23 +199,30 @@ class SaveQueue:
         explained.live_pace = self._live_pace
         return explained
 
-    def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Plan:
+    def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
+        snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
         changed = self.planner.count(snapshot.dirty, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole, snapshot.small)
         self.audit.renew(snapshot.arrays, snapshot.dirty, snapshot.small)
-        plan = self.planner.plan(decision, snapshot, changed, pending)
-        return replace(plan, live_threads=torch.get_num_threads())
+        return self.planner.plan(decision, snapshot, changed, pending)
 
-    def _write(self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team) -> None:
+    def _write(
+        self,
+        pending: PendingSave,
+        plan: Callable[[], Plan],
+        table_rows: int,
+        full_bytes: int,
+        team: Team,
+    ) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._timed_write(pending, plan, table_rows, full_bytes, team)
+            record = self._timed_write(pending, plan(), table_rows, full_bytes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
-                log.error("save of step %d failed: %s", plan.step, error)
+                log.error("save of step %d failed: %s", pending.step, error)
             finally:
                 pending.settle(error)
         else:
@@ -225,7 +231,7 @@ class SaveQueue:
                     # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
                     self._callbacks.on_commit(record, self.writer.removable)
                     assert pending.stats is not None
-                    log.info(save_line(pending.stats, plan.step, record.kind))
+                    log.info(save_line(pending.stats, pending.step, record.kind))
             finally:
                 pending.settle(record)
             if self._pending is not None:

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model.dense_state import dense_items, extra_state
+from cnr_store.training.model.dense_state import dense_items, extra_state, named_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import (
     SpreadLeaf,
@@ -66,6 +65,22 @@ class StagedRows:
 
     def values(self, begin: int, end: int) -> AnyArray:
         return self._values[begin:end]
+
+
+@dataclass(frozen=True)
+class StagedTogether:
+    """Rows of small tables, copied at the moment of the save: of each array those between two places in `buffer`."""
+
+    tables: SmallTables
+    buffer: AnyArray
+    begins: Sequence[int]
+    ends: Sequence[int]
+
+    def of(self, array: RowArray) -> StagedRows:
+        """Those of an array of these tables."""
+        at = self.tables.positions[array.path]
+        values = self.buffer[self.begins[at] : self.ends[at]].view(array_dtype(array.dtype))
+        return StagedRows(values.reshape(-1, array.local_columns))
 
 
 @dataclass(frozen=True)
@@ -139,8 +154,8 @@ class Staging:
         _copy_rows(array, slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
-    def stage_together(self, tables: SmallTables, ids: Rows, edges: Rows) -> dict[str, StagedRows]:
-        """Copy rows of small tables, by array path: none if there is no room for all, or they are of bfloat16.
+    def stage_together(self, tables: SmallTables, ids: Rows, edges: Rows) -> StagedTogether | None:
+        """Copy rows of small tables: none if there is no room for all, or they are of bfloat16.
 
         Parameters
         ----------
@@ -151,19 +166,13 @@ class Staging:
         ends = np.cumsum(counts * tables.words * _WORD_BYTES)
         nbytes = int(ends[-1]) if ends.size else 0
         if self._used_bytes + nbytes > self.limit_bytes or not tables.have_array_types:
-            return {}
+            return None
         self._used[-1][_TOGETHER] = nbytes
         self._used_bytes += nbytes
         buffer = self._buffer(_TOGETHER, nbytes)
         begins = ends - counts * tables.words * _WORD_BYTES
         tables.copy(ids, edges, buffer.ctypes.data + begins)
-        return {
-            array.path: StagedRows(buffer[begin:end].view(array_dtype(array.dtype)).reshape(rows, -1))
-            for array, begin, end, rows in zip(
-                tables.arrays, begins.tolist(), ends.tolist(), counts.tolist(), strict=True
-            )
-            if rows
-        }
+        return StagedTogether(tables, buffer, begins.tolist(), ends.tolist())
 
     def _buffer(self, path: str, nbytes: int) -> AnyArray:
         buffer = self._buffers.get(path)
@@ -199,6 +208,8 @@ class Snapshot:
         Tables whose changed rows are not known, and why.
     dense_bytes
         `own_shared_bytes` of the first rank, by which all ranks decide alike.
+    small
+        The tables among `arrays` whose rows are found and copied together.
     """
 
     arrays: Sequence[RowArray]
@@ -212,11 +223,7 @@ class Snapshot:
     unsafe: Mapping[str, str] = field(default_factory=dict)
     part_digests: Sequence[str] = ()
     dense_bytes: int = 0
-
-    @cached_property
-    def small(self) -> SmallTables:
-        """The tables among `arrays` whose rows are found and copied together."""
-        return SmallTables.among(self.arrays)
+    small: SmallTables = field(default_factory=lambda: SmallTables.among([]))
 
     @property
     def own_shared_bytes(self) -> int:
@@ -261,8 +268,9 @@ def take_snapshot(
     doc, names = encode_metadata(metadata), parameter_names(trained.model)
     # Hooks of state dicts, which may change the model, run before anything is copied.
     trees = [optimizer_tree(each, names, trained.tables) for each in trained.optimizers]
-    extra, entries = extra_state(trained.model), list(dense_items(trained.model, trained.tables))
-    dense = _copy_dense(entries)
+    entries = named_state(trained.model)
+    extra = extra_state(trained.model, entries)
+    dense = _copy_dense(list(dense_items(trained.model, trained.tables, entries)))
     own = {"reader": reader, "rng": rng_state() if rng else None}
     shared = {
         "reader": None,

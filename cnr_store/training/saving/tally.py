@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,12 @@ from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
-from cnr_store.training.tracking.bitmap import Bitmap, add_counts, full_bitmap
-from cnr_store.writing.lineage import Lineage
+from cnr_store.training.tracking.bitmap import Bitmap, add_counts, bitmap_bytes, full_bitmap
+from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Held
+
+_MIN_SHARE_TO_KEEP = 1 / 8
+"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,59 @@ def since_whole_after(
         else since_whole[table.name] | dirty[table.name]
         for table in tables
     }
+
+
+def changed_since(table: Table, since: Since, dirty: Bitmap, since_whole: Bitmap | None) -> Bitmap:
+    """The rows of a table that changed since the version that a delta would depend on: all, if none is known.
+
+    Parameters
+    ----------
+    dirty, since_whole
+        Those that changed since the last version, and between its whole version and that one.
+    """
+    if since == "previous":
+        return dirty
+    if since_whole is None or not has_whole(table, since_whole):
+        return full_bitmap(table.local_rows)
+    return dirty | since_whole
+
+
+def has_whole(table: Table, since_whole: Bitmap | None) -> bool:
+    """Whether a whole version of a table is known: there is one, and the table did not grow since."""
+    return since_whole is not None and since_whole.size == bitmap_bytes(table.local_rows)
+
+
+def worth_whole(
+    tables: Sequence[Table], all_changed: Changed, since: Since, known: Collection[str]
+) -> set[str]:
+    """Tables whose rows all changed, so that writing them whole costs no more than a delta.
+
+    Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
+    worth that where their delta would depend on the baseline, which is kept anyway.
+
+    Parameters
+    ----------
+    known
+        Names of the tables of which a whole version is known.
+    """
+    changed = [table for table in tables if all_changed.rows(since, table.name) == table.rows]
+    their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, tables))
+    if since == "baseline" and their_bytes < _MIN_SHARE_TO_KEEP * all_bytes:
+        changed = [table for table in changed if table.name not in known]
+    return {table.name for table in changed}
+
+
+def not_continued(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]) -> dict[str, str]:
+    """By name, the tables of which no delta may depend on what is stored, and why."""
+    why = "no version before it can be continued"
+    return {array.table.name: why for array in arrays if not _continues(array, lines.get(array.path))}
+
+
+def _continues(array: RowArray, line: ArrayLine | None) -> bool:
+    """Whether a delta of this array's table may depend on what is stored, its `line`.
+
+    Optimizer state that was just made is written whole beside a delta of its table. A weight never is.
+    """
+    if line is None:
+        return not array.is_weight
+    return (line.shape, line.element) == (array.shape, array.element)

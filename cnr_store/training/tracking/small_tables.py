@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import array_dtype
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, copy_rows_of_tables, rows_of
 
 MOST_ROWS = 1 << 22
 """Of all small tables: their row numbers, of 8 bytes each, take 32 MiB at most."""
-_MOST_ROWS_OF_ONE = 1 << 15
+_MOST_ROWS_OF_ONE = MOST_ROWS_KEPT
 """Larger tables are copied faster one by one, on all cores."""
 _WORD_BYTES = 4
 Words32 = np.ndarray[Any, np.dtype[np.uint32]]
@@ -39,6 +40,8 @@ class SmallTables:
         The arrays, those of a table next to each other, and the position of each one's table.
     words
         (arrays,): the 32-bit words of a row.
+    given
+        The arrays among which they were found, without those of large tables.
     """
 
     names: Sequence[str]
@@ -47,10 +50,20 @@ class SmallTables:
     arrays: Sequence[RowArray]
     of_arrays: Rows
     words: Rows
+    given: Sequence[RowArray] = ()
 
     @classmethod
-    def among(cls, arrays: Sequence[RowArray]) -> SmallTables:
-        """Those whose arrays are all plain: in host memory, contiguous, and of whole words a row."""
+    def among(cls, arrays: Sequence[RowArray], former: SmallTables | None = None) -> SmallTables:
+        """Those whose arrays are all plain: in host memory, contiguous, and of whole words a row.
+
+        Parameters
+        ----------
+        former
+            What was found before, which is returned if all arrays that may be of small tables are the same objects.
+        """
+        arrays = [array for array in arrays if array.shape[0] <= _MOST_ROWS_OF_ONE]
+        if former is not None and len(arrays) == len(former.given) and all(map(is_, arrays, former.given)):
+            return former
         plain: dict[str, bool] = {}
         for array in arrays:
             plain[array.table.name] = plain.get(array.table.name, True) and _is_plain(array)
@@ -72,7 +85,13 @@ class SmallTables:
             held,
             np.array([place[array.table.name] for array in held], np.int64),
             np.array([array.row_bytes // _WORD_BYTES for array in held], np.int64),
+            arrays,
         )
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Of the arrays, by path."""
+        return {array.path: position for position, array in enumerate(self.arrays)}
 
     @cached_property
     def layout(self) -> list[tuple[str, tuple[int, ...], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 
-from cnr_store import Checkpointer
+from cnr_store import Checkpointer, load
 
 ROWS = 1000
 
@@ -141,3 +142,28 @@ def test_a_table_that_an_object_replaces_is_saved_as_it_is_then(tmp_path: Path) 
             other.checkpointer.load()
         for found, expected in zip(other.everything(), job.everything(), strict=True):
             assert torch.equal(found, expected)
+
+
+def test_small_tables_are_written_as_they_were_when_save_returned(tmp_path: Path) -> None:
+    table = nn.Embedding(50, 4, sparse=True)
+    optimizer = Adagrad(table.parameters())
+    go_on = threading.Event()
+    with Checkpointer(tmp_path, table, optimizer, policy="consecutive", bits=32) as checkpointer:
+        checkpointer.save(1).result()
+        table(torch.tensor([3, 7])).sum().backward()
+        optimizer.step()
+        saved, sums = table.weight.detach().clone(), optimizer.state[table.weight]["sum"].clone()
+        checkpointer._saves._executor.submit(go_on.wait)  # the thread that writes is late
+        pending = checkpointer.save(2)
+        with torch.no_grad():
+            table.weight += 1
+            optimizer.state[table.weight]["sum"] += 1
+        table.weight.data = torch.zeros(90, 4)
+        optimizer.state[table.weight]["sum"] = torch.zeros(90, 4)
+        go_on.set()
+        assert pending.result().rows == 2
+    restored = nn.Embedding(50, 4, sparse=True)
+    again = Adagrad(restored.parameters())
+    load(tmp_path, restored, again)
+    assert torch.equal(restored.weight, saved)
+    assert torch.equal(again.state[restored.weight]["sum"], sums)
