@@ -85,7 +85,7 @@ def _compile_relative(codec: LatticeRows, rows: Rows, element: str) -> None:
     payload, *_ = codec.encode_over(rows, None, len(rows), zeros, known, element=element)
     older = codec.encode_rows(np.zeros_like(rows), None, len(rows), element=element)
     out, need = np.empty_like(rows), np.ones(len(rows), np.uint8)
-    pending = Pending(*rows.shape, out if element == "float32" else None)
+    pending = Pending(len(rows), rows.shape[1], out if element == "float32" else None)
     for each in (payload, older):
         decode_into(parse(each), out, need, 0, pending)
     pending.prove()
