@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs.kernels.building.compiled import kernel
+from cnr_codecs.kernels.building.instructions import bits_of
 
 _0, _1 = np.uint64(0), np.uint64(1)
 
@@ -39,7 +40,7 @@ def unpack_gaps(data: Any, shift: int, place: int, row: Any, limit: int, rows: A
         gap: Any = 0
         while True:
             if held <= shift:
-                while held <= 56 and at < data.size:
+                while held <= 48 and at < data.size:
                     bits |= np.uint64(data[at]) << np.uint64(held)
                     held += 8
                     at += 1
@@ -48,6 +49,14 @@ def unpack_gaps(data: Any, shift: int, place: int, row: Any, limit: int, rows: A
                 used = 0
                 if held <= shift:
                     return -1
+            # The lowest bit that is none of the ones that come next; their number is its exponent.
+            zero = ~bits & (bits + _1)
+            ones = (bits_of(np.float64(zero)) >> 52) - 1023
+            if zero > _0 and ones + shift < held:
+                gap += ones
+                bits >>= np.uint64(ones + 1)
+                held -= ones + 1
+                break
             is_last = (bits & _1) == _0
             bits >>= _1
             held -= 1
