@@ -148,8 +148,9 @@ class RowSet:
                 yield done, rows + np.uint32(first * 8)
                 done += len(rows)
         elif self.kind in _OFFSET_DTYPES:
-            # Of the same type: another one would make a copy of all offsets first.
-            place, last = self.data.searchsorted(np.array((first, stop - 1), self.data.dtype)).tolist()
+            # Of the same type: another one would make a copy of all offsets first. The chunk may have rows beyond it.
+            ends = np.minimum((first, stop - 1), np.iinfo(self.data.dtype).max).astype(self.data.dtype)
+            place, last = self.data.searchsorted(ends).tolist()
             for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
                 yield start, self.data[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
         else:
