@@ -97,7 +97,7 @@ class ArrayReader:
         return self._reading(lambda links: self._read(links, first_row, out))
 
     def _read(self, links: Sequence[Link], first_row: int, out: Array) -> Array:
-        need, pending = np.ones(len(out), np.uint8), self._pending(links, len(out))
+        need, pending = np.ones(len(out), np.uint8), self._pending(links, len(out), out)
         whole = np.zeros(len(out), bool)
         for link in links:
             if link.entry.kind == "whole":
@@ -118,7 +118,7 @@ class ArrayReader:
         CorruptionError, VersionNotFoundError
             As `read` does.
         """
-        self._walk(first_row, need, lambda link, pending: link.fill(first_row, out, need, pending))
+        self._walk(first_row, need, lambda link, pending: link.fill(first_row, out, need, pending), out)
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
@@ -133,13 +133,19 @@ class ArrayReader:
         taken = self._walk(first_row, need, lambda link, pending: link.take(first_row, need, pending))
         return [segment for segments in taken for segment in segments]
 
-    def _walk(self, first_row: int, need: Array, visit: Callable[[Link, Pending | None], T]) -> list[T]:
-        """What `visit` returns for each link, newest first, until it has cleared every `need`."""
+    def _walk(
+        self,
+        first_row: int,
+        need: Array,
+        visit: Callable[[Link, Pending | None], T],
+        out: Array | None = None,
+    ) -> list[T]:
+        """What `visit` returns for each link, newest first, until it has cleared every `need`. It may fill `out`."""
         wanted = need.copy()
 
         def walk(links: Sequence[Link]) -> list[T]:
             need[:] = wanted != 0
-            pending = self._pending(links, len(need))
+            pending = self._pending(links, len(need), out)
             visited = [visit(link, pending) for link in links if need.any()]
             self._check_complete(links, first_row, need)
             self._prove(pending)
@@ -147,10 +153,12 @@ class ArrayReader:
 
         return self._reading(walk)
 
-    def _pending(self, links: Sequence[Link], rows: int) -> Pending | None:
-        """What adds up relative rows; None if no link may have any."""
-        is_relative = any(RELATIVE in link.record.requires for link in links)
-        return Pending(rows, self.columns) if is_relative else None
+    def _pending(self, links: Sequence[Link], rows: int, out: Array | None) -> Pending | None:
+        """What adds up relative rows, in the memory of `out` where that can hold it; None if no link may have any."""
+        if not any(RELATIVE in link.record.requires for link in links):
+            return None
+        has_room = out is not None and self.element == "float32" and out.flags.c_contiguous
+        return Pending(rows, self.columns, out if has_room else None)
 
     def _prove(self, pending: Pending | None) -> None:
         try:

@@ -26,7 +26,7 @@ def _nbytes(payload: Payload) -> int:
     # Parameters count twice: decoding keeps them widened to float32, too.
     return sum(
         each.codes.nbytes
-        + each.row_set.data.nbytes
+        + each.row_set.nbytes
         + each.parameters.nbytes
         + each.parameters.size * 4
         + (0 if each.books is None else each.books.nbytes)

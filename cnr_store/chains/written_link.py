@@ -273,7 +273,7 @@ class WrittenLink(Link):
             raise CorruptionError(f"{self._where(chunk)}: {error}") from error
         rows = before != wanted
         target[rows] = padded[rows, :width]
-        if pending is not None and part is not None:
+        if pending is not None and part is not None and pending.values is None:
             pending.sums[begin:end, chunk.column : chunk.column + width] = part.sums[:, :width]
 
     def _where(self, chunk: Chunk) -> str:

@@ -59,6 +59,8 @@ SPECIAL_FLOATS = ("0000", "0080", "007c", "00fc", "007e", "ff7b", "0100", "fffff
 CODEBOOKS = {4, 5} & set(Scheme)
 LATTICE, RELATIVE, GAPS = 6, 7, 4
 CODED = (LATTICE, RELATIVE)
+COMPOSED: Counter[str] = Counter()
+"""Payloads whose relative rows were composed, by the kind of their grid."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,9 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
     out = np.empty((payload.rows, payload.dim), dtype)
     need = np.ones(payload.rows, np.uint8)
     present = cnr_codecs.present_rows(payload)
-    pending = cnr_codecs.Pending(payload.rows, payload.dim)
+    has_room = payload.element == "float32" and len(data) % 2 == 0
+    pending = cnr_codecs.Pending(payload.rows, payload.dim, out if has_room else None)
+    taken(payload)
     try:
         written = cnr_codecs.decode_into(payload, out, need, 0, pending)
         written += settled(payload, out, need, pending)
@@ -394,18 +398,35 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
 
 
 def settled(payload: cnr_codecs.Payload, out: Any, need: Any, pending: cnr_codecs.Pending) -> int:
-    """How many rows are relative; these are composed with rows of zeros on the step of the first."""
+    """How many rows are relative; these are composed with others on the grid of the first."""
     rows = np.flatnonzero(need == 2)
     if len(rows):
-        values = np.zeros((len(rows), payload.dim), cnr_codecs.array_dtype(payload.element))
         grid = float(pending.steps[rows[0]])
-        codec = cnr_codecs.LatticeRows(step=grid) if grid > 0 else cnr_codecs.FloatingRows(int(-grid))
-        older = codec.encode_rows(values, rows, payload.rows, element=payload.element)
         with suppress(CodecError):
-            cnr_codecs.decode_into(cnr_codecs.parse(older), out, need, 0, pending)
+            cnr_codecs.decode_into(beneath(payload, rows, grid), out, need, 0, pending)
+            COMPOSED["steps" if grid > 0 else "floating grids"] += 1
             pending.prove()
         need[rows] = 0
     return len(rows)
+
+
+def beneath(payload: cnr_codecs.Payload, rows: Any, grid: float) -> cnr_codecs.Payload:
+    """Rows for relative ones: of zeros, or on a floating grid of ones, near which differences give other codes."""
+    values = np.full((len(rows), payload.dim), grid < 0, cnr_codecs.array_dtype(payload.element))
+    codec = cnr_codecs.LatticeRows(step=grid) if grid > 0 else cnr_codecs.FloatingRows(int(-grid))
+    return cnr_codecs.parse(codec.encode_rows(values, rows, payload.rows, element=payload.element))
+
+
+def taken(payload: cnr_codecs.Payload) -> None:
+    """Moves the rows as a fold does, which ends in segments without relative ones or in an error."""
+    need, pending = np.ones(payload.rows, np.uint8), cnr_codecs.Pending(payload.rows, payload.dim)
+    with suppress(CodecError):
+        segments = cnr_codecs.take_rows(payload, need, 0, pending)
+        rows = np.flatnonzero(need == 2)
+        if len(rows):
+            older = beneath(payload, rows, float(pending.steps[rows[0]]))
+            segments += cnr_codecs.take_rows(older, need, 0, pending)
+        assert all(segment.scheme != RELATIVE for segment in segments)
 
 
 def memory_bytes(field: str) -> int:
@@ -421,6 +442,7 @@ def main(count: int, seed: int) -> None:
     bases = [sound(rng) for _ in range(600)] + [plain(rng) for _ in range(60)]
     # Loads every kernel, whose code needs address space, before memory is limited.
     assert all(judge(base.encode())[0].startswith("decoded") for base in bases)
+    COMPOSED.clear()
     before = memory_bytes("VmHWM")
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes("VmSize") + MEMORY_BYTES, resource.RLIM_INFINITY))
     reached: Counter[str] = Counter()
@@ -436,7 +458,7 @@ def main(count: int, seed: int) -> None:
         reached[end] += 1
         schemes.update(decoded)
     grown = memory_bytes("VmHWM") - before
-    print(json.dumps({"reached": reached, "schemes": schemes, "grown_bytes": grown}))
+    print(json.dumps({"reached": reached, "schemes": schemes, "composed": COMPOSED, "grown_bytes": grown}))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,12 @@ def use(codec, dim, element):
     if getattr(codec, "relative", False):
         codes = np.zeros((60, dim), np.int8)
         newer, *_ = codec.encode_over(values, None, 60, codes, np.arange(60) % 3 > 0, element=element)
-        out, need, pending = np.zeros_like(values), np.ones(60, np.uint8), Pending(60, dim)
-        for data in (newer, codec.encode_rows(values, None, 60, element=element)):
-            decode_into(parse(data), out, need, 0, pending)
+        for in_values in {False, element == "float32"}:
+            out, need = np.zeros_like(values), np.ones(60, np.uint8)
+            pending = Pending(60, dim, out if in_values else None)
+            for data in (newer, codec.encode_rows(np.zeros_like(values), None, 60, element=element)):
+                decode_into(parse(data), out, need, 0, pending)
+            pending.prove()
 
 events.register("numba:compile", Listener())
 uniform = [UniformRows(bits=bits) for bits in (2, 4, 8)]

@@ -62,3 +62,11 @@ def test_parts_of_large_sets_come_in_blocks(rows: int) -> None:
             (7, 7),
         ):
             _check(row_set, first, stop)
+
+
+@pytest.mark.parametrize(("first", "stop", "expected"), [(0, 100_000, [3, 60_000]), (4, 65_600, [60_000])])
+def test_offsets_of_16_bits_in_chunks_of_more_rows(first: int, stop: int, expected: list[int]) -> None:
+    offsets = np.array([3, 60_000], "<u2")
+    row_set = RowSet(RowSetKind.OFFSETS16, 2, 100_000, offsets)
+    assert [row for _, rows in row_set.within(first, stop) for row in rows.tolist()] == expected
+    assert sum(len(rows) for _, rows in row_set.within(70_000, 80_000)) <= 1

@@ -39,7 +39,7 @@ from cnr_store.training.saving.tally import (
     worth_whole,
 )
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
-from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
@@ -273,7 +273,7 @@ class Planner:
 
         def write(array: RowArray) -> RowsWrite:
             name, rows = array.table.name, staged.of(array) if staged and array.path in copied else None
-            return self._write(array, decision, ids[name], counts[name], pending, rows)
+            return self._write(array, lines.get(array.path), decision, ids[name], counts[name], pending, rows)
 
         # Nothing that training may change is read any more of those that were copied together.
         later = copied if self._tally.world == 1 else set()
@@ -308,13 +308,14 @@ class Planner:
     def _write(
         self,
         array: RowArray,
+        line: ArrayLine | None,
         decision: Decision,
         ids: Rows | None,
         counts: Counts | None,
         pending: PendingSave,
         copied: StagedRows | None,
     ) -> RowsWrite:
-        table, line = array.table, self.lineage.lines.get(array.path)
+        table = array.table
         written = None if line is None else ids
         base = None if line is None or ids is None else line.base(decision.since)
         codec = keep_step(

@@ -84,9 +84,11 @@ def _compile_relative(codec: LatticeRows, rows: Rows, element: str) -> None:
     codec, zeros, known = codec.with_step(0.5), np.zeros(rows.shape, np.int8), np.ones(len(rows), np.bool_)
     payload, *_ = codec.encode_over(rows, None, len(rows), zeros, known, element=element)
     older = codec.encode_rows(np.zeros_like(rows), None, len(rows), element=element)
-    out, need, pending = np.empty_like(rows), np.ones(len(rows), np.uint8), Pending(*rows.shape)
+    out, need = np.empty_like(rows), np.ones(len(rows), np.uint8)
+    pending = Pending(len(rows), rows.shape[1], out if element == "float32" else None)
     for each in (payload, older):
         decode_into(parse(each), out, need, 0, pending)
+    pending.prove()
 
 
 def compile_all() -> Iterator[None]:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import cnr_codecs
 from cnr_codecs import (
+    FloatingRows,
     LatticeRows,
     LosslessRows,
+    ParentError,
     PayloadError,
     Pending,
     RowsError,
@@ -81,11 +83,13 @@ class Table:
         return np.where(self.known[:, None], stored, self.values)
 
 
-def compose(payloads: list[bytes], rows: Any, dim: int, element: str, wanted: Any = None) -> Rows:
-    """The rows of a window, from the newest payload to the oldest."""
+def compose(
+    payloads: list[bytes], rows: Any, dim: int, element: str, wanted: Any = None, *, in_values: bool = False
+) -> Rows:
+    """The rows of a window, from the newest payload to the oldest; their sums in memory of their own or `in_values`."""
     out = np.full((len(rows), dim), 7, cnr_codecs.array_dtype(element))
     need = np.ones(len(rows), np.uint8) if wanted is None else wanted.copy()
-    pending = Pending(len(rows), dim)
+    pending = Pending(len(rows), dim, out if in_values else None)
     for number, payload in reversed(list(enumerate(payloads))):
         decode_into(parse(payload), out, need, int(rows[0]), pending.part(0, 0, f"payload {number}"))
     assert not need.any()
@@ -114,10 +118,13 @@ def test_chains_give_the_codes_of_the_writer(
     expected = table.expected()
     found = compose(table.payloads, np.arange(rows), dim, element)
     assert found.tobytes() == expected.tobytes()
+    if element == "float32":
+        found = compose(table.payloads, np.arange(rows), dim, element, in_values=True)
+        assert found.tobytes() == expected.tobytes()
     first = int(table.rng.integers(rows))
     window = np.arange(first, min(rows, first + 100))
     wanted = (table.rng.random(len(window)) < 0.4).astype(np.uint8)
-    part = compose(table.payloads, window, dim, element, wanted)
+    part = compose(table.payloads, window, dim, element, wanted, in_values=element == "float32")
     assert part[wanted != 0].tobytes() == expected[window][wanted != 0].tobytes()
     assert (part[wanted == 0] == 7).all()
     need, pending, taken = np.ones(rows, np.uint8), Pending(rows, dim), []
@@ -141,6 +148,22 @@ def test_drift_of_many_payloads() -> None:
     found = compose(table.payloads, np.arange(500), 8, "float32")
     np.testing.assert_array_equal(found, table.expected())
     assert np.abs(found - table.values).max() <= STEP / 2
+
+
+@pytest.mark.parametrize("in_values", [False, True])
+@pytest.mark.parametrize("codec", [LatticeRows(step=0.125), FloatingRows(3)], ids=repr)
+def test_rows_that_do_not_come_out_as_written_are_found(
+    codec: LatticeRows | FloatingRows, in_values: bool
+) -> None:
+    base = np.array([[1, -2, 0.5, 0]] * 40, np.float32)
+    _, parent, known = codec.encode_over(
+        base, None, 40, np.zeros((40, 4), np.int16), np.zeros(40, bool), element="float32"
+    )
+    newer, *_ = codec.encode_over(base * 1.25, None, 40, parent, known, element="float32")
+    base[17, 1] = -4
+    other = codec.encode_rows(base, None, 40, element="float32")
+    with pytest.raises(ParentError, match=r"payload 1: .*do not come out as they were written"):
+        compose([other, newer], np.arange(40), 4, "float32", in_values=in_values)
 
 
 def test_bytes_of_a_relative_payload() -> None:

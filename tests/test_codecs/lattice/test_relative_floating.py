@@ -98,7 +98,9 @@ def test_chains_give_the_codes_of_the_writer(
         if len(ids):
             table.write(ids)
     expected = table.expected()
-    assert compose(table.payloads, np.arange(rows), dim, element).tobytes() == expected.tobytes()
+    for in_values in {False, element == "float32"}:
+        found = compose(table.payloads, np.arange(rows), dim, element, in_values=in_values)
+        assert found.tobytes() == expected.tobytes()
     need, pending, taken = np.ones(rows, np.uint8), Pending(rows, dim), []
     for payload in reversed(table.payloads):
         taken += take_rows(parse(payload), need, 0, pending)

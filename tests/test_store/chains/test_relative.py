@@ -381,6 +381,26 @@ def test_parts_of_a_version_are_loaded_and_saved_over(tmp_path: Path) -> None:
     no_findings(tmp_path)
 
 
+def test_a_table_that_grew_is_whole_once_and_then_relative(tmp_path: Path) -> None:
+    job, versions = chain_of(tmp_path)
+    table = torch.nn.Embedding(ROWS + 500, DIM, sparse=True)
+    model = torch.nn.ModuleDict({"songs": table})
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.3), torch.arange(ROWS - 10, ROWS + 10)
+    with Checkpointer(str(tmp_path), model, optimizer, policy="consecutive", codec=RELATIVE) as checkpointer:
+        assert checkpointer.load(strict="report").grown == {"songs": (ROWS, ROWS + 500)}
+        values = table.weight.detach().numpy()
+        np.testing.assert_array_equal(values[:ROWS], job.expected[versions[-1]])
+        for step, expected in ((50, 0), (51, len(rows))):
+            with torch.no_grad():
+                table.weight[rows] += 0.3
+            checkpointer.touch("songs", rows)
+            version = checkpointer.save(step).result().id
+            assert relative_rows(tmp_path, version) == expected
+            half = step_of(recorded(tmp_path, version)[PATH]) / 2
+            assert np.abs(held(tmp_path, version) - values).max() <= half
+    no_findings(tmp_path)
+
+
 def test_retention_keeps_what_relative_rows_need(tmp_path: Path) -> None:
     """A delta all of whose rows were written again is still beneath them."""
     job = Job(tmp_path, RELATIVE, policy="consecutive", keep_last=1)

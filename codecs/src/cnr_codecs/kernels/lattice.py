@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs.kernels.building.compiled import kernel
+from cnr_codecs.kernels.building.instructions import bits_of, prefetch
 
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
 _1 = np.uint64(1)
+# Sums lie anywhere in memory: those of a row are asked for so many rows before they are needed.
+_AHEAD = 12
+_LINE = 16
+"""Sums of a line of the cache."""
 
 
 @kernel
@@ -212,6 +217,10 @@ def add_rows(
     """
     added, width = 0, np.uintp(dim)
     for i in range(rows.size):
+        if i + _AHEAD < rows.size:
+            to = np.uintp(place + (np.int64(rows[i + _AHEAD]) - first_row) * stride)
+            for j in range(np.uintp(0), width, np.uintp(_LINE)):
+                prefetch(sums, to + j)
         row = np.int64(rows[i]) - first_row
         if need[row] == 0:
             continue
@@ -251,6 +260,10 @@ def settle_rows(
     """
     most, width = np.int64(0), np.uintp(dim)
     for i in range(rows.size):
+        if i + _AHEAD < rows.size:
+            to = np.uintp(place + (np.int64(rows[i + _AHEAD]) - first_row) * stride)
+            for j in range(np.uintp(0), width, np.uintp(_LINE)):
+                prefetch(sums, to + j)
         row = np.int64(rows[i]) - first_row
         if need[row] != 2:
             continue
@@ -263,3 +276,25 @@ def settle_rows(
             codes[source + j] = np.int32(code)
             sums[to + j] = np.int32(code)
     return most
+
+
+@kernel
+def find_codes(values: Any, rows: Any, steps: Any, dim: int, mantissa: int, codes: Any) -> None:
+    """Write the codes (int32) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
+
+    The step of row i is `steps[i]` (float32); of a floating grid, the bits that its codes have of `mantissa`, less
+    than 0.
+    """
+    width = np.uintp(dim)
+    for i in range(rows.size):
+        step, source, to = steps[rows[i]], np.uintp(rows[i] * dim), np.uintp(i * dim)
+        if step > 0:
+            # A value is exactly its step times its code.
+            for j in range(width):
+                codes[to + j] = np.int32(values[source + j] / step)
+            continue
+        shift = np.uint32(mantissa + np.int64(step))
+        for j in range(width):
+            bits = bits_of(values[source + j])
+            size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> shift)
+            codes[to + j] = -size if bits >> np.uint32(31) else size

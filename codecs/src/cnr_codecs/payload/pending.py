@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
-from cnr_codecs.payload.coded import MAX_CODE, checksum, code_range
+from cnr_codecs.kernels.lattice import find_codes
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, checksum, code_range
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -31,11 +32,16 @@ class Pending:
     ----------
     rows, columns
         Of all that is read in one walk.
+    values
+        float32 (rows, columns), contiguous: what float32 rows are decoded into. The sums then stand in this memory
+        until the values do, and take none of their own.
 
     Attributes
     ----------
     sums
-        int32 (rows, columns). They are defined where rows are pending, or were.
+        int32 (rows, columns). They are defined where rows are pending; with memory of their own also where they were.
+    values
+        The parameter.
     steps
         float32 (rows,): the `Segment.grid` of each of these, which for most is a step.
     row, column
@@ -44,8 +50,10 @@ class Pending:
         What messages call that payload.
     """
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self.sums, self.steps = np.empty((rows, columns), np.int32), np.empty(rows, np.float32)
+    def __init__(self, rows: int, columns: int, values: npt.NDArray[np.float32] | None = None) -> None:
+        # New memory for as many sums as there are values would take longer than to decode them.
+        self.sums = np.empty((rows, columns), np.int32) if values is None else values.view(np.int32)
+        self.values, self.steps = values, np.empty(rows, np.float32)
         self.row, self.column, self.where = 0, 0, ""
         self._proofs: list[tuple[str, RowSet, int, int]] = []
         self._newer: dict[str, None] = {}
@@ -160,9 +168,19 @@ class Pending:
                 rows = block.astype(np.int64) + shift
                 is_read = is_read and (left_out is None or not left_out[rows].any())
                 for first in range(0, len(rows) if is_read else 0, _PROVEN_ROWS):
-                    check = checksum(check, self.sums[rows[first : first + _PROVEN_ROWS]])
+                    check = checksum(check, self._codes(rows[first : first + _PROVEN_ROWS]))
             if is_read:
                 yield where, row_set.offsets() + shift, check == expected
+
+    def _codes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """The codes (n, columns) that rows were settled with."""
+        if self.values is None:
+            return self.sums[rows]
+        codes = np.empty((len(rows), self.sums.shape[1]), np.int32)
+        find_codes(
+            self.values.reshape(-1), rows, self.steps, codes.shape[1], MANTISSA_BITS, codes.reshape(-1)
+        )
+        return codes
 
     def check_settled(self, most: int, grid: float) -> None:
         """Check the greatest magnitude of codes with what was pending; it is -1 if that has another grid.

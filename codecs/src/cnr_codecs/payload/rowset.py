@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,20 @@ class RowSet:
             return cls(kind, count, rows, np.packbits(flags, bitorder="little"))
         return cls(kind, count, rows, _pack(kind, np.flatnonzero(flags), rows))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in memory."""
+        return self.data.nbytes + (4 * self.count if self._is_kept else 0)
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether its rows are kept once they were unpacked, since each of them costs more than to decode it."""
+        return self.kind is RowSetKind.GAPS and self.count <= BLOCK_ROWS
+
+    @cached_property
+    def _unpacked(self) -> list[npt.NDArray[np.uint32]]:
+        return [*_unpack_gaps(self.data, self.count, self.rows)] if self._is_kept else []
+
     def offsets(self) -> npt.NDArray[np.int64]:
         """Return all rows of the set, increasing, int64 (count,)."""
         found = np.empty(self.count, np.int64)
@@ -133,8 +148,9 @@ class RowSet:
                 yield done, rows + np.uint32(first * 8)
                 done += len(rows)
         elif self.kind in _OFFSET_DTYPES:
-            # Of the same type: another one would make a copy of all offsets first.
-            place, last = self.data.searchsorted(np.array((first, stop - 1), self.data.dtype)).tolist()
+            # Of the same type: another one would make a copy of all offsets first. The chunk may have rows beyond it.
+            ends = np.minimum((first, stop - 1), np.iinfo(self.data.dtype).max).astype(self.data.dtype)
+            place, last = self.data.searchsorted(ends).tolist()
             for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
                 yield start, self.data[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
         else:
@@ -145,7 +161,7 @@ class RowSet:
             yield from _bitmap_rows(self.data)
             return
         if self.kind is RowSetKind.GAPS:
-            yield from _unpack_gaps(self.data, self.count, self.rows)
+            yield from self._unpacked or _unpack_gaps(self.data, self.count, self.rows)
             return
         for start in range(0, self.count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.count)
@@ -242,12 +258,13 @@ def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where
     if kind is RowSetKind.PREFIX:
         return RowSet(kind, count, rows, offsets)
     if kind is RowSetKind.GAPS:
+        row_set = RowSet(kind, count, rows, offsets)
         try:
-            for _ in _unpack_gaps(offsets, count, rows):
+            for _ in row_set.blocks():
                 pass
         except PayloadError as error:
             raise PayloadError(f"{where}: {error}") from error
-        return RowSet(kind, count, rows, offsets)
+        return row_set
     if kind is RowSetKind.BITMAP:
         if rows % 8 and data[-1] >> (rows % 8):
             raise PayloadError(f"{where}: the bitmap of rows has bits set beyond row {rows - 1}")
