@@ -5,31 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.integrations.lightning_hooks import HookBehind
+from cnr_store.integrations.lightning_loaders import check_loaders
 from cnr_store.integrations.lightning_state import (
     TrainerState,
     accumulate_as_scheduled,
     averaging,
-    changed_since,
-    counters_of,
     restore_trained,
 )
 from cnr_store.integrations.metrics import figures
+from cnr_store.integrations.saved_moment import SavedMoment
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import number
 from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.data.loader_replay import length_of
-from cnr_store.training.data.tracked_reader import TrackedReader
 from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.tracking.version_counter import VersionCounter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -120,7 +118,7 @@ class CnrCheckpoint(Callback):
         self._saved_at = monotonic()
         self._checkpointer: Checkpointer | None = None
         self._saved_step: int | None = None  # the newest step saved or loaded
-        self._saved_tensors: list[VersionCounter] = []  # those of the model, as they were then
+        self._moment: SavedMoment | None = None  # of that step, if the fit may end with it
         self._last = _LastHooks(self)
         self._behind: list[HookBehind] = []
         self._step_before_batch = 0
@@ -151,10 +149,12 @@ class CnrCheckpoint(Callback):
             "lightning.loops": self._trainer_state,
         }
         self._saved_step, self._saved_at = None, monotonic()
-        self._behind = [
-            HookBehind(pl_module, "on_train_batch_end", lambda: self._end_batch(trainer)),
-            HookBehind(pl_module, "on_train_end", lambda: self._end_training(trainer)),
-        ]
+        for name, call in (
+            ("on_train_start", self._start_training),
+            ("on_train_batch_end", self._end_batch),
+            ("on_train_end", self._end_training),
+        ):
+            self._behind.append(HookBehind(pl_module, name, partial(self._call_behind, call, trainer)))
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
         if self._resume:
@@ -166,17 +166,24 @@ class CnrCheckpoint(Callback):
                         f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
                     )
                 self._loaded_rng = rng_state()
-                self._saved_tensors = counters_of(pl_module)
+
+    def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
+        """Call what comes behind a hook, but for fits within this one that run without callbacks, as finders do."""
+        if self._last in trainer.callbacks:
+            call(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loaders. They exist by now."""
-        _check_loaders(trainer.train_dataloader)
+        check_loaders(trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the random number generators again, because making the loaders has drawn from them."""
+        """Note the step: a batch may take several, or none."""
         self._step_before_batch = trainer.global_step
+
+    def _start_training(self, trainer: Trainer) -> None:
+        """Restore the random number generators again, because making the loaders has drawn from them."""
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             accumulate_as_scheduled(trainer)
@@ -212,15 +219,13 @@ class CnrCheckpoint(Callback):
 
         Averages are written in a way that torch does not count, so they are saved whole.
         """
-        has_average = bool(averaging(trainer))
         self._trainer_state.is_end = True
-        if has_average or changed_since(self._saved_tensors, trainer.lightning_module):
-            self._saved_step = None
-        self._save_last(trainer, full=has_average)
+        self._save_last(trainer, full=bool(averaging(trainer)))
 
     def _save_last(self, trainer: Trainer, full: bool = False) -> None:
-        """Save, also a step that was saved before its callbacks and schedulers got the state that they have now."""
-        if self._trainer_state.changed():
+        """Save, also a step that is saved already, unless nothing has changed since: any hook may change any state."""
+        module, beside = trainer.lightning_module, self._trainer_state.beside_model
+        if full or self._moment is None or not self._moment.is_still(module, beside()):
             self._saved_step = None
         self._save(trainer, overlap="wait", full=full)
 
@@ -273,7 +278,9 @@ class CnrCheckpoint(Callback):
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            self._saved_tensors = counters_of(trainer.lightning_module)
+            may_end = ends == "epoch" or trainer.should_stop or 0 <= trainer.max_steps <= step
+            module, beside = trainer.lightning_module, self._trainer_state.beside_model
+            self._moment = SavedMoment(module, beside()) if may_end else None
 
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
@@ -311,37 +318,3 @@ class _LastHooks(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._owner._end_epoch(trainer)
-
-
-def _check_loaders(loaders: Any) -> None:
-    """Refuse readers that Lightning would read ahead of, and warn about other loaders that it reads ahead of.
-
-    Raises
-    ------
-    OptionError
-        There is a `TrackedReader` among them.
-    """
-    for loader in _flat(loaders):
-        if isinstance(loader, TrackedReader):
-            raise OptionError(
-                "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so a "
-                "resumed fit would skip samples: give the trainer torchdata's StatefulDataLoader"
-            )
-        if callable(getattr(loader, "state_dict", None)) and length_of(loader) is None:
-            log.warning(
-                "a %s has no length, so Lightning takes one batch ahead, and a fit resumed within an epoch skips one "
-                "batch: give its dataset a __len__",
-                type(loader).__name__,
-            )
-
-
-def _flat(loaders: Any) -> Iterator[Any]:
-    """Loaders in lists, dicts and Lightning's CombinedLoader, nested in any way."""
-    parts = getattr(loaders, "flattened", loaders)
-    if isinstance(parts, Mapping):
-        parts = list(parts.values())
-    if isinstance(parts, list | tuple):
-        for part in parts:
-            yield from _flat(part)
-    else:
-        yield loaders

@@ -7,6 +7,10 @@ from functools import update_wrapper
 from typing import Any
 
 
+def _nothing() -> None:
+    return
+
+
 class HookBehind:
     """Takes the place of a module's hook: runs it, and then calls `after`.
 
@@ -35,7 +39,8 @@ class HookBehind:
         return getattr, (self._module, self._name)
 
     def remove(self) -> None:
-        """Give the module its hook back."""
+        """Give the module its hook back, and call nothing any more where another one took this one's place."""
+        self._after = _nothing
         if vars(self._module).get(self._name) is not self:
             return
         delattr(self._module, self._name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from torch import nn
 from cnr_store.errors import StateError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.training.model.object_state import tensor_leaf
-from cnr_store.training.tracking.version_counter import VersionCounter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, callbacks
@@ -56,24 +53,19 @@ class TrainerState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told: set[str] = set()
-        self._stored: Any = None
         self.is_end = False
         self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
+        loops = self._trainer.fit_loop.state_dict()
+        return {**loops, _KEY: self._checkpoint(), _PLATEAUS: self._plateaus(self.ends)}
+
+    def beside_model(self) -> dict[str, Any]:
+        """The state of callbacks, hooks and schedulers."""
         checkpoint = self._checkpoint()
-        self._stored = self._digest(checkpoint)
-        return {**self._trainer.fit_loop.state_dict(), _KEY: checkpoint, _PLATEAUS: self._plateaus(self.ends)}
-
-    def changed(self) -> bool:
-        """Whether callbacks, hooks or schedulers have another state now than the last `state_dict`, if any, had."""
-        return self._stored is not None and self._digest(self._checkpoint()) != self._stored
-
-    def _digest(self, checkpoint: Mapping[str, Any]) -> Any:
-        own = {name: checkpoint[name] for name in ("states", "added")}
-        own["schedulers"] = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
-        return encode_state(own, beside=_digest_of, as_leaf=tensor_leaf)
+        schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
+        return {**{name: checkpoint[name] for name in ("states", "added")}, "schedulers": schedulers}
 
     def step_plateaus(self, ends: str) -> None:
         """Step the schedulers that go by a metric, as Lightning does at the end of a ``"step"`` or an ``"epoch"``."""
@@ -238,19 +230,6 @@ def restore_trained(trainer: Any) -> None:
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
-def counters_of(module: LightningModule) -> list[VersionCounter]:
-    """The counters of parameters and buffers, as they are now."""
-    return [VersionCounter(tensor) for tensor in (*module.parameters(), *module.buffers())]
-
-
-def changed_since(counters: list[VersionCounter], module: LightningModule) -> bool:
-    """Whether parameters or buffers are others now, or torch has counted changes of them."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return len(counters) != len(tensors) or any(
-        counter.count_changes(tensor) != 0 for counter, tensor in zip(counters, tensors, strict=True)
-    )
-
-
 def accumulate_as_scheduled(trainer: Any) -> None:
     """Set what `GradientAccumulationScheduler` sets when an epoch starts, for the rest of one that is resumed."""
     for callback in _of_kind(trainer, "GradientAccumulationScheduler"):
@@ -274,10 +253,6 @@ def _leaf_without_values(value: object) -> ArrayLeaf | None:
     """Stands for a tensor or an array, which the save itself copies and checks."""
     is_array = type(value) in (torch.Tensor, nn.Parameter, np.ndarray)
     return ArrayLeaf(np.zeros(0)) if is_array else None
-
-
-def _digest_of(path: str, leaf: ArrayLeaf) -> str:
-    return sha256(np.ascontiguousarray(leaf.values).data).hexdigest()
 
 
 def _go_on_averaging(callback: Any, trainer: Any) -> None:

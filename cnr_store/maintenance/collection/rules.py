@@ -26,7 +26,8 @@ class Rules:
         A number of steps; the newest version at or before each multiple of it is kept.
     keep_best
         A figure of the metadata, ``"max"`` or ``"min"``, and how many versions: those in which it is best. Of equal
-        ones the newest count; versions without a finite number of this name do not.
+        ones the newest count, and of one step with equal ones the newest alone. Versions without a finite number of
+        this name do not count.
 
     Raises
     ------
@@ -60,7 +61,10 @@ class Rules:
         if self.keep_best is not None:
             figure, mode, count = self.keep_best
             sign = 1 if mode == "max" else -1
-            having = [known for known in listed if figure in known.figures]
+            # The end of a fit may be saved once more: of one step with one figure, the newest counts.
+            having = {
+                (known.step, known.figures[figure]): known for known in listed if figure in known.figures
+            }.values()
             best = sorted(having, key=lambda known: (sign * known.figures[figure], known.id))[-count:]
             yield from ((known.id, f"{figure} is {known.figures[figure]:.6g}") for known in best)
 

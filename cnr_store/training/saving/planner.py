@@ -191,7 +191,8 @@ class Planner:
             How the rows of the other tables are tracked.
         """
         self._codecs.resolve_auto(self.lineage.restores)
-        unsafe = not_continued(arrays, self.lineage.lines) | dict(unsafe)
+        if self.lineage.version is not None:  # else: what deltas after the first version will hold
+            unsafe = not_continued(arrays, self.lineage.lines) | dict(unsafe)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         tables = []
         for table in self._tables:

@@ -227,7 +227,7 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
 def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:
     """The bits of some rows, on the tensor's own device, so that the host need not hold them."""
     index = torch.from_numpy(ids).to(tensor.device)
-    rows = torch.index_select(as_integers(tensor), 0, index)
+    rows = torch.index_select(as_integers(tensor.resolve_neg()), 0, index)
     return rows.reshape(ids.size, rows[:1].numel())
 
 

@@ -141,6 +141,7 @@ def _is_plain(array: RowArray) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
+        and not tensor.is_neg()  # its memory has the other sign
         and tensor.shape == array.shape
         and array.shape[0] <= _MOST_ROWS_OF_ONE
         and array.row_bytes > 0

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
 import cnr_store
 from cnr_store import OptionError
@@ -168,11 +174,71 @@ def test_the_end_of_a_fit_has_what_changed_since_its_last_step_was_saved(tmp_pat
     assert resumed.wait_count == stopping.wait_count
 
 
-def test_a_fit_that_ends_with_nothing_new_saves_no_further_version(tmp_path: Path) -> None:
+def test_the_end_is_saved_once_more_and_a_fit_that_is_done_saves_nothing(tmp_path: Path) -> None:
+    class Written(Module):
+        def on_train_end(self) -> None:
+            self.top.get_parameter("1.bias").data.fill_(7)  # which torch does not count
+
     url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 1))
+    fit(tmp_path, CnrCheckpoint(url, 1), module=Written())
     fit(tmp_path, CnrCheckpoint(url, 1, resume=True))
+    last = EPOCHS * BATCHES
+    assert [version.step for version in cnr_store.versions(url)] == [*range(1, last + 1), last]
+    loaded = Written()
+    cnr_store.load(url, loaded)
+    assert loaded.top.get_parameter("1.bias").item() == 7
+
+
+def test_fits_within_a_fit_save_nothing(tmp_path: Path) -> None:
+    class Finds(LearningRateFinder):
+        def on_fit_start(self, *_: Any) -> None:
+            pass
+
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                self.lr_find(trainer, pl_module)
+
+    class WithRate(Module):
+        lr = 0.1
+
+    url, module = str(tmp_path / "store"), WithRate()
+    fit(tmp_path, CnrCheckpoint(url, 1), Finds(num_training_steps=5, update_attr=False), module=module)
     assert [version.step for version in cnr_store.versions(url)] == list(range(1, EPOCHS * BATCHES + 1))
+
+
+def test_two_callbacks_leave_no_hook_behind(tmp_path: Path) -> None:
+    module, urls = Module(), [str(tmp_path / name) for name in "ab"]
+    callbacks = [CnrCheckpoint(url, 4, bits=32) for url in urls]
+    fit(tmp_path, *callbacks, module=module, max_epochs=1)
+    fit(tmp_path, *callbacks, module=module, max_epochs=1)
+    for url in urls:
+        assert [version.step for version in cnr_store.versions(url)] == [4, 8] * 2
+        loaded = Module()
+        cnr_store.load(url, loaded)
+        assert_equal(module, loaded)
+
+
+def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, row: int) -> Any:
+            return self.tensors[0][row], self.tensors[1][row] + torch.rand(())
+
+    def trained(*callbacks: Callback) -> Module:
+        torch.manual_seed(3)
+        module, ids = Module(), torch.arange(BATCHES * 16) * 3 % 200
+        options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(
+            max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, callbacks=list(callbacks), **options
+        )
+        trainer.fit(module, StatefulDataLoader(Noisy(ids, ids / 200), batch_size=16))
+        return module
+
+    url = str(tmp_path / "store")
+    undisturbed = trained()
+    for stop in (3, BATCHES + 2):
+        with pytest.raises(StopsError):
+            trained(CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(stop))
+    assert_equal(undisturbed, trained(CnrCheckpoint(url, 1, bits=32, resume=True)))
 
 
 def test_a_checkpoint_of_lightnings_own_and_a_version_are_not_mixed(tmp_path: Path) -> None:

@@ -690,3 +690,13 @@ def test_storage_that_fails_is_its_own_error(backend: Backend) -> None:
     save_many(backend, [1, 2, 3], policy="full")
     with pytest.raises(StorageError):
         cnr_store.gc(FaultyBackend(backend, lambda *_: "before"), keep_last=1)
+
+
+def test_a_step_saved_twice_with_one_figure_takes_one_place_among_the_best() -> None:
+    with memory_url() as url, Checkpointer(url, *make_model("sgd", 1), policy="full") as checkpointer:
+        made = [
+            checkpointer.save(step, metadata={"auc": auc}).result().id
+            for step, auc in ((1, 0.7), (2, 0.8), (3, 0.9), (3, 0.9), (3, 0.6), (4, 0.1))
+        ]
+        report = cnr_store.gc(url, keep_best=("auc", "max", 3))
+        assert sorted(report.kept) == [made[at] for at in (0, 1, 3, 5)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.optim import Adagrad
 
+import cnr_store
+from cnr_store import Checkpointer
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.tracking.small_tables import SmallTables
@@ -68,3 +72,18 @@ def test_rows_that_were_added_make_new_arrays() -> None:
 def test_arrays_of_large_tables_are_not_kept() -> None:
     _, _, model = trained(MOST_ROWS_KEPT + 1)
     assert are_same(model.row_arrays(), model.row_arrays()) == [False, False]
+
+
+def test_a_small_table_whose_memory_has_the_other_sign_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(8, 4, sparse=True)})
+    table = model.get_parameter("a.weight")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", bits=32) as checkpointer:
+        table.data = torch._neg_view(torch.randn(8, 4))
+        for step in range(3):
+            model["a"](torch.tensor([step])).sum().backward()
+            optimizer.step()
+            checkpointer.save(step).result()
+    loaded = nn.ModuleDict({"a": nn.Embedding(8, 4)})
+    cnr_store.load(tmp_path, loaded)
+    assert torch.equal(loaded.get_parameter("a.weight"), table)

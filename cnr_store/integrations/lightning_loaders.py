@@ -1,0 +1,47 @@
+"""Which data loaders a fit can resume with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cnr_store.errors import OptionError
+from cnr_store.training.data.loader_replay import length_of
+from cnr_store.training.data.tracked_reader import TrackedReader
+
+log = logging.getLogger("cnr_store")
+
+
+def check_loaders(loaders: Any) -> None:
+    """Refuse readers that Lightning would read ahead of, and warn about other loaders that it reads ahead of.
+
+    Raises
+    ------
+    OptionError
+        There is a `TrackedReader` among them.
+    """
+    for loader in _flat(loaders):
+        if isinstance(loader, TrackedReader):
+            raise OptionError(
+                "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so a "
+                "resumed fit would skip samples: give the trainer torchdata's StatefulDataLoader"
+            )
+        if callable(getattr(loader, "state_dict", None)) and length_of(loader) is None:
+            log.warning(
+                "a %s has no length, so Lightning takes one batch ahead, and a fit resumed within an epoch skips one "
+                "batch: give its dataset a __len__",
+                type(loader).__name__,
+            )
+
+
+def _flat(loaders: Any) -> Iterator[Any]:
+    """Loaders in lists, dicts and Lightning's CombinedLoader, nested in any way."""
+    parts = getattr(loaders, "flattened", loaders)
+    if isinstance(parts, Mapping):
+        parts = list(parts.values())
+    if isinstance(parts, list | tuple):
+        for part in parts:
+            yield from _flat(part)
+    else:
+        yield loaders
