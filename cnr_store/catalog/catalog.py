@@ -131,8 +131,9 @@ class Catalog:
         """List the folds again: versions may have been folded since, and what they depended on removed."""
         self._folded = list_ids(self.backend, layout.FOLDS)
         # One that was removed and made again has other objects, under the same id.
-        for key in [key for key in self._records if key[0] == layout.FOLDS]:
-            del self._records[key]
+        for key in list(self._records):
+            if key[0] == layout.FOLDS:
+                self._records.pop(key, None)
 
     def refresh(self) -> None:
         """Forget what was read: versions may have been folded or removed since."""

@@ -277,7 +277,7 @@ def _leaf_without_values(value: object) -> ArrayLeaf | None:
 
 
 def _digest_of(path: str, leaf: ArrayLeaf) -> str:
-    return sha256(np.ascontiguousarray(leaf.values)).hexdigest()
+    return sha256(np.ascontiguousarray(leaf.values).data).hexdigest()
 
 
 def _go_on_averaging(callback: Any, trainer: Any) -> None:

@@ -14,9 +14,10 @@ from typing import IO, Any
 import fsspec
 from zarr.abc.store import Store
 
-from cnr_backends import BackendError, StorageError, StorageFullError, open_backend
+from cnr_backends import Backend, BackendError, StorageError, StorageFullError, open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CheckpointError, OptionError
+from cnr_store.format import layout
 
 Target = str | os.PathLike[str] | Store
 _FILE = "file://"
@@ -96,13 +97,15 @@ def new_folder(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_apart(target: Target, store: str, options: Mapping[str, Any]) -> None:
+def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[str, Any]) -> None:
     """Refuse a target that is a store, or lies in the store that is exported, or holds it.
 
     Parameters
     ----------
     store
         The URL of the store that is exported, as its backend tells it.
+    overwrite
+        Whether everything at the target is to be replaced. Then no other store may lie there either.
     options
         For the target's filesystem.
 
@@ -118,12 +121,23 @@ def check_apart(target: Target, store: str, options: Mapping[str, Any]) -> None:
     there, here = _place(catalog.backend.url), _place(store)
     if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
         raise OptionError(f"{target} would replace the store {store}, or a part of it: choose another target")
-    try:
-        is_store = catalog.check_format()
-    except (BackendError, CheckpointError):
-        return
-    if is_store:
+    found = _find_store(catalog.backend) if overwrite else _is_store(catalog.backend, "")
+    if found:
         raise OptionError(f"{target} holds a store, with all its versions: choose another target")
+
+
+def _find_store(backend: Backend) -> bool:
+    """Whether a store lies at a place, or in any folder of it."""
+    versions = f"/{layout.VERSIONS}/"
+    folders = {f"/{key}".partition(versions)[0] for key, _ in backend.list_keys("") if versions in f"/{key}"}
+    return any(_is_store(backend, folder) for folder in {"", *folders})
+
+
+def _is_store(backend: Backend, folder: str) -> bool:
+    try:
+        return b'"cnr"' in backend.get(f"{folder}/{layout.NODE}".lstrip("/"))
+    except (BackendError, CheckpointError):
+        return False
 
 
 def _place(url: str) -> str:
@@ -142,10 +156,13 @@ def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 def _remove_files(url: str, ending: str, overwrite: bool, options: Mapping[str, Any]) -> None:
     filesystem, path = _filesystem(url, options)
-    found = filesystem.glob(f"{path.rstrip('/')}/*{ending}")
+    try:
+        found = [name for name in filesystem.ls(path, detail=False) if name.endswith(ending)]
+    except FileNotFoundError:
+        return
     _refuse(url, bool(found) and not overwrite)
-    if found:
-        filesystem.rm(found)
+    for name in found:
+        filesystem.rm_file(name)  # rm would take a name for a pattern
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def export(
         _parquet_writer() if chosen == "parquet" else _write_file if chosen == "safetensors" else _write_group
     )
     catalog, record = open_record(url, version, **storage_options)
-    check_apart(target, catalog.backend.url, dict(target_options or {}))
+    check_apart(target, catalog.backend.url, overwrite, dict(target_options or {}))
     write(catalog, record, target, overwrite, dict(target_options or {}))
     return VersionInfo.from_record(record)
 

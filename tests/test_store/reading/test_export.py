@@ -304,17 +304,18 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["zarr", "parquet", "safetensors"])
-@pytest.mark.parametrize("target", ["store", "store/versions", "store/x", ".", "other", "link"])
+@pytest.mark.parametrize("target", ["store", "store/versions", "store/x", ".", "other", "link", "runs"])
 def test_no_export_replaces_a_store(
     tmp_path: Path, target: str, kind: Literal["zarr", "parquet", "safetensors"]
 ) -> None:
     model = nn.Embedding(5, 2)
-    for name in ("store", "other"):
+    for name in ("store", "other", "runs/deep/one"):
         cnr_store.save(tmp_path / name, model)
     (tmp_path / "link").symlink_to(tmp_path / "store")
     with pytest.raises(OptionError, match=r"would replace the store|holds a store"):
         cnr_store.export(tmp_path / "store", tmp_path / target, format=kind, overwrite=True)
-    assert len(cnr_store.versions(tmp_path / "store")) == len(cnr_store.versions(tmp_path / "other")) == 1
+    for name in ("store", "other", "runs/deep/one"):
+        assert len(cnr_store.versions(tmp_path / name)) == 1
 
 
 def test_no_export_elsewhere_replaces_a_store() -> None:

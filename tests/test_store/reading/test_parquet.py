@@ -133,6 +133,17 @@ def test_tables_of_an_earlier_export_elsewhere_are_gone(store: Path, tmp_path: P
         ]
 
 
+def test_a_folder_whose_name_is_a_pattern_is_itself(store: Path) -> None:
+    with memory_url() as url:
+        for name in ("a1", "a[1]", "a*"):
+            cnr_store.export(store, f"{url}/{name}", format="parquet")
+        for name in ("a[1]", "a*"):
+            cnr_store.export(store, f"{url}/{name}", format="parquet", overwrite=True)
+        filesystem, path = fsspec.core.url_to_fs(url)
+        for name in ("a1", "a[1]", "a*"):
+            assert len(filesystem.ls(f"{path}/{name}", detail=False)) == 3
+
+
 def test_names_that_meet_where_case_is_folded_are_files_apart(tmp_path: Path) -> None:
     model = nn.ModuleDict({name: nn.Embedding(5, 2) for name in ("users", "Users", "con")})
     cnr_store.save(tmp_path / "store", model, bits=32)
