@@ -21,6 +21,7 @@ from cnr_store.format import layout
 
 Target = str | os.PathLike[str] | Store
 _FILE = "file://"
+_LEVELS = 6
 
 
 @contextmanager
@@ -124,6 +125,19 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
     found = _find_store(catalog.backend) if overwrite else _is_store(catalog.backend, "")
     if found:
         raise OptionError(f"{target} holds a store, with all its versions: choose another target")
+    if not isinstance(target, Store):
+        for place in _above(catalog.backend.url):
+            if _is_store(open_backend(place, **options), ""):
+                raise OptionError(f"{target} lies in the store {place}: choose another target")
+
+
+def _above(url: str) -> Iterator[str]:
+    """The places that a place lies in, from the nearest one on, as many as a store has levels."""
+    scheme, separator, path = url.rstrip("/").partition("://")
+    for _ in range(_LEVELS):
+        path = path.rpartition("/")[0]
+        if path.strip("/"):
+            yield f"{scheme}{separator}{path}"
 
 
 def _find_store(backend: Backend) -> bool:

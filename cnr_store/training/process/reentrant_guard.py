@@ -48,7 +48,8 @@ class ReentrantGuard:
             raise BusyError(
                 f"{method}: called by on_done, which others wait for; call it on the training thread"
             )
-        if self._owner == thread:
+        # An interrupt may leave the owner of a lock that was released.
+        if self._owner == thread and self._lock.locked():
             raise BusyError(
                 f"{method}: called while this thread is inside the same checkpointer; call it afterwards"
             )

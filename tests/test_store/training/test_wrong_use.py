@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 import cnr_store
 from cnr_backends import BackendError
 from cnr_store import (
+    BusyError,
     Checkpointer,
     CheckpointError,
     ClosedError,
@@ -27,6 +29,7 @@ from cnr_store import (
     SupersededError,
     VersionNotFoundError,
 )
+from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from tests.test_store.support.lasting_store import ROWS, assert_newest, change, make_model, weight
 from tests.test_store.support.tracked_table import Bench
 
@@ -264,3 +267,10 @@ def test_a_checkpointer_is_not_duplicated(tmp_path: Path, duplicate: Callable[[o
 def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: Any) -> None:
     with pytest.raises(StateError, match=r"give a torch\.optim\.Optimizer or several"):
         Checkpointer(tmp_path, make_model(), optimizer)
+
+
+def test_an_owner_that_an_interrupt_left_refuses_nobody() -> None:
+    guard = ReentrantGuard()
+    guard._owner = threading.get_ident()
+    with guard.enter("save"), pytest.raises(BusyError, match="inside the same checkpointer"), guard.enter("load"):
+        pass
