@@ -19,6 +19,7 @@ from cnr_store.integrations.lightning_state import (
     changed_since,
     counters_of,
     restore_trained,
+    resume_normalizing,
 )
 from cnr_store.integrations.metrics import figures
 from cnr_store.maintenance.collection.rules import Rules
@@ -204,6 +205,7 @@ class CnrCheckpoint(Callback):
         is_resumed = trainer.fit_loop.restarting
         if is_resumed:
             self._trainer_state.step_plateaus("epoch")
+            resume_normalizing(trainer)
         if self._is_due(trainer):
             self._save(trainer, ends=None if is_resumed else "epoch")
 

@@ -210,7 +210,9 @@ class TrainerState:
                 "average, not from the weights that were trained",
                 ", ".join(stored["averaged_by"]),
             )
-        elif self._trainer.fit_loop.done and (left := averaging(self._trainer)):
+        elif self._trainer.fit_loop.done and (
+            left := [one for one in averaging(self._trainer) if not _normalizes(one)]
+        ):
             log.warning(
                 "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
                 "the average into the model",
@@ -252,6 +254,24 @@ def accumulate_as_scheduled(trainer: Any) -> None:
     """Set what `GradientAccumulationScheduler` sets when an epoch starts, for the rest of one that is resumed."""
     for callback in _of_kind(trainer, "GradientAccumulationScheduler"):
         trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def resume_normalizing(trainer: Any) -> None:
+    """Let the last epoch of `StochasticWeightAveraging`, which only normalizes batches, end also if it was resumed.
+
+    Lightning notes when that epoch starts what it resets at the end of training.
+    """
+    for callback in _of_kind(trainer, "StochasticWeightAveraging"):
+        is_last = _normalizes(callback) and trainer.current_epoch > callback.swa_end
+        if is_last and not hasattr(callback, "_accumulate_grad_batches"):
+            callback._accumulate_grad_batches = trainer.accumulate_grad_batches
+            trainer.fit_loop.max_batches += 1
+
+
+def _normalizes(callback: Any) -> bool:
+    """Whether the average is put into the model when another epoch starts, for batch normalization."""
+    is_stochastic = isinstance(callback, callbacks.StochasticWeightAveraging)
+    return is_stochastic and bool(callback._model_contains_batch_norm) and callback._max_epochs != -1
 
 
 def _swapping(trainer: Any) -> list[Any]:
