@@ -60,7 +60,7 @@ class Reader(StorageReader):
     def __init__(self, url: Url, version: Version = "latest", **storage_options: Any) -> None:
         super().__init__()
         self._backend = open_backend(url, **storage_options)
-        self._version = version
+        self._given = self._version = version
         self._opened: tuple[Catalog, Record, Contents] | None = None
 
     @property
@@ -81,7 +81,8 @@ class Reader(StorageReader):
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Load the version from now on that a `checkpoint_id` names: a step in digits, an id or a tag."""
+        """Load the version that a `checkpoint_id` names: a step in digits, an id or a tag; without one, `version`."""
+        self._version = self._given
         if checkpoint_id is not None:
             name = str(checkpoint_id)
             self._version = int(name) if name.isdecimal() else name

@@ -19,6 +19,7 @@ from cnr_store.integrations.lightning_state import (
     accumulate_as_scheduled,
     averaging,
     restore_trained,
+    resume_normalizing,
 )
 from cnr_store.integrations.metrics import figures
 from cnr_store.integrations.saved_moment import SavedMoment
@@ -126,7 +127,7 @@ class CnrCheckpoint(Callback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Let the hooks that save run behind those of all other callbacks, which may change what is saved."""
-        if stage == "fit":
+        if stage == "fit" and not trainer.fast_dev_run:
             trainer.callbacks = [*self._others(trainer), self._last]
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -187,6 +188,7 @@ class CnrCheckpoint(Callback):
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             accumulate_as_scheduled(trainer)
+            self._trainer_state.restore_metrics()
             if self._options.get("rng", True):
                 set_rng_state(state)
 
@@ -211,6 +213,7 @@ class CnrCheckpoint(Callback):
         is_resumed = trainer.fit_loop.restarting
         if is_resumed:
             self._trainer_state.step_plateaus("epoch")
+            resume_normalizing(trainer)
         if self._is_due(trainer):
             self._save(trainer, ends=None if is_resumed else "epoch")
 
@@ -238,7 +241,8 @@ class CnrCheckpoint(Callback):
         """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
-            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
+            is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
+            if isinstance(exception, SIGTERMException) and is_ahead:
                 restore_trained(trainer)
                 self._save_last(trainer)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise

@@ -27,7 +27,11 @@ else:
 
 log = logging.getLogger("cnr_store")
 
-_KEY, _PLATEAUS = "checkpoint", "plateaus"  # beside the loops, under names that no loop has
+_KEY, _PLATEAUS, _METRICS = (
+    "checkpoint",
+    "plateaus",
+    "metrics",
+)  # beside the loops, under names that no loop has
 _MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
 
 
@@ -53,19 +57,30 @@ class TrainerState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told: set[str] = set()
+        self._metrics: dict[str, float] = {}
         self.is_end = False
         self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
         loops = self._trainer.fit_loop.state_dict()
-        return {**loops, _KEY: self._checkpoint(), _PLATEAUS: self._plateaus(self.ends)}
+        metrics = {
+            name: one.item() for name, one in self._trainer.callback_metrics.items() if one.numel() == 1
+        }
+        own = {_KEY: self._checkpoint(), _PLATEAUS: self._plateaus(self.ends), _METRICS: metrics}
+        return {**loops, **own}
 
     def beside_model(self) -> dict[str, Any]:
         """The state of callbacks, hooks and schedulers."""
         checkpoint = self._checkpoint()
         schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
         return {**{name: checkpoint[name] for name in ("states", "added")}, "schedulers": schedulers}
+
+    def restore_metrics(self) -> None:
+        """Give the trainer the metrics of the version, which may be asked for before new ones come."""
+        self._trainer.callback_metrics.update(
+            {name: torch.tensor(one) for name, one in self._metrics.items()}
+        )
 
     def step_plateaus(self, ends: str) -> None:
         """Step the schedulers that go by a metric, as Lightning does at the end of a ``"step"`` or an ``"epoch"``."""
@@ -97,6 +112,7 @@ class TrainerState:
         """Give all of them their state, and log what can't go on."""
         loops = dict(state)
         stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
+        self._metrics = loops.pop(_METRICS, {})
         self._trainer.fit_loop.load_state_dict(loops)
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
@@ -205,7 +221,9 @@ class TrainerState:
                 "average, not from the weights that were trained",
                 ", ".join(stored["averaged_by"]),
             )
-        elif self._trainer.fit_loop.done and (left := averaging(self._trainer)):
+        elif self._trainer.fit_loop.done and (
+            left := [one for one in averaging(self._trainer) if not _normalizes(one)]
+        ):
             log.warning(
                 "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
                 "the average into the model",
@@ -234,6 +252,24 @@ def accumulate_as_scheduled(trainer: Any) -> None:
     """Set what `GradientAccumulationScheduler` sets when an epoch starts, for the rest of one that is resumed."""
     for callback in _of_kind(trainer, "GradientAccumulationScheduler"):
         trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def resume_normalizing(trainer: Any) -> None:
+    """Let the last epoch of `StochasticWeightAveraging`, which only normalizes batches, end also if it was resumed.
+
+    Lightning notes when that epoch starts what it resets at the end of training.
+    """
+    for callback in _of_kind(trainer, "StochasticWeightAveraging"):
+        is_last = _normalizes(callback) and trainer.current_epoch > callback.swa_end
+        if is_last and not hasattr(callback, "_accumulate_grad_batches"):
+            callback._accumulate_grad_batches = trainer.accumulate_grad_batches
+            trainer.fit_loop.max_batches += 1
+
+
+def _normalizes(callback: Any) -> bool:
+    """Whether the average is put into the model when another epoch starts, for batch normalization."""
+    is_stochastic = isinstance(callback, callbacks.StochasticWeightAveraging)
+    return is_stochastic and bool(callback._model_contains_batch_norm) and callback._max_epochs != -1
 
 
 def _swapping(trainer: Any) -> list[Any]:

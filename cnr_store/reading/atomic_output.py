@@ -165,6 +165,7 @@ def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except (ValueError, ImportError) as error:
         raise OptionError(f"can't write to {url}: {error}") from error
+    filesystem.invalidate_cache()  # or it might not list what others have put
     return filesystem, path
 
 

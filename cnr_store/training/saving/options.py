@@ -115,10 +115,9 @@ def first_fused(documents: list[Document]) -> Document:
 
 def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
     """The codec of an array."""
-    table, nbytes = array.table, array.shape[0] * array.row_bytes
     if array.is_weight:
-        return codecs.codec_for(table.name, nbytes)
-    return codecs.state_codec_for(table.name, array.slot, nbytes, array.element)
+        return codecs.codec_for(array.table.name, array.nbytes)
+    return codecs.state_codec_for(array.table.name, array.slot, array.nbytes, array.element)
 
 
 def row_bytes(codecs: CodecChoice, array: RowArray) -> float:

@@ -259,6 +259,35 @@ def test_a_sigterm_amid_validation_saves_the_trained_weights_and_the_average(tmp
         assert torch.equal(torch.as_tensor(stored[name]), tensor), name
 
 
+class Normalized(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top.insert(1, nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_train_epoch_end"])
+def test_the_epoch_that_only_normalizes_ends_after_a_sigterm(
+    tmp_path: Path, hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch == EPOCHS and not trainer.received_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    url, stops = str(tmp_path / "store"), Callback()
+    setattr(stops, hook, told)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, generator=torch.Generator())
+    options: dict[str, Any] = {"validation": loader, "num_sanity_val_steps": 0}
+    undisturbed, _ = fit(tmp_path, AVERAGING["swa"](), module=Normalized(), **options)
+    with pytest.raises(SIGTERMException):
+        saves = CnrCheckpoint(url, 100, bits=32)
+        fit(tmp_path, saves, AVERAGING["swa"](), stops, module=Normalized(), **options)
+    saves = CnrCheckpoint(url, 100, bits=32, resume=True)
+    module, trainer = fit(tmp_path, saves, AVERAGING["swa"](), module=Normalized(), **options)
+    assert_same(undisturbed, module)
+    assert trainer.accumulate_grad_batches == 1
+    assert "will not put the average" not in caplog.text
+
+
 def test_what_a_callback_changes_at_the_end_is_saved(tmp_path: Path) -> None:
     class Halves(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

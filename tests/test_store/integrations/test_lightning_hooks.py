@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
@@ -285,3 +288,33 @@ def test_an_average_that_a_finished_fit_never_gets_is_told_of(
         fit(tmp_path, Dies(), EMAWeightAveraging(decay=0.9), CnrCheckpoint(url, 1))
     fit(tmp_path, EMAWeightAveraging(decay=0.9), CnrCheckpoint(url, 1, resume=True))
     assert "EMAWeightAveraging will not put the average into the model" in caplog.text
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_metrics_of_the_version_are_there_for_a_step_that_is_made_up_for(
+    tmp_path: Path, interval: str
+) -> None:
+    class ValidatedOnPlateau(OnPlateau):
+        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            if self.trainer.global_step == 2 * BATCHES and told:
+                told.pop()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    told: list[bool] = []
+    options: Any = {
+        "validation": DataLoader(TensorDataset(torch.arange(8)), batch_size=2),
+        "num_sanity_val_steps": 0,
+    }
+    whole, rates, url = LearningRates(), LearningRates(), str(tmp_path / "store")
+    fit(tmp_path, whole, module=ValidatedOnPlateau(interval), **options)
+    told.append(True)
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, CnrCheckpoint(url, 4), rates, module=ValidatedOnPlateau(interval), **options)
+    fit(tmp_path, CnrCheckpoint(url, 4, resume=True), rates, module=ValidatedOnPlateau(interval), **options)
+    assert rates.seen == whole.seen
+
+
+def test_a_development_run_saves_nothing(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 1, resume=True), fast_dev_run=True, enable_checkpointing=True)
+    assert cnr_store.versions(url) == []

@@ -272,5 +272,9 @@ def test_an_optimizer_that_is_none(tmp_path: Path, optimizer: Any) -> None:
 def test_an_owner_that_an_interrupt_left_refuses_nobody() -> None:
     guard = ReentrantGuard()
     guard._owner = threading.get_ident()
-    with guard.enter("save"), pytest.raises(BusyError, match="inside the same checkpointer"), guard.enter("load"):
+    with (
+        guard.enter("save"),
+        pytest.raises(BusyError, match="inside the same checkpointer"),
+        guard.enter("load"),
+    ):
         pass
