@@ -14,6 +14,11 @@ log = logging.getLogger("cnr_store")
 _INSTEAD = "torch's own operations flag rows there, and the host quantizes them"
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether tables on a device are not in host memory. Whoever takes them another way than the host's asks this."""
+    return device.type != "cpu"
+
+
 @cache
 def kernels_on(device: torch.device) -> Any:
     """The kernels, `devices.kernels.launches`, if they run on a device; None if not, which is logged once for a GPU.
