@@ -57,7 +57,10 @@ class RowBits:
     @property
     def saw_outside(self) -> bool:
         """Whether a device found an id out of range since the bits were taken or cleared, for which it waits."""
-        return self._flags is not None and self._flags.saw_outside()
+        if self._flags is None:
+            return False
+        with support.failing_saves(self.device, "flags of rows"):
+            return self._flags.saw_outside()
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
@@ -101,7 +104,8 @@ class RowBits:
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
         if self._flags is not None:
-            return self._flags.read()[0][0]
+            with support.failing_saves(self.device, "flags of rows"):
+                return self._flags.read()[0][0]
         assert self.host is not None
         return self.host[0]
 
