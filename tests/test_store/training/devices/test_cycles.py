@@ -83,7 +83,7 @@ class Job:
     def train(self, seed: int) -> None:
         ids = torch.randint(ROWS, (5,), generator=torch.Generator().manual_seed(seed))
         looked = [table(ids.to(table.weight.device)).cpu() for table in (self.model.items, self.model.users)]
-        torch.stack(looked).float().square().sum().backward()
+        torch.stack(looked).float().square().sum().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
