@@ -229,7 +229,7 @@ class Exchange:
                 start, stop = positions_of(rows, edges).tolist()
                 if start == stop:
                     continue
-                values = rows.source.values(start, stop)
+                values = rows.values(start, stop)
                 offsets = _offsets(rows, slice(start, stop), chunk)
                 is_whole = begin <= chunk and chunk_end <= end
                 if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from cnr_codecs import RowCodec, array_dtype
-from cnr_codecs.protocol import encode_chunks
+from cnr_codecs.protocol import Offsets, encode_chunks
+from cnr_store.errors import SaveError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
@@ -28,6 +29,27 @@ class RowSource(Protocol):
 
     def values(self, begin: int, end: int) -> Array:
         """(end - begin, columns), C-contiguous: the rows at positions begin ... end - 1 of the write's ids."""
+
+
+@runtime_checkable
+class EncodedRows(Protocol):
+    """Rows that were quantized where they are, in host memory or on their way there."""
+
+    @property
+    def nbytes(self) -> int:
+        """The host memory that they take."""
+
+    def payloads(
+        self,
+        begin: int,
+        end: int,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """The payloads of chunks, of the rows from `begin` to `end`; the rest as for `ChunksCodec.encode_chunks`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,8 @@ class RowsWrite:
     ids
         (n,) int64 ascending: the rows written, of those that this rank has; None for all of them.
     source, codec
-        Where their values come from and how they are encoded.
+        Where their values come from and how they are encoded; or rows that this codec's kernels have quantized, of an
+        array of which this rank has all.
     aliases
         Other names of the same tensor in the model.
     boundaries
@@ -84,13 +107,19 @@ class RowsWrite:
     element: str
     base: str | None
     ids: Array | None
-    source: RowSource
+    source: RowSource | EncodedRows
     codec: RowCodec
     aliases: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
     held: Held | None = None
     is_live: bool = False
     codes: RowCodes | None = None
+
+    def values(self, begin: int, end: int) -> Array:
+        """Those of its source, which must not be encoded."""
+        if isinstance(self.source, EncodedRows):
+            raise SaveError(f"{self.path}: its rows were quantized on a device, and are needed as they are")
+        return self.source.values(begin, end)
 
     def encode(self, values: Array, begin: int, offsets: Array | None, seal: int) -> bytes:
         """The payload of a chunk.
@@ -117,10 +146,13 @@ class RowsWrite:
         firsts, seals
             Position of each chunk's first row, and its seal, as for `RowCodec.encode_rows`.
         """
-        rows, values = self.grid.chunk_rows, self.source.values(begin, end)
+        rows = self.grid.chunk_rows
         # Chunks begin at multiples of their rows.
         offsets = None if self.ids is None else self.ids[begin:end] % rows
         edges = [*(first - begin for first in firsts), end - begin]
+        if isinstance(self.source, EncodedRows):
+            return self.source.payloads(begin, end, offsets, edges, rows, seals=seals)
+        values = self.values(begin, end)
         if self.codes is None:
             return encode_chunks(self.codec, values, offsets, edges, rows, element=self.element, seals=seals)
         return [

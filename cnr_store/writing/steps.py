@@ -65,7 +65,7 @@ def _sum(rows: RowsWrite, rank: int, transfer: Transfer) -> Sum:
 
     def squares(block: _Block) -> list[Sum]:
         begin, end, spans = block
-        values = rows.source.values(begin, end)
+        values = rows.values(begin, end)
         return [each for part in _parts(rows, values, spans) for each in block_sums(part)]
 
     with closing(transfer.map(squares, _blocks(rows, rank))) as sums:

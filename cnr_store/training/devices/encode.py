@@ -1,13 +1,14 @@
 """Quantizes rows on the device of their table, and makes payloads of what comes to the host.
 
 `encode` runs on the stream that is current. What it returns stays as the rows were then, whatever training does next.
+It waits for one byte a row, which tells the rows whose values must be kept. Codes follow while training goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,26 +21,12 @@ from cnr_codecs.payload.payload import ParameterType, Scheme, row_bytes
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
-from cnr_store.training.devices.support import kernels_on
+from cnr_store.training.devices.moving import Arrays, start_copy
+from cnr_store.training.devices.support import failing_saves, kernels_on
+from cnr_store.writing.plan import EncodedRows
 
 Mask = npt.NDArray[np.bool_]
 _ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-class EncodedRows(Protocol):
-    """Rows that a device has quantized, in host memory."""
-
-    def payloads(
-        self,
-        begin: int,
-        end: int,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        """The payloads of chunks, of the rows from `begin` to `end`; the rest as for `ChunksCodec.encode_chunks`."""
 
 
 def can_encode(codec: RowCodec, values: torch.Tensor) -> bool:
@@ -56,8 +43,17 @@ def can_encode(codec: RowCodec, values: torch.Tensor) -> bool:
     return is_known and kernels_on(values.device) is not None
 
 
+def least_bytes(codec: RowCodec, values: torch.Tensor, count: int) -> int:
+    """The host memory that so many rows take at least, once they are encoded."""
+    dim = int(values.shape[1])
+    if isinstance(codec, UniformRows):
+        # Two float16 parameters, and their kind.
+        return count * (row_bytes(SCHEMES[codec.scheme], codec.bits, dim) + 5)
+    return count * (2 * dim + 1)
+
+
 def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> EncodedRows:
-    """Quantize rows of a table, and copy parameters and codes to the host, for which it waits.
+    """Quantize rows of a table, and begin to copy parameters and codes to the host.
 
     Parameters
     ----------
@@ -91,12 +87,13 @@ def _uniform(codec: UniformRows, source: Any) -> EncodedRows:
     float16_rows = int((kinds == ParameterType.FLOAT16).sum())
     # Nearly always all rows have float16 parameters, and the others stay where they are.
     are_needed = float16_rows < count or scheme is Scheme.SYMMETRIC
-    scale, offset = floats.cpu().numpy() if are_needed else np.zeros((2, count), np.float32)
-    quantized = QuantizedRows(
-        scale, offset, halves.cpu().numpy().view(np.uint16), kinds, codes.cpu().numpy(), float16_rows
-    )
-    raw = codec.raw_rows(quantized, dim, element)
-    return _Uniform(codec, element, quantized, np.flatnonzero(raw), _values(source, raw))
+    moving = start_copy((halves, codes, floats) if are_needed else (halves, codes))
+    none = np.empty(0, np.float32)
+    known = QuantizedRows(none, none, np.empty((2, 0), np.uint16), kinds, np.empty((0, width), np.uint8))
+    raw = codec.raw_rows(known, dim, element)
+    values = _values(source, raw)
+    nbytes = count * (width + 5 + 8 * are_needed) + values.nbytes
+    return _Uniform(codec, element, kinds, moving, np.flatnonzero(raw), values, nbytes, codes.device)
 
 
 def _lattice(codec: RowCodec, source: Any) -> EncodedRows:
@@ -107,8 +104,10 @@ def _lattice(codec: RowCodec, source: Any) -> EncodedRows:
     raw = source.values.new_empty(count, dtype=torch.uint8)
     limit = most_code(codec.step, element_named(element))
     kernels_on(source.values.device).quantize_lattice(source, codec.step, limit, codes, raw)
-    is_raw = raw.cpu().numpy().view(np.bool_)
-    return _Lattice(codec, element, codes.cpu().numpy(), is_raw, _values(source, is_raw))
+    moving, is_raw = start_copy((codes,)), raw.cpu().numpy().view(np.bool_)
+    values = _values(source, is_raw)
+    nbytes = count * (2 * dim + 1) + values.nbytes
+    return _Lattice(codec, element, is_raw, moving, values, nbytes, codes.device)
 
 
 def _values(source: Any, chosen: Mask) -> Rows:
@@ -119,13 +118,21 @@ def _values(source: Any, chosen: Mask) -> Rows:
     return found
 
 
+def _arrived(moving: Callable[[], Arrays], device: torch.device) -> Arrays:
+    with failing_saves(device, "rows that were quantized there"):
+        return moving()
+
+
 @dataclass(frozen=True)
 class _Uniform:
     codec: UniformRows
     element: str
-    quantized: QuantizedRows
+    kinds: npt.NDArray[np.uint8]
+    moving: Callable[[], Arrays]
     raw: npt.NDArray[np.intp]
     raw_values: Rows
+    nbytes: int
+    device: torch.device
 
     def payloads(
         self,
@@ -137,8 +144,12 @@ class _Uniform:
         *,
         seals: Sequence[int],
     ) -> list[bytes]:
-        chosen = self.quantized.take(slice(begin, end))
-        chosen = replace(chosen, float16_rows=int((chosen.kind == ParameterType.FLOAT16).sum()))
+        halves, codes, *floats = _arrived(self.moving, self.device)
+        kinds, own = self.kinds[begin:end], slice(begin, end)
+        scale, offset = floats[0][:, own] if floats else np.zeros((2, len(kinds)), np.float32)
+        float16_rows = int((kinds == ParameterType.FLOAT16).sum())
+        halves = halves.view(np.uint16)[:, own]
+        chosen = QuantizedRows(scale, offset, halves, kinds, codes[own], float16_rows)
         first, last = np.searchsorted(self.raw, (begin, end))
         values = self.raw_values[first:last]
         return self.codec.encode_codes(
@@ -150,9 +161,11 @@ class _Uniform:
 class _Lattice:
     codec: LatticeRows
     element: str
-    codes: npt.NDArray[np.int16]
     raw: Mask
+    moving: Callable[[], Arrays]
     raw_values: Rows
+    nbytes: int
+    device: torch.device
 
     def payloads(
         self,
@@ -165,5 +178,6 @@ class _Lattice:
         seals: Sequence[int],
     ) -> list[bytes]:
         first, last = np.count_nonzero(self.raw[:begin]), np.count_nonzero(self.raw[:end])
-        held, values = (self.codes[begin:end], self.raw[begin:end]), self.raw_values[first:last]
+        (codes,) = _arrived(self.moving, self.device)
+        held, values = (codes[begin:end], self.raw[begin:end]), self.raw_values[first:last]
         return self.codec.encode_codes(*held, values, offsets, edges, rows, element=self.element, seals=seals)

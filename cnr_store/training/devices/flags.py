@@ -1,6 +1,6 @@
 """One bit a row on the device of its table, set where rows are looked up.
 
-Nothing here but `read` waits for the device.
+Nothing here waits for the device but what asks for what it found.
 """
 
 from __future__ import annotations
@@ -95,6 +95,15 @@ class DeviceFlags:
         table, flat = table.clamp(0, len(self.rows) - 1), flat.to(torch.int64)
         inside = (flat >= 0) & (flat < self._rows[table])
         self._set_bits(flat + WORD_ROWS * self._first_words[table], inside | ~is_ours, is_ours)
+
+    def octets(self, table: int = 0) -> torch.Tensor:
+        """The bits of a table, which may be written to, and one more byte."""
+        first = 4 * self.first_words[table]
+        return self.words.view(torch.uint8)[first : first + (self.rows[table] + 7) // 8 + 1]
+
+    def saw_outside(self) -> bool:
+        """Whether an id was out of range, for which it waits for the device."""
+        return bool(self._outside.item())
 
     def _on_device(self, ids: torch.Tensor) -> torch.Tensor:
         return ids.detach().to(self.device, non_blocking=True).reshape(-1)

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, slot_path
+from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart, column_parts
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import AnyArray, array_dtype, dtype_name, dtype_named, rows_view
+from cnr_store.training.model.tensors import AnyArray, array_dtype, dtype_name, dtype_named, gather, rows_view
 
 MOST_ROWS_KEPT = 1 << 15
 """Of a table whose arrays are kept from one save to the next."""
@@ -85,6 +86,28 @@ class RowArray:
     def local_columns(self) -> int:
         """Columns that this process holds of its rows."""
         return sum(part.columns for part in self.parts)
+
+    def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
+        """Copy rows that this process holds, by their numbers from the first one held, part beside part.
+
+        Raises
+        ------
+        SaveError
+            A device that holds them failed.
+        """
+        column = 0
+        for part in self.parts:
+            target = out[:, column : column + part.columns]
+            if part.tensor.ndim == 1:
+                target = target[:, 0]
+            with failing_saves(part.tensor.device, self.path):
+                if isinstance(ids, slice):
+                    torch.from_numpy(target).copy_(part.tensor.detach()[ids])
+                elif target.flags.c_contiguous:
+                    gather(part.tensor, ids, target)
+                else:
+                    target[...] = gather(part.tensor, ids)
+            column += part.columns
 
 
 _Place = tuple[str, int, int, tuple[int, ...], torch.dtype, bool]

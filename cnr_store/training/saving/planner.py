@@ -319,11 +319,19 @@ class Planner:
         table = array.table
         written = None if line is None else ids
         base = None if line is None or ids is None else line.base(decision.since)
-        codec = keep_step(
-            codec_of(self._codecs, array), None if line is None or base is None else line.lattice
-        )
+        lattice = None if line is None or base is None else line.lattice
+        codec = keep_step(codec_of(self._codecs, array), lattice)
         held = self._tally.held(array, None if written is None else counts)
-        source = copied or self._staging.stage(array, written, pending, in_place=takes_changing_rows(codec))
+        codes = self._code_cache.for_write(
+            *(array.path, codec, base, written, table.first_row),
+            (table.local_rows if copied is None else array.shape[0], (*array.shape, 1)[1]),
+            parts=() if held is None else held.columns,
+            is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
+        )
+        # Relative rows need their codes here, and ranks exchange rows as they are.
+        own = codec if held is None and codes is None else None
+        in_place = takes_changing_rows(codec)
+        source = copied or self._staging.stage(array, written, pending, in_place=in_place, codec=own)
         return RowsWrite(
             path=array.path,
             shape=array.shape,
@@ -336,12 +344,7 @@ class Planner:
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=held,
             is_live=isinstance(source, LiveRows),
-            codes=self._code_cache.for_write(
-                *(array.path, codec, base, written, table.first_row),
-                (table.local_rows if copied is None else array.shape[0], (*array.shape, 1)[1]),
-                parts=() if held is None else held.columns,
-                is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
-            ),
+            codes=codes,
         )
 
     def _changed(self, table: Table, since: Since, dirty: Bitmap) -> Bitmap:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from cnr_codecs import RowCodec
 from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.devices.staging import encode_staged
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state, named_state
 from cnr_store.training.model.names import parameter_names
@@ -27,33 +29,17 @@ from cnr_store.training.model.object_state import (
 from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy, gather
+from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.tracking.bitmap import Bitmap, Rows
 from cnr_store.training.tracking.small_tables import SmallTables
-from cnr_store.writing.plan import DenseWrite
+from cnr_store.writing.plan import DenseWrite, EncodedRows
 
 Bitmaps = dict[str, Bitmap]
 _SAVES_BEFORE_SHRINKING = 4
 _WORD_BYTES = 4
 _TOGETHER = ""  # under which the rows of small tables are staged
-
-
-def _copy_rows(array: RowArray, ids: AnyArray | slice, out: AnyArray) -> None:
-    """Copy rows that this process holds of an array, part beside part."""
-    column = 0
-    for part in array.parts:
-        target = out[:, column : column + part.columns]
-        if part.tensor.ndim == 1:
-            target = target[:, 0]
-        if isinstance(ids, slice):
-            torch.from_numpy(target).copy_(part.tensor.detach()[ids])
-        elif target.flags.c_contiguous:
-            gather(part.tensor, ids, target)
-        else:
-            target[...] = gather(part.tensor, ids)
-        column += part.columns
 
 
 class StagedRows:
@@ -101,7 +87,7 @@ class LiveRows:
         if self.in_place and self.ids is None and self.array.memory is not None:
             return self.array.memory[begin:end]
         taken = np.empty((end - begin, self.array.local_columns), array_dtype(self.array.dtype))
-        _copy_rows(self.array, slice(begin, end) if self.ids is None else self.ids[begin:end], taken)
+        self.array.copy_rows(slice(begin, end) if self.ids is None else self.ids[begin:end], taken)
         return taken
 
 
@@ -137,12 +123,25 @@ class Staging:
         self._held_bytes -= len(self._buffers.pop(path, ()))
 
     def stage(
-        self, array: RowArray, ids: AnyArray | None, pending: PendingSave, *, in_place: bool
-    ) -> StagedRows | LiveRows:
+        self,
+        array: RowArray,
+        ids: AnyArray | None,
+        pending: PendingSave,
+        *,
+        in_place: bool,
+        codec: RowCodec | None = None,
+    ) -> StagedRows | LiveRows | EncodedRows:
         """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
 
-        `ids` count from the first row held. They stay in the model if there is no room.
+        `ids` count from the first row held. They stay in the model if there is no room. With `codec`, a device that
+        has the array in one piece encodes them.
         """
+        if len(array.parts) == 1:
+            room, tensor = self.limit_bytes - self._used_bytes, array.parts[0].tensor
+            encoded = encode_staged(array.path, codec, tensor, ids, room)
+            if encoded is not None:
+                self._used_bytes += encoded.nbytes
+                return encoded
         rows, dtype = array.table.local_rows if ids is None else len(ids), array_dtype(array.dtype)
         nbytes = rows * array.local_columns * dtype.itemsize
         if self._used_bytes + nbytes > self.limit_bytes:
@@ -151,7 +150,7 @@ class Staging:
         self._used[-1][array.path] = nbytes
         self._used_bytes += nbytes
         out = self._buffer(array.path, nbytes).view(dtype).reshape(rows, array.local_columns)
-        _copy_rows(array, slice(None) if ids is None else ids, out)
+        array.copy_rows(slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
     def stage_together(self, tables: SmallTables, ids: Rows, edges: Rows) -> StagedTogether | None:

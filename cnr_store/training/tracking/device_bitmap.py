@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from cnr_store.training.devices import support
+from cnr_store.training.devices.flags import DeviceFlags
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.bitmap import Bitmap
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def mark_on_device(bits: torch.Tensor, ids: torch.Tensor) -> None:
-    """Set the bits of `ids`, integers in ``[0, rows)`` of any shape; the host does not wait for the device.
-
-    `bits` is ``(ceil(rows / 8) + 1,)`` uint8 on the device of `ids`; its last byte is scratch.
-    """
-    flat = ids.detach().reshape(-1).to(torch.int64)
-    byte, bit = flat >> 3, flat & 7
-    scratch = torch.full_like(byte, bits.numel() - 1)
-    # Bit by bit, so that ids of one byte all write the same value.
-    for position in range(8):
-        index = torch.where(bit == position, byte, scratch)
-        bits[index] = bits[index] | (1 << position)
 
 
 def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -50,7 +38,7 @@ def _host_memory(rows: int) -> tuple[Bitmap, int]:
 
 
 class RowBits:
-    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; in tensors elsewhere.
+    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; on their device elsewhere.
 
     Attributes
     ----------
@@ -58,21 +46,28 @@ class RowBits:
         The bitmap and its address; None for tables elsewhere.
     """
 
-    __slots__ = ("_bits", "device", "host", "rows")
+    __slots__ = ("_flags", "device", "host", "rows")
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
-        self.host = _host_memory(rows) if device.type == "cpu" else None
-        size = 0 if self.host is not None else bitmap.bitmap_bytes(rows) + 1
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be marked outside of it
-            self._bits = torch.zeros(size, dtype=torch.uint8, device=device)
+        is_elsewhere = support.is_elsewhere(device)
+        self.host = None if is_elsewhere else _host_memory(rows)
+        self._flags = DeviceFlags([rows], device) if is_elsewhere else None
+
+    @property
+    def saw_outside(self) -> bool:
+        """Whether a device found an id out of range since the bits were taken or cleared, for which it waits."""
+        if self._flags is None:
+            return False
+        with support.failing_saves(self.device, "flags of rows"):
+            return self._flags.saw_outside()
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
 
         Returns
         -------
-        False if an id is out of range, on the host. On another device all must be in range.
+        False if an id is out of range, on the host. On another device `saw_outside` tells later.
 
         Raises
         ------
@@ -86,9 +81,10 @@ class RowBits:
             if count and not address:
                 raise RuntimeError("these ids have no values")
             return bitmap.mark_at(host[1], self.rows, address, count) < 0
-        if host is None:
-            mark_on_device(self._bits, ids.detach().to(self.device, non_blocking=True))
+        if self._flags is not None:
+            self._flags.mark(ids)
             return True
+        assert host is not None
         return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
@@ -99,27 +95,32 @@ class RowBits:
         if gradient.is_sparse:
             indices = gradient._indices()
             self.mark(indices if indices.shape[0] == 1 else indices[0])
-        elif self.host is None:
-            mark_nonzero_on_device(self._bits, gradient.to(self.device).resolve_neg())
+        elif self._flags is not None:
+            mark_nonzero_on_device(self._flags.octets(), gradient.to(self.device).resolve_neg())
         else:
+            assert self.host is not None
             bitmap.mark_nonzero(self.host[0], as_integers(gradient.resolve_neg()).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
-        return self._bits[:-1].cpu().numpy() if self.host is None else self.host[0]
+        if self._flags is not None:
+            with support.failing_saves(self.device, "flags of rows"):
+                return self._flags.read()[0][0]
+        assert self.host is not None
+        return self.host[0]
 
     def clear(self) -> None:
         """Set none any more."""
-        if self.host is None:
-            self._bits.zero_()
-        else:
+        if self._flags is not None:
+            self._flags.clear()
+        elif self.host is not None:
             self.host[0].fill(0)
 
     def take(self) -> Bitmap:
         """The bits in host memory of their own; none is set here afterwards."""
         taken = self.read()
-        if self.host is None:
-            self._bits.zero_()
+        if self._flags is not None:
+            self._flags.clear()
         else:
             self.host = _host_memory(self.rows)
         return taken

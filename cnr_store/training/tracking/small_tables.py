@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.training.devices import support
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import array_dtype
@@ -139,7 +140,7 @@ def _is_plain(array: RowArray) -> bool:
         return False
     tensor = array.parts[0].tensor
     return (
-        tensor.device.type == "cpu"
+        not support.is_elsewhere(tensor.device)
         and tensor.is_contiguous()
         and not tensor.is_neg()  # its memory has the other sign
         and tensor.shape == array.shape

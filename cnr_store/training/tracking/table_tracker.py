@@ -26,6 +26,7 @@ OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
 )
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
+_OUT_OF_RANGE = "an id out of range was looked up"
 _RESIZED = "its number of rows changed"
 _OTHER_PROCESSES = (
     "it, or what an optimizer keeps for its rows, is in memory shared with other processes, whose lookups and steps "
@@ -160,6 +161,7 @@ class TableTracker:
             or self._replaced_optimizer
             or self._moved_by_fused
             or (self.resized and _RESIZED)
+            or (self.bits.saw_outside and _OUT_OF_RANGE)
             or (self.changes > 0 and OUTSIDE)
             or (self._most_slot_changes > 0 and STATE_OUTSIDE)
             or None
@@ -284,7 +286,7 @@ class TableTracker:
         if bits.rows != self.table.local_rows:
             self.make_whole(_RESIZED)
         elif not bits.mark(ids):
-            self.make_whole("an id out of range was looked up")
+            self.make_whole(_OUT_OF_RANGE)
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""

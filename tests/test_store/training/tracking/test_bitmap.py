@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
+from cnr_store.training.devices.flags import DeviceFlags
 from cnr_store.training.tracking import bitmap
-from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device, mark_on_device
+from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,11 +115,11 @@ def test_tensors_are_marked_as_by_the_kernel(case: tuple[int, list[int]], dtype:
     rows, ids = case
     host = bitmap.empty_bitmap(rows)
     bitmap.mark(host, rows, np.array(ids, np.int64))
-    device = torch.zeros(len(host) + 1, dtype=torch.uint8)
+    device = DeviceFlags([rows], torch.device("cpu"))
     half = len(ids) // 2
-    mark_on_device(device, torch.tensor(ids[:half], dtype=dtype))
-    mark_on_device(device, torch.tensor(ids[half:], dtype=dtype).reshape(1, -1))
-    np.testing.assert_array_equal(device[:-1].numpy(), host)
+    device.mark(torch.tensor(ids[:half], dtype=dtype))
+    device.mark(torch.tensor(ids[half:], dtype=dtype).reshape(1, -1))
+    np.testing.assert_array_equal(device.read()[0][0], host)
 
 
 LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
