@@ -328,8 +328,7 @@ class Planner:
             parts=() if held is None else held.columns,
             is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
         )
-        # Relative rows need their codes here, and ranks exchange rows as they are.
-        own = codec if held is None and codes is None else None
+        own = codec if held is None and codes is None else None  # relative rows and ranks' need values here
         in_place = takes_changing_rows(codec)
         source = copied or self._staging.stage(array, written, pending, in_place=in_place, codec=own)
         return RowsWrite(

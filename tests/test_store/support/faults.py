@@ -118,7 +118,9 @@ class Weather:
         self._open.set()
 
     def __call__(self, operation: str, key: str, _: int) -> Fault:
-        if not self._open.wait(_PATIENCE_SECONDS):
+        # The first save after a load claims the store, and looks for what it depends on, while training waits.
+        waits = operation == "put" or threading.current_thread() is not threading.main_thread()
+        if waits and not self._open.wait(_PATIENCE_SECONDS):
             return "before"
         with self._lock:
             return self._spoil(operation, key) if self._spoil is not None else None

@@ -204,8 +204,8 @@ def test_everything_that_fits_is_as_exact_as_a_plain_load(url: str, saved: Saved
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ({"user": 20, "item": 30}, {"tables": "usr*"}, "no table is called 'usr\\*'"),
-        ({"user": 20, "item": 30}, {"tensors": "bottom"}, "no tensor is called 'bottom'"),
+        ({"user": 20, "item": 30}, {"tables": "usr*"}, "no table in .* matches 'usr\\*'"),
+        ({"user": 20, "item": 30}, {"tensors": "bottom"}, "no tensor in .* matches 'bottom'"),
         (
             {"user": 20, "new": 3},
             {"tables": ["tables.user", "tables.new"]},

@@ -158,7 +158,7 @@ def test_a_pattern_that_fits_no_slot_is_told_once(caplog: pytest.LogCaptureFixtu
     assert told("users/summ", {"users": adagrad})
     assert told("*/exp_avg", {"users": adagrad, "items": adagrad})
     assert "'*/exp_avg' fits no optimizer state" in caplog.text
-    assert "there is 'sum'" in caplog.text
+    assert "its tables have 'sum'" in caplog.text
 
 
 def test_a_typo_in_a_slot_is_told_as_soon_as_the_state_is_there(
