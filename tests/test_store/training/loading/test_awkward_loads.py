@@ -128,5 +128,5 @@ def test_names_in_an_array(stored: Path, model: nn.Module) -> None:
     none: Any = np.array([])
     typo: Any = np.array(["usr"])
     cnr_store.load(stored, model, tables=none)
-    with pytest.raises(ModelMismatchError, match="no table in .* matches 'usr'"):
+    with pytest.raises(ModelMismatchError, match=r"no table in .* matches 'usr'"):
         cnr_store.load(stored, model, tables=typo)
