@@ -16,6 +16,7 @@ from cnr_store.errors import SaveError
 
 log = logging.getLogger("cnr_store")
 _INSTEAD = "torch's own operations flag rows there, and the host quantizes them"
+_SWITCH = "CNR_GPU_KERNELS"
 
 
 def is_elsewhere(device: torch.device) -> bool:
@@ -47,11 +48,15 @@ def failing_saves(device: torch.device, what: str) -> Iterator[None]:
 def kernels_on(device: torch.device) -> Any:
     """The kernels, `devices.kernels.launches`, if they run on a device; None if not, which is logged once for a GPU.
 
-    They do on CUDA devices where Triton is (extra ``gpu``) and works, and on the CPU by Triton's interpreter, which is
-    for tests. The first call for a device runs a kernel there and waits for it, so it must not be captured in a graph.
+    They do on CUDA devices where Triton is (extra ``gpu``) and works, if ``CNR_GPU_KERNELS=1`` asks for them: they have
+    not run on hardware yet. On the CPU they run by Triton's interpreter, which is for tests. The first call for a device
+    runs a kernel there and waits for it, so it must not be captured in a graph.
     """
     is_gpu, is_interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     if not is_gpu and not (is_interpreted and device.type == "cpu"):
+        return None
+    if is_gpu and os.environ.get(_SWITCH) != "1":
+        log.info("%s: kernels are off (%s=1 turns them on), so %s", device, _SWITCH, _INSTEAD)
         return None
     if find_spec("triton") is None:
         if is_gpu:

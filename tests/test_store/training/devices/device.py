@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from cnr_store.training.devices.support import kernels_on
 
+os.environ["CNR_GPU_KERNELS"] = "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
