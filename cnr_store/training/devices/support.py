@@ -49,8 +49,8 @@ def kernels_on(device: torch.device) -> Any:
     """The kernels, `devices.kernels.launches`, if they run on a device; None if not, which is logged once for a GPU.
 
     They do on CUDA devices where Triton is (extra ``gpu``) and works, if ``CNR_GPU_KERNELS=1`` asks for them: they have
-    not run on hardware yet. On the CPU they run by Triton's interpreter, which is for tests. The first call for a device
-    runs a kernel there and waits for it, so it must not be captured in a graph.
+    not run on hardware yet. On the CPU they run by Triton's interpreter, which is for tests. The first call for a
+    device runs a kernel there and waits for it, so it must not be captured in a graph.
     """
     is_gpu, is_interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     if not is_gpu and not (is_interpreted and device.type == "cpu"):
