@@ -327,3 +327,23 @@ def test_no_export_elsewhere_replaces_a_store() -> None:
         with pytest.raises(OptionError, match="would replace the store"):
             cnr_store.export(url, target, format="zarr", overwrite=True)
     assert len(cnr_store.versions(url)) == 1
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["safetensors", "parquet"])
+def test_what_others_put_since_a_listing_is_seen_on_s3(
+    tmp_path: Path, s3_server: S3Server, kind: Literal["safetensors", "parquet"]
+) -> None:
+    cnr_store.save(tmp_path, nn.Embedding(5, 2))
+    options, folder = s3_server.storage_options, s3_server.url(f"listed-{kind}")
+    target = f"{folder}/x" if kind == "parquet" else f"{folder}/x.safetensors"
+    key = f"{target}/mine.parquet" if kind == "parquet" else target
+    cached = fsspec.filesystem("s3", **options)
+    with cached.open(f"{folder}/first", "wb") as file:
+        file.write(b"0")
+    assert len(cached.ls(folder)) == 1
+    other = fsspec.filesystem("s3", **options, skip_instance_cache=True)
+    other.pipe(key, b"of somebody else")
+    with pytest.raises(OptionError, match="overwrite=True"):
+        cnr_store.export(tmp_path, target, format=kind, target_options=options)
+    assert other.cat(key) == b"of somebody else"

@@ -279,3 +279,12 @@ def test_training_goes_on_with_finite_steps_after_every_restore(
         before = model.users.weight.detach().clone()
         train(model, optimizer, 1, seed=9)
         assert float((model.users.weight.detach() - before).abs().max()) < 0.05
+
+
+def test_a_small_table_of_16_bits_is_lossless(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(1000, 8, dtype=torch.bfloat16)})
+    with Checkpointer(tmp_path, model, bits=8) as checkpointer:
+        checkpointer.save(1).result()
+    loaded = nn.ModuleDict({"a": nn.Embedding(1000, 8, dtype=torch.bfloat16)})
+    cnr_store.load(tmp_path, loaded)
+    assert torch.equal(loaded.get_parameter("a.weight"), model.get_parameter("a.weight"))
