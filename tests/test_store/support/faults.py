@@ -13,6 +13,7 @@ from cnr_backends.testing.faulty import Decide, Fault
 from tests.nightly import NIGHT
 
 _RECORD = re.compile(r"versions/[0-9]{6}-[0-9a-f]{8}\.[0-9]{8}/zarr\.json")
+_CHANGES = ("put", "create", "delete")
 _PATIENCE_SECONDS = 60
 _NUMBERS = re.compile(r"[0-9a-f]{8}|[0-9]+")
 
@@ -31,6 +32,8 @@ class Spoil:
         What befalls every later operation; None if storage is sound again.
     operation, key
         The operation that was hit; "" before it is.
+    while_saving
+        Whether it was hit before `save` had returned.
     """
 
     where: int | str
@@ -38,6 +41,7 @@ class Spoil:
     then: Fault = None
     operation: str = ""
     key: str = ""
+    while_saving: bool = False
     _count: int = 0
 
     def __call__(self, operation: str, key: str) -> Fault:
@@ -69,9 +73,14 @@ class Spoil:
         return self.committed and self.then is not None
 
     @property
+    def asked_early(self) -> bool:
+        """Whether it was a read that the save makes before it is planned, and makes again where it is written."""
+        return self.while_saving and self.then is None and self.operation not in _CHANGES
+
+    @property
     def fatal(self) -> bool:
         """Whether the save must fail: it was hit, and not just after it was complete."""
-        return self.struck and (not self.committed or self.then is not None)
+        return self.struck and not self.asked_early and (not self.committed or self.then is not None)
 
 
 def _is_record(key: str) -> bool:
@@ -119,11 +128,19 @@ class Weather:
 
     def __call__(self, operation: str, key: str, _: int) -> Fault:
         # The first save after a load claims the store, and looks for what it depends on, while training waits.
-        waits = operation == "put" or threading.current_thread() is not threading.main_thread()
+        waits = operation == "put" or (
+            operation in _CHANGES and threading.current_thread() is not threading.main_thread()
+        )
         if waits and not self._open.wait(_PATIENCE_SECONDS):
             return "before"
         with self._lock:
-            return self._spoil(operation, key) if self._spoil is not None else None
+            if self._spoil is None:
+                return None
+            was_struck = getattr(self._spoil, "struck", True)
+            fault = self._spoil(operation, key)
+            if isinstance(self._spoil, Spoil) and self._spoil.struck and not was_struck:
+                self._spoil.while_saving = not self._open.is_set()
+            return fault
 
 
 def forget(url: str) -> None:

@@ -23,8 +23,8 @@ from cnr_backends import Backend, BackendError, open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.training.model import tensors
-from cnr_store.training.saving import planner, snapshot
+from cnr_store.training.model import row_arrays, tensors
+from cnr_store.training.saving import planner
 
 
 class Job:
@@ -100,7 +100,7 @@ def test_an_interrupt_while_rows_are_read_commits_nothing_torn(
             os.kill(os.getpid(), signal.SIGINT)
         return gather(*arguments)
 
-    monkeypatch.setattr(snapshot, "gather", interrupting)
+    monkeypatch.setattr(row_arrays, "gather", interrupting)
     with pytest.raises(KeyboardInterrupt):
         job.checkpointer.save(1)
         signal.raise_signal(signal.SIGINT)  # if the save was faster than the signal
