@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +15,6 @@ import fsspec
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, BackendError, StorageError, StorageFullError, open_backend
-from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format import layout
 
@@ -101,8 +100,12 @@ def new_folder(
 def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[str, Any]) -> None:
     """Refuse a target that is a store, or lies in the store that is exported, or holds it.
 
+    What can't be opened or listed is left to whoever writes there, who says what is wrong with it.
+
     Parameters
     ----------
+    target
+        Where the export is to go.
     store
         The URL of the store that is exported, as its backend tells it.
     overwrite
@@ -116,19 +119,19 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
         It is one of these.
     """
     try:
-        catalog = Catalog(open_backend(target, **options))
+        backend = open_backend(target, **options)
     except (BackendError, OptionError):
-        return  # whoever writes there says what is wrong with it
-    there, here = _place(catalog.backend.url), _place(store)
+        return
+    there, here = _place(backend.url), _place(store)
     if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
         raise OptionError(f"{target} would replace the store {store}, or a part of it: choose another target")
-    found = _find_store(catalog.backend) if overwrite else _is_store(catalog.backend, "")
-    if found:
+    if _find_store(backend) if overwrite else _is_store(backend, ""):
         raise OptionError(f"{target} holds a store, with all its versions: choose another target")
     if not isinstance(target, Store):
-        for place in _above(catalog.backend.url):
-            if _is_store(open_backend(place, **options), ""):
-                raise OptionError(f"{target} lies in the store {place}: choose another target")
+        for place in _above(backend.url):
+            with suppress(BackendError):
+                if _is_store(open_backend(place, **options), ""):
+                    raise OptionError(f"{target} lies in the store {place}: choose another target")
 
 
 def _above(url: str) -> Iterator[str]:
@@ -143,8 +146,11 @@ def _above(url: str) -> Iterator[str]:
 def _find_store(backend: Backend) -> bool:
     """Whether a store lies at a place, or in any folder of it."""
     versions = f"/{layout.VERSIONS}/"
-    folders = {f"/{key}".partition(versions)[0] for key, _ in backend.list_keys("") if versions in f"/{key}"}
-    return any(_is_store(backend, folder) for folder in {"", *folders})
+    folders = {""}
+    with suppress(BackendError):
+        keys = (f"/{key}" for key, _ in backend.list_keys(""))
+        folders.update(key.partition(versions)[0] for key in keys if versions in key)
+    return any(_is_store(backend, folder) for folder in folders)
 
 
 def _is_store(backend: Backend, folder: str) -> bool:
