@@ -81,8 +81,7 @@ class Reader(StorageReader):
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Load the version that a `checkpoint_id` names: a step in digits, an id or a tag; without one, `version`."""
-        self._version = self._given
+        """Load once the version that a `checkpoint_id` names: a step in digits, an id or a tag."""
         if checkpoint_id is not None:
             name = str(checkpoint_id)
             self._version = int(name) if name.isdecimal() else name
@@ -96,7 +95,9 @@ class Reader(StorageReader):
         EmptyStoreError, VersionNotFoundError, CorruptionError
         """
         catalog = Catalog(self._backend)
-        record = catalog.find(self._version)
+        # DCP resets only where it was given an id, so the next load without one is of the reader's own version again.
+        chosen, self._version = self._version, self._given
+        record = catalog.find(chosen)
         contents = Contents.read(catalog, record)
         self._opened = catalog, record, contents
         tensors = {name: _whole(each) for name, each in contents.tensors.items()}

@@ -172,6 +172,16 @@ def test_steps_and_versions_are_named_by_the_checkpoint_id(tmp_path: Path) -> No
         save({"x": 1}, writer, checkpoint_id="folder/600")
 
 
+def test_a_load_without_an_id_is_of_the_readers_own_version(tmp_path: Path) -> None:
+    for step in ("100", "200"):
+        save({"x": int(step)}, Writer(tmp_path), checkpoint_id=step)
+    reader = Reader(tmp_path)
+    for chosen, expected in (("100", 100), (None, 200), ("100", 100), (None, 200)):
+        state = {"x": 0}
+        load_checkpoint(state, checkpoint_id=chosen, storage_reader=reader)
+        assert state == {"x": expected}
+
+
 def test_a_job_that_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save({"x": 1}, Writer(tmp_path), checkpoint_id="10")
     reader, state = Reader(tmp_path), {"x": 0}
