@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,16 +16,7 @@ from torch import nn
 from cnr_store.errors import StateError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, callbacks
-elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    from pytorch_lightning import Callback, LightningModule, callbacks
-else:
-    try:
-        from lightning.pytorch import Callback, LightningModule, callbacks
-    except ModuleNotFoundError:
-        from pytorch_lightning import Callback, LightningModule, callbacks
+from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
 
 log = logging.getLogger("cnr_store")
 
@@ -32,6 +25,8 @@ _KEY, _PLATEAUS, _METRICS = (
     "plateaus",
     "metrics",
 )  # beside the loops, under names that no loop has
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
+_RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 _MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
 
 
@@ -58,17 +53,31 @@ class TrainerState:
         self._trainer = trainer
         self._told: set[str] = set()
         self._metrics: dict[str, float] = {}
+        self._loops: dict[str, Any] | None = None
         self.is_end = False
         self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
-        loops = self._trainer.fit_loop.state_dict()
+        loops = self._trainer.fit_loop.state_dict() if self._loops is None else self._loops
         metrics = {
             name: one.item() for name, one in self._trainer.callback_metrics.items() if one.numel() == 1
         }
         own = {_KEY: self._checkpoint(), _PLATEAUS: self._plateaus(self.ends), _METRICS: metrics}
         return {**loops, **own}
+
+    @property
+    def holds_loops(self) -> bool:
+        """Whether the loops' state is not that of now."""
+        return self._loops is not None
+
+    def hold_loops(self) -> None:
+        """Take the loops' state of now for that of the next saves, in the middle of a validation or behind it."""
+        self._loops = deepcopy(self._trainer.fit_loop.state_dict())
+
+    def release_loops(self) -> None:
+        """Take the loops' state at each save again."""
+        self._loops = None
 
     def beside_model(self) -> dict[str, Any]:
         """The state of callbacks, hooks and schedulers."""
@@ -114,6 +123,7 @@ class TrainerState:
         stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
         self._metrics = loops.pop(_METRICS, {})
         self._trainer.fit_loop.load_state_dict(loops)
+        _RESUMED[self._trainer] = self
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
             log.info("the version was saved before the state of callbacks was: they begin anew")
@@ -239,6 +249,27 @@ def averaging(trainer: Any) -> list[Any]:
         if one._max_epochs == -1 or trainer.current_epoch > one.swa_end
     ]
     return [*_swapping(trainer), *others]
+
+
+def end_resumed_epoch(trainer: Any) -> None:
+    """Do once what Lightning leaves out at the end of an epoch in which a fit resumed from a version."""
+    loaded = _RESUMED.pop(trainer, None)
+    if loaded is not None and trainer.fit_loop.restarting:
+        loaded.step_plateaus("epoch")
+        resume_normalizing(trainer)
+
+
+def forget_resumed(trainer: Any) -> None:
+    """Forget that a version was loaded: the fit has ended."""
+    _RESUMED.pop(trainer, None)
+
+
+def ends_by_hooks(trainer: Any) -> bool:
+    """Whether code of the user's runs when training ends, which may change any state."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+    return _overrides(trainer.lightning_module, "on_train_end", LightningModule) or any(
+        _overrides(one, "on_train_end", Callback) for one in own
+    )
 
 
 def restore_trained(trainer: Any) -> None:
