@@ -13,8 +13,9 @@ import torch
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
+from cnr_store.integrations.lightning_averages import accumulate_as_scheduled, averaging, restore_trained
 from cnr_store.integrations.lightning_hooks import HookBehind
-from cnr_store.integrations.lightning_loaders import check_loaders
+from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
 from cnr_store.integrations.lightning_metrics import LoggedMetrics, will_validate
 from cnr_store.integrations.lightning_package import (
     Callback,
@@ -25,12 +26,11 @@ from cnr_store.integrations.lightning_package import (
 )
 from cnr_store.integrations.lightning_state import (
     TrainerState,
-    accumulate_as_scheduled,
-    averaging,
     end_resumed_epoch,
     ends_by_hooks,
     forget_resumed,
-    restore_trained,
+    is_given,
+    warn_of_no_steps,
 )
 from cnr_store.integrations.metrics import figures
 from cnr_store.integrations.saved_moment import SavedMoment
@@ -42,8 +42,6 @@ from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.saving.pending_save import PendingSave
 
 log = logging.getLogger("cnr_store")
-
-_BATCHES_TO_STEP = 1000
 
 
 class CnrCheckpoint(Callback):
@@ -163,7 +161,7 @@ class CnrCheckpoint(Callback):
         if self._resume:
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
-                if trainer.ckpt_path is not None:  # Lightning would load it over what was loaded
+                if is_given(trainer.ckpt_path):  # Lightning would load it over what was loaded
                     raise OptionError(
                         f"resume=True continues from step {self._saved_step} of {self._url}, and "
                         f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
@@ -186,7 +184,7 @@ class CnrCheckpoint(Callback):
         self._step_before_batch = trainer.global_step
 
     def _start_training(self, trainer: Trainer) -> None:
-        """Restore the random number generators again, because making the loaders has drawn from them."""
+        """Restore the random number generators again, because making the loaders, and other things, drew from them."""
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             accumulate_as_scheduled(trainer)
@@ -194,20 +192,16 @@ class CnrCheckpoint(Callback):
             self._metrics.note()
             if self._options.get("rng", True):
                 set_rng_state(state)
+                draw_again(trainer, self._trainer_state.is_epoch_end)
 
     def _end_batch(self, trainer: Trainer) -> None:
         """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between.
 
         If a validation follows, from which the metric is awaited that tells the best, the save waits for it.
         """
+        self._trainer_state.is_epoch_end = False
         self._log_figures(trainer)
-        batches = trainer.fit_loop.total_batch_idx + 1
-        if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
-            log.warning(
-                "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
-                "the end: with manual optimization, step the optimizers of self.optimizers()",
-                batches,
-            )
+        warn_of_no_steps(trainer)
         if self._monitor is not None:
             self._metrics.note()
         if self._trainer_state.holds_loops:  # the validation that was to come behind the batch before did not
@@ -237,6 +231,7 @@ class CnrCheckpoint(Callback):
 
         At the end of an epoch in which `fit` resumed, Lightning does not step schedulers by a metric.
         """
+        self._trainer_state.is_epoch_end = True
         end_resumed_epoch(trainer)
         is_logged = self._monitor in self._metrics.note() or self._validated_step == trainer.global_step
         if self._is_due(trainer) or is_logged:

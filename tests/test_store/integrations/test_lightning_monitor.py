@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
@@ -58,15 +58,15 @@ class StopsAt(Callback):
 
 def validated(folder: Path, *callbacks: Callback, module: Module | None = None, **options: Any) -> Any:
     validation = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, generator=torch.Generator())
-    options = {"num_sanity_val_steps": 0, "validation": validation} | options
-    return fit(folder, *callbacks, module=module or Scored(), **options)[0]
+    everything: dict[str, Any] = {"num_sanity_val_steps": 0, "validation": validation} | options
+    return fit(folder, *callbacks, module=module or Scored(), **everything)[0]
 
 
 @pytest.mark.parametrize("check", [{"val_check_interval": 4}, {"val_check_interval": 3}, {}])
 @pytest.mark.parametrize("every", [2, 3, 4, 5, 100])
 @pytest.mark.parametrize("policy", ["consecutive", "full"])
 def test_the_best_version_holds_the_weights_that_were_validated(
-    tmp_path: Path, every: int, policy: str, check: dict[str, int]
+    tmp_path: Path, every: int, policy: str, check: dict[str, Any]
 ) -> None:
     url = str(tmp_path / "store")
     options: dict[str, Any] = {"policy": policy, "bits": 32, "keep_last": 1, "max_chain": None}
@@ -181,3 +181,40 @@ def test_what_hooks_change_at_the_end_is_saved_whatever_it_is(tmp_path: Path) ->
     fit(tmp_path, CnrCheckpoint(url, BATCHES, state={"history": history}), Fills(), max_epochs=1)
     fit(tmp_path, CnrCheckpoint(url, BATCHES, state={"history": loaded}, resume=True), max_epochs=1)
     assert loaded.seen == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
+def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
+    tmp_path: Path, stop: int, workers: int
+) -> None:
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+
+    def plain(*callbacks: Callback) -> Module:
+        loader = DataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True, num_workers=workers)
+        module = Module()
+        options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(max_epochs=4, default_root_dir=tmp_path, callbacks=list(callbacks), **options).fit(
+            module, loader
+        )
+        return module
+
+    url, whole = str(tmp_path / "store"), plain()
+    with pytest.raises(StopsError):
+        plain(CnrCheckpoint(url, BATCHES, bits=32), StopsAt(stop))
+    rest = plain(CnrCheckpoint(url, BATCHES, bits=32, resume=True))
+    assert rest.seen == whole.seen[-len(rest.seen) :]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> None:
+    class WithRate(Module):
+        lr = 0.1
+
+    url = str(tmp_path / "store")
+    for epochs in (1, 2):
+        finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+        fit(tmp_path, CnrCheckpoint(url, BATCHES, resume=True), finder, module=WithRate(), max_epochs=epochs)
+    assert [version.step for version in cnr_store.versions(url)] == [BATCHES, 2 * BATCHES]

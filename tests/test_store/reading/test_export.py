@@ -328,7 +328,7 @@ def test_only_an_export_is_replaced(tmp_path: Path, name: str, kind: Literal["za
     mine = tmp_path / "target" / name / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("weeks of work")
-    target: Path | zarr.storage.LocalStore = tmp_path / "target"
+    target = tmp_path / "target"
     for place in (target, zarr.storage.LocalStore(target)) if kind == "zarr" else (target,):
         with pytest.raises(OptionError, match="other things than an export"):
             cnr_store.export(tmp_path / "store", place, format=kind, overwrite=True)
