@@ -169,8 +169,10 @@ class CnrCheckpoint(Callback):
                 self._loaded_rng = rng_state()
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
-        """Call what comes behind a hook, but for fits within this one that run without callbacks, as finders do."""
-        if self._last in trainer.callbacks:
+        """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""
+        now = trainer.lightning_module.trainer
+        is_another = now is not trainer and now.state.status == "running"
+        if self._last in trainer.callbacks and not is_another:
             call(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
