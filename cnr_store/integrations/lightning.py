@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
+from cnr_store.integrations.lightning_averages import accumulate_as_scheduled, averaging, restore_trained
 from cnr_store.integrations.lightning_hooks import HookBehind
-from cnr_store.integrations.lightning_loaders import check_loaders
+from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
+from cnr_store.integrations.lightning_metrics import LoggedMetrics, will_validate
+from cnr_store.integrations.lightning_package import (
+    Callback,
+    LightningModule,
+    SIGTERMException,
+    Trainer,
+    callbacks,
+)
 from cnr_store.integrations.lightning_state import (
     TrainerState,
-    accumulate_as_scheduled,
-    averaging,
-    restore_trained,
-    resume_normalizing,
+    end_resumed_epoch,
+    ends_by_hooks,
+    forget_resumed,
+    is_given,
+    warn_of_no_steps,
 )
 from cnr_store.integrations.metrics import figures
 from cnr_store.integrations.saved_moment import SavedMoment
@@ -30,27 +41,7 @@ from cnr_store.training.model.arguments import Overlap, check_count
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.saving.pending_save import PendingSave
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    from pytorch_lightning import Callback
-    from pytorch_lightning.callbacks import Checkpoint
-    from pytorch_lightning.utilities.exceptions import SIGTERMException
-else:
-    try:
-        from lightning.pytorch import Callback
-        from lightning.pytorch.callbacks import Checkpoint
-        from lightning.pytorch.utilities.exceptions import SIGTERMException
-    except ModuleNotFoundError:
-        from pytorch_lightning import Callback
-        from pytorch_lightning.callbacks import Checkpoint
-        from pytorch_lightning.utilities.exceptions import SIGTERMException
-
 log = logging.getLogger("cnr_store")
-
-_BATCHES_TO_STEP = 1000
 
 
 class CnrCheckpoint(Callback):
@@ -66,8 +57,8 @@ class CnrCheckpoint(Callback):
         too, behind their `on_train_end`, also if a SIGTERM causes it.
     monitor, mode, save_top_k
         Keep the versions in which the metric `monitor` is best (``"min"`` or ``"max"``), so many of them, as
-        ``keep_best`` of `Checkpointer` does. Each version's metadata has the epoch, and all metrics of one number that
-        the module has logged by then.
+        ``keep_best`` of `Checkpointer` does. Each validation, and each epoch, that logs it is followed by a save. Each
+        version's metadata has the epoch, and all metrics of one number that the module has logged at its step.
     resume
         Whether `fit` continues from the newest version, if there is one, with the state of the other callbacks. Then
         give no `ckpt_path`.
@@ -115,6 +106,8 @@ class CnrCheckpoint(Callback):
                 )
             options["keep_best"] = Rules(keep_best=(monitor, mode, save_top_k)).keep_best
         self._options = options
+        if best := Rules(keep_best=options.get("keep_best")).keep_best:
+            self._monitor = best[0]
         self._pending: PendingSave | None = None  # whose figures the loggers have not got yet
         self._saved_at = monotonic()
         self._checkpointer: Checkpointer | None = None
@@ -123,6 +116,10 @@ class CnrCheckpoint(Callback):
         self._last = _LastHooks(self)
         self._behind: list[HookBehind] = []
         self._step_before_batch = 0
+        self._waits_for_validation = self._monitor is not None
+        self._validated_step: int | None = (
+            None  # the newest one for which a validation logged the monitored metric
+        )
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -139,6 +136,7 @@ class CnrCheckpoint(Callback):
             )
         self._step_before_batch = trainer.global_step
         self._trainer_state = TrainerState(trainer)
+        self._metrics = LoggedMetrics(trainer)
         state = {
             **(self._options.get("state") or {}),
             "lightning.precision": trainer.precision_plugin,
@@ -150,9 +148,11 @@ class CnrCheckpoint(Callback):
             "lightning.loops": self._trainer_state,
         }
         self._saved_step, self._saved_at = None, monotonic()
+        self._has_hooks = ends_by_hooks(trainer)
         for name, call in (
             ("on_train_start", self._start_training),
             ("on_train_batch_end", self._end_batch),
+            ("on_validation_end", self._end_validation),
             ("on_train_end", self._end_training),
         ):
             self._behind.append(HookBehind(pl_module, name, partial(self._call_behind, call, trainer)))
@@ -161,7 +161,7 @@ class CnrCheckpoint(Callback):
         if self._resume:
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
-                if trainer.ckpt_path is not None:  # Lightning would load it over what was loaded
+                if is_given(trainer.ckpt_path):  # Lightning would load it over what was loaded
                     raise OptionError(
                         f"resume=True continues from step {self._saved_step} of {self._url}, and "
                         f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
@@ -169,8 +169,10 @@ class CnrCheckpoint(Callback):
                 self._loaded_rng = rng_state()
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
-        """Call what comes behind a hook, but for fits within this one that run without callbacks, as finders do."""
-        if self._last in trainer.callbacks:
+        """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""
+        now = trainer.lightning_module.trainer
+        is_another = now is not trainer and now.state.status == "running"
+        if self._last in trainer.callbacks and not is_another:
             call(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,38 +186,58 @@ class CnrCheckpoint(Callback):
         self._step_before_batch = trainer.global_step
 
     def _start_training(self, trainer: Trainer) -> None:
-        """Restore the random number generators again, because making the loaders has drawn from them."""
+        """Restore the random number generators again, because making the loaders, and other things, drew from them."""
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             accumulate_as_scheduled(trainer)
             self._trainer_state.restore_metrics()
+            self._metrics.note()
             if self._options.get("rng", True):
                 set_rng_state(state)
+                draw_again(trainer, self._trainer_state.is_epoch_end)
 
     def _end_batch(self, trainer: Trainer) -> None:
-        """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between."""
+        """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between.
+
+        If a validation follows, from which the metric is awaited that tells the best, the save waits for it.
+        """
+        self._trainer_state.is_epoch_end = False
         self._log_figures(trainer)
-        batches = trainer.fit_loop.total_batch_idx + 1
-        if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
-            log.warning(
-                "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
-                "the end: with manual optimization, step the optimizers of self.optimizers()",
-                batches,
-            )
-        if self._is_due(trainer) and not trainer.is_last_batch:
+        warn_of_no_steps(trainer)
+        if self._monitor is not None:
+            self._metrics.note()
+        if self._trainer_state.holds_loops:  # the validation that was to come behind the batch before did not
+            self._trainer_state.release_loops()
+            self._waits_for_validation = False
+        has_stepped = trainer.global_step > self._step_before_batch
+        if self._waits_for_validation and has_stepped and will_validate(trainer):
+            self._trainer_state.hold_loops()
+        elif self._is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer, ends="step")
+
+    def _end_validation(self, trainer: Trainer) -> None:
+        """Save what was validated, if it has the metric or a save is due, with the loops as at the end of the batch."""
+        if trainer.sanity_checking:
+            return
+        if self._monitor in self._metrics.note():
+            self._validated_step = trainer.global_step
+        if self._trainer_state.holds_loops:
+            # Validation runs in inference mode, whose tensors training could not write.
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                if self._is_due(trainer) or self._validated_step == trainer.global_step:
+                    self._save(trainer, ends="step")
+            self._trainer_state.release_loops()
 
     def _end_epoch(self, trainer: Trainer) -> None:
         """Save if due after the last batch.
 
         At the end of an epoch in which `fit` resumed, Lightning does not step schedulers by a metric.
         """
-        is_resumed = trainer.fit_loop.restarting
-        if is_resumed:
-            self._trainer_state.step_plateaus("epoch")
-            resume_normalizing(trainer)
-        if self._is_due(trainer):
-            self._save(trainer, ends=None if is_resumed else "epoch")
+        self._trainer_state.is_epoch_end = True
+        end_resumed_epoch(trainer)
+        is_logged = self._monitor in self._metrics.note() or self._validated_step == trainer.global_step
+        if self._is_due(trainer) or is_logged:
+            self._save(trainer, ends=None if trainer.fit_loop.restarting else "epoch")
 
     def _end_training(self, trainer: Trainer) -> None:
         """Save the end of training, after waiting for the save before it.
@@ -228,7 +250,7 @@ class CnrCheckpoint(Callback):
     def _save_last(self, trainer: Trainer, full: bool = False) -> None:
         """Save, also a step that is saved already, unless nothing has changed since: any hook may change any state."""
         module, beside = trainer.lightning_module, self._trainer_state.beside_model
-        if full or self._moment is None or not self._moment.is_still(module, beside()):
+        if full or self._has_hooks or self._moment is None or not self._moment.is_still(module, beside()):
             self._saved_step = None
         self._save(trainer, overlap="wait", full=full)
 
@@ -244,6 +266,7 @@ class CnrCheckpoint(Callback):
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
                 restore_trained(trainer)
+                self._trainer_state.release_loops()
                 self._save_last(trainer)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
@@ -268,10 +291,8 @@ class CnrCheckpoint(Callback):
         if self._checkpointer is None or step == self._saved_step:
             return
         self._trainer_state.ends = ends
-        metrics = {
-            name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1
-        }
-        if self._monitor is not None and self._monitor not in metrics:
+        metrics = self._metrics.of_this_step()
+        if self._monitor is not None and self._monitor not in trainer.callback_metrics:
             log.warning(
                 "step %d is saved without the metric %r, so it can't be one of the best: the module has logged %s",
                 *(step, self._monitor, ", ".join(metrics) or "nothing"),
@@ -300,6 +321,7 @@ class CnrCheckpoint(Callback):
 
     def _close(self, trainer: Any) -> None:
         trainer.callbacks = self._others(trainer)
+        forget_resumed(trainer)
         while self._behind:
             self._behind.pop().remove()
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -307,7 +329,7 @@ class CnrCheckpoint(Callback):
             checkpointer.close()
 
 
-class _LastHooks(Checkpoint):
+class _LastHooks(callbacks.Checkpoint):
     """The hooks of `CnrCheckpoint` that must see what all other callbacks have done.
 
     Lightning runs a `Checkpoint` behind those that monitor metrics, too. `CnrCheckpoint` itself is none, because a

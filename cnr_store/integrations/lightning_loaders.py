@@ -1,4 +1,4 @@
-"""Which data loaders a fit can resume with."""
+"""Which data loaders a fit can resume with, and their order then."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def check_loaders(loaders: Any) -> None:
                 "batch: give its dataset a __len__",
                 type(loader).__name__,
             )
+
+
+def draw_again(trainer: Any, is_epoch_end: bool) -> None:
+    """Let the loaders draw their order with the random numbers that are set now, unless they go on with an order.
+
+    Otherwise the next epoch would draw the same order once more: Lightning makes the iterators before training starts.
+    """
+    loaders = _flat(trainer.train_dataloader)
+    if is_epoch_end or not any(callable(getattr(loader, "state_dict", None)) for loader in loaders):
+        iter(trainer.fit_loop._data_fetcher)
 
 
 def _flat(loaders: Any) -> Iterator[Any]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from inspect import unwrap
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,24 +18,21 @@ from torch import nn
 from cnr_store.errors import StateError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, callbacks
-elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    from pytorch_lightning import Callback, LightningModule, callbacks
-else:
-    try:
-        from lightning.pytorch import Callback, LightningModule, callbacks
-    except ModuleNotFoundError:
-        from pytorch_lightning import Callback, LightningModule, callbacks
+from cnr_store.integrations.lightning_averages import (
+    averaging,
+    go_on_averaging,
+    normalizes,
+    resume_normalizing,
+)
+from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
 
 log = logging.getLogger("cnr_store")
 
-_KEY, _PLATEAUS, _METRICS = (
-    "checkpoint",
-    "plateaus",
-    "metrics",
-)  # beside the loops, under names that no loop has
+# Beside the loops, under names that no loop has.
+_KEY, _PLATEAUS, _METRICS, _EPOCH_END = "checkpoint", "plateaus", "metrics", "epoch_end"
+_BATCHES_TO_STEP = 1000
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
+_RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 _MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
 
 
@@ -49,6 +50,8 @@ class TrainerState:
     ----------
     is_end
         Whether the end of `fit` is being saved.
+    is_epoch_end
+        Whether the loaders begin anew behind the save, or behind the version that was loaded.
     ends
         What has ended at the save, ``"step"`` or ``"epoch"``, with schedulers that Lightning steps by a metric only
         behind it. They are stepped when the state is loaded. None if no such step is to come.
@@ -58,17 +61,36 @@ class TrainerState:
         self._trainer = trainer
         self._told: set[str] = set()
         self._metrics: dict[str, float] = {}
-        self.is_end = False
+        self._loops: dict[str, Any] | None = None
+        self.is_end = self.is_epoch_end = False
         self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
-        loops = self._trainer.fit_loop.state_dict()
+        loops = self._trainer.fit_loop.state_dict() if self._loops is None else self._loops
         metrics = {
             name: one.item() for name, one in self._trainer.callback_metrics.items() if one.numel() == 1
         }
-        own = {_KEY: self._checkpoint(), _PLATEAUS: self._plateaus(self.ends), _METRICS: metrics}
+        own: dict[str, Any] = {
+            _KEY: self._checkpoint(),
+            _PLATEAUS: self._plateaus(self.ends),
+            _METRICS: metrics,
+        }
+        own[_EPOCH_END] = self.is_epoch_end
         return {**loops, **own}
+
+    @property
+    def holds_loops(self) -> bool:
+        """Whether the loops' state is not that of now."""
+        return self._loops is not None
+
+    def hold_loops(self) -> None:
+        """Take the loops' state of now for that of the next saves, in the middle of a validation or behind it."""
+        self._loops = deepcopy(self._trainer.fit_loop.state_dict())
+
+    def release_loops(self) -> None:
+        """Take the loops' state at each save again."""
+        self._loops = None
 
     def beside_model(self) -> dict[str, Any]:
         """The state of callbacks, hooks and schedulers."""
@@ -113,7 +135,9 @@ class TrainerState:
         loops = dict(state)
         stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
         self._metrics = loops.pop(_METRICS, {})
+        self.is_epoch_end = loops.pop(_EPOCH_END, False)
         self._trainer.fit_loop.load_state_dict(loops)
+        _RESUMED[self._trainer] = self
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
             log.info("the version was saved before the state of callbacks was: they begin anew")
@@ -202,7 +226,7 @@ class TrainerState:
             if callback.state_key in states:
                 callback.load_state_dict(states[callback.state_key])
                 if isinstance(callback, callbacks.StochasticWeightAveraging):
-                    _go_on_averaging(callback, trainer)
+                    go_on_averaging(callback, trainer)
 
     def _warn_of_rest(self, stored: Mapping[str, Any]) -> None:
         states, present = stored["states"], {one.state_key: one for one in self._trainer.callbacks}
@@ -222,7 +246,7 @@ class TrainerState:
                 ", ".join(stored["averaged_by"]),
             )
         elif self._trainer.fit_loop.done and (
-            left := [one for one in averaging(self._trainer) if not _normalizes(one)]
+            left := [one for one in averaging(self._trainer) if not normalizes(one)]
         ):
             log.warning(
                 "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
@@ -231,79 +255,49 @@ class TrainerState:
             )
 
 
-def averaging(trainer: Any) -> list[Any]:
-    """The callbacks that have put an average into the model, when training has ended."""
-    others = [
-        one
-        for one in _of_kind(trainer, "StochasticWeightAveraging")
-        if one._max_epochs == -1 or trainer.current_epoch > one.swa_end
-    ]
-    return [*_swapping(trainer), *others]
+def end_resumed_epoch(trainer: Any) -> None:
+    """Do once what Lightning leaves out at the end of an epoch in which a fit resumed from a version."""
+    loaded = _RESUMED.pop(trainer, None)
+    if loaded is not None and trainer.fit_loop.restarting:
+        loaded.step_plateaus("epoch")
+        resume_normalizing(trainer)
 
 
-def restore_trained(trainer: Any) -> None:
-    """Give the model its trained weights again, if validation was broken off while the average was in their place."""
-    if trainer.validating:
-        for callback in _swapping(trainer):
-            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+def forget_resumed(trainer: Any) -> None:
+    """Forget that a version was loaded: the fit has ended."""
+    _RESUMED.pop(trainer, None)
 
 
-def accumulate_as_scheduled(trainer: Any) -> None:
-    """Set what `GradientAccumulationScheduler` sets when an epoch starts, for the rest of one that is resumed."""
-    for callback in _of_kind(trainer, "GradientAccumulationScheduler"):
-        trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+def ends_by_hooks(trainer: Any) -> bool:
+    """Whether code of the user's runs when training ends, which may change any state."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+    return _overrides(trainer.lightning_module, "on_train_end", LightningModule) or any(
+        _overrides(one, "on_train_end", Callback) for one in own
+    )
 
 
-def resume_normalizing(trainer: Any) -> None:
-    """Let the last epoch of `StochasticWeightAveraging`, which only normalizes batches, end also if it was resumed.
-
-    Lightning notes when that epoch starts what it resets at the end of training.
-    """
-    for callback in _of_kind(trainer, "StochasticWeightAveraging"):
-        is_last = _normalizes(callback) and trainer.current_epoch > callback.swa_end
-        if is_last and not hasattr(callback, "_accumulate_grad_batches"):
-            callback._accumulate_grad_batches = trainer.accumulate_grad_batches
-            trainer.fit_loop.max_batches += 1
+def is_given(ckpt_path: Any) -> bool:
+    """Whether the program gave `fit` this checkpoint: finders of Lightning go back to one of theirs, and remove it."""
+    return ckpt_path is not None and not Path(ckpt_path).name.startswith((".lr_find_", ".scale_batch_size_"))
 
 
-def _normalizes(callback: Any) -> bool:
-    """Whether the average is put into the model when another epoch starts, for batch normalization."""
-    is_stochastic = isinstance(callback, callbacks.StochasticWeightAveraging)
-    return is_stochastic and bool(callback._model_contains_batch_norm) and callback._max_epochs != -1
-
-
-def _swapping(trainer: Any) -> list[Any]:
-    return _of_kind(trainer, "WeightAveraging")
-
-
-def _of_kind(trainer: Any, name: str) -> list[Any]:
-    kind = getattr(callbacks, name, None)  # Lightning 2.4 has no WeightAveraging
-    return [] if kind is None else [one for one in trainer.callbacks if isinstance(one, kind)]
+def warn_of_no_steps(trainer: Any) -> None:
+    """Warn once if no batch of an epoch, or of many, took a step that Lightning counts."""
+    batches = trainer.fit_loop.total_batch_idx + 1
+    if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
+        log.warning(
+            "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
+            "the end: with manual optimization, step the optimizers of self.optimizers()",
+            batches,
+        )
 
 
 def _overrides(value: object, method: str, base: type) -> bool:
-    return getattr(getattr(value, method), "__func__", None) is not getattr(base, method)
+    own = unwrap(getattr(value, method))  # of a call behind it
+    return getattr(own, "__func__", None) is not getattr(base, method)
 
 
 def _leaf_without_values(value: object) -> ArrayLeaf | None:
     """Stands for a tensor or an array, which the save itself copies and checks."""
     is_array = type(value) in (torch.Tensor, nn.Parameter, np.ndarray)
     return ArrayLeaf(np.zeros(0)) if is_array else None
-
-
-def _go_on_averaging(callback: Any, trainer: Any) -> None:
-    """Make the scheduler of `StochasticWeightAveraging`.
-
-    Lightning makes it when an epoch starts, too late for the rest of this one, and lets it move the learning rates,
-    which the optimizers were given already.
-    """
-    if (
-        callback._scheduler_state is None
-        or not callback.swa_start <= trainer.current_epoch <= callback.swa_end
-    ):
-        return
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    settings = [dict(group) for group in groups]
-    callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    for group, loaded in zip(groups, settings, strict=True):
-        group.update(loaded)

@@ -21,6 +21,7 @@ from cnr_store.format import layout
 Target = str | os.PathLike[str] | Store
 _FILE = "file://"
 _LEVELS = 6
+PARQUET_ENDING = ".parquet"
 
 
 @contextmanager
@@ -77,10 +78,14 @@ def new_folder(
         if path is None:
             if ending is not None and not isinstance(target, Store):
                 _remove_files(os.fspath(target), ending, overwrite, options)
+            elif overwrite:
+                _check_replaced(target, options)
             yield target if isinstance(target, Store) else os.fspath(target)
             return
         if not overwrite or path.is_file():
             _refuse(path, path.is_file() or (path.is_dir() and any(path.iterdir())))
+        if overwrite:
+            _check_replaced(path, options)
         temporary, old = _beside(path), _beside(path)
         try:
             yield str(temporary)
@@ -144,13 +149,31 @@ def _above(url: str) -> Iterator[str]:
 
 
 def _find_store(backend: Backend) -> bool:
-    """Whether a store lies at a place, or in any folder of it."""
+    """Whether a store lies at a place, or in any folder of it, or a store's versions do."""
     versions = f"/{layout.VERSIONS}/"
     folders = {""}
     with suppress(BackendError):
-        keys = (f"/{key}" for key, _ in backend.list_keys(""))
-        folders.update(key.partition(versions)[0] for key in keys if versions in key)
+        keys = [key for key, _ in backend.list_keys("")]
+        folders.update(key.partition("/")[0] for key in keys if "/" in key)
+        folders.update(f"/{key}".partition(versions)[0] for key in keys if versions in f"/{key}")
     return any(_is_store(backend, folder) for folder in folders)
+
+
+def _check_replaced(target: Target, options: Mapping[str, Any]) -> None:
+    """Refuse a folder, all of which is to be replaced, that holds other things than an export."""
+    with suppress(BackendError):  # the writer says what is wrong with the place
+        backend = open_backend(target, **options)
+        url = _place(backend.url)
+        if url.startswith(_FILE):  # a backend leaves out what no key can name
+            folder = Path(url.removeprefix(_FILE))
+            names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        else:
+            names = {key for key, _ in backend.list_keys("")}
+        if layout.NODE not in names and not all(name.endswith(PARQUET_ENDING) for name in names):
+            raise OptionError(
+                f"{target} is a folder of other things than an export, which overwrite=True (--overwrite) would "
+                "remove: choose another target, or empty this folder"
+            )
 
 
 def _is_store(backend: Backend, folder: str) -> bool:

@@ -66,7 +66,7 @@ def export(
         By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, ``parquet`` if it ends in ``.parquet``,
         otherwise ``safetensors``.
     overwrite
-        Whether to replace an existing target.
+        Whether to replace an existing file, or a folder that holds an export and nothing else.
     target_options
         For the target's filesystem.
 

@@ -16,10 +16,8 @@ from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import OptionError
 from cnr_store.format.record import Record
 from cnr_store.format.stored_paths import place
-from cnr_store.reading.atomic_output import Target, new_file, new_folder
+from cnr_store.reading.atomic_output import PARQUET_ENDING, Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
-
-_ENDING = ".parquet"
 
 
 def write_tables(
@@ -38,12 +36,12 @@ def write_tables(
     # No two of these names meet on disks that fold case, and none is a device's.
     stored = place(sorted(paths), {})
     with (
-        new_folder(target, overwrite, options, _ENDING) as folder,
+        new_folder(target, overwrite, options, PARQUET_ENDING) as folder,
         Transfer(READ_WORKERS, READ_WORKERS) as transfer,
     ):
         assert isinstance(folder, str)  # the target is no store
         for path, name in paths.items():
-            file = f"{folder.rstrip('/')}/{stored[path].split('/')[1]}{_ENDING}"
+            file = f"{folder.rstrip('/')}/{stored[path].split('/')[1]}{PARQUET_ENDING}"
             aliases = record.arrays[path].aliases
             note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
             with new_file(file, overwrite, options) as opened:

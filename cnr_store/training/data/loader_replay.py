@@ -25,6 +25,11 @@ def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
     OptionError
         See `TrackedReader`.
     """
+    if type(loader).__module__.startswith("accelerate."):  # its state_dict works only if it was asked for one
+        raise OptionError(
+            "the loader is the one that accelerate's prepare() returned: give TrackedReader the loader that prepare() "
+            "was given, and move its batches with accelerate.utils.send_to_device"
+        )
     if callable(getattr(loader, "state_dict", None)):
         raise OptionError(
             f"the {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"

@@ -68,6 +68,23 @@ class OptimizerFit:
                 else:
                     target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)])
                 self.slots.setdefault(name, {})[slot] = target
+            if fit.ids is None and fit.stored_rows != fit.table.rows:
+                self._check_rest(fit)
+
+    def _check_rest(self, fit: TableFit) -> None:
+        """Refuse state of a table of other rows that has an entry a row, but a type that is not stored by rows."""
+        parameter, rows = fit.table.parameter, fit.stored_rows
+        own = self.optimizer.state.get(parameter, {})
+        for key, stored in self.tree["state"].get(fit.table.parameter_name, {}).items():
+            if not isinstance(stored, torch.Tensor) or stored.shape[:1] != (rows,):
+                continue
+            present = own.get(key)
+            if stored.shape == getattr(present, "shape", None) or (rows == 1 and present is None):
+                continue
+            raise ModelMismatchError(
+                f"table {fit.table.name!r} has {fit.table.rows} rows, {rows} are stored, and the optimizer's {key!r} "
+                f"of {stored.dtype} is stored whole, not by rows: load without the optimizer"
+            )
 
     def targets(self) -> Iterator[tuple[str, TableFit, torch.Tensor]]:
         """Path, table and tensor of all state that is read by rows."""

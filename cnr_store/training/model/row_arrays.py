@@ -145,7 +145,8 @@ class RowArrays:
 def _place(key: str, tensor: torch.Tensor) -> _Place:
     if is_dtensor(tensor):  # which has no address
         return key, id(tensor), 0, tuple(tensor.shape), tensor.dtype, False
-    return key, id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+    is_plain = tensor.is_contiguous() and not tensor.is_neg()  # torch may negate values as they are read
+    return key, id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, is_plain
 
 
 def row_arrays(

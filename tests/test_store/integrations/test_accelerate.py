@@ -9,8 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
+from cnr_store import OptionError, TrackedReader
 from cnr_store.training.model import optimizer_state
 from tests.test_store.support.wrapped_training import ROWS, Run, as_is, check_wrapped
 
@@ -41,3 +43,11 @@ def test_a_store_of_before_accelerate_was_known_is_continued(
         again = Run(setup)
         cnr_store.load(tmp_path, again.model, again.wrapped)
         assert again.same_as(run)
+
+
+def test_a_reader_of_a_prepared_loader_is_told_what_to_do() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    prepared: Any = Accelerator(cpu=True).prepare(loader)
+    with pytest.raises(OptionError, match=r"give TrackedReader the loader that prepare\(\) was given"):
+        TrackedReader(prepared)
+    TrackedReader(loader)

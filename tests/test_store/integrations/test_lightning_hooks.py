@@ -209,6 +209,33 @@ def test_fits_within_a_fit_save_nothing(tmp_path: Path) -> None:
     assert [version.step for version in cnr_store.versions(url)] == list(range(1, EPOCHS * BATCHES + 1))
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+def test_a_fit_of_another_trainer_within_the_fit_saves_nothing(tmp_path: Path, hook: str) -> None:
+    class Probes(Callback):
+        def __init__(self) -> None:
+            setattr(self, hook, self._probe)
+
+        def _probe(self, trainer: Trainer, pl_module: Any) -> None:
+            before = copy.deepcopy(pl_module.state_dict())
+            fit(tmp_path, module=pl_module, max_epochs=1)
+            pl_module.load_state_dict(before)
+
+    class Keeps(Callback):
+        def __init__(self) -> None:
+            self.weights: dict[int, torch.Tensor] = {}
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            self.weights[trainer.global_step] = pl_module.table.weight.detach().clone()
+
+    url, keeps = str(tmp_path / "store"), Keeps()
+    fit(tmp_path, CnrCheckpoint(url, BATCHES // 2, bits=32), keeps, Probes())
+    versions = cnr_store.versions(url)
+    assert [version.step for version in versions] == [*range(4, EPOCHS * BATCHES + 1, 4)]
+    for version in versions:
+        found = cnr_store.state_dict(url, version)["table.weight"]
+        assert torch.equal(torch.from_numpy(found), keeps.weights[version.step]), version.step
+
+
 def test_two_callbacks_leave_no_hook_behind(tmp_path: Path) -> None:
     module, urls = Module(), [str(tmp_path / name) for name in "ab"]
     callbacks = [CnrCheckpoint(url, 4, bits=32) for url in urls]

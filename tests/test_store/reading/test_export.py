@@ -320,6 +320,39 @@ def test_no_export_replaces_a_store(
         assert len(cnr_store.versions(tmp_path / name)) == 1
 
 
+@pytest.mark.parametrize("kind", ["zarr", "parquet"])
+@pytest.mark.parametrize("name", ["a", "a\\b", ".tmp-a", "other/versions"])
+def test_only_an_export_is_replaced(tmp_path: Path, name: str, kind: Literal["zarr", "parquet"]) -> None:
+    """Names that no key may have are in no listing of a backend."""
+    cnr_store.save(tmp_path / "store", nn.Embedding(5, 2))
+    mine = tmp_path / "target" / name / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("weeks of work")
+    target = tmp_path / "target"
+    for place in (target, zarr.storage.LocalStore(target)) if kind == "zarr" else (target,):
+        with pytest.raises(OptionError, match="other things than an export"):
+            cnr_store.export(tmp_path / "store", place, format=kind, overwrite=True)
+    assert mine.read_text() == "weeks of work"
+    url = f"memory://{uuid.uuid4().hex}"
+    with fsspec.open(f"{url}/{name}/mine", "wb") as file:
+        file.write(b"0")
+    if name == "a" and kind == "zarr":
+        with pytest.raises(OptionError, match="other things than an export"):
+            cnr_store.export(tmp_path / "store", url, format=kind, overwrite=True)
+
+
+def test_no_store_object_replaces_a_part_of_a_store(tmp_path: Path) -> None:
+    cnr_store.save(tmp_path / "store", nn.Embedding(5, 2))
+    cnr_store.save(tmp_path / "other", nn.Embedding(5, 2))
+    for store in (
+        zarr.storage.LocalStore(tmp_path / "other/versions"),
+        zarr.storage.FsspecStore.from_url(f"file://{tmp_path}/other/versions"),
+    ):
+        with pytest.raises(OptionError, match="holds a store"):
+            cnr_store.export(tmp_path / "store", store, overwrite=True)
+    assert len(cnr_store.versions(tmp_path / "other")) == 1
+
+
 def test_no_export_elsewhere_replaces_a_store() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     cnr_store.save(url, nn.Embedding(5, 2))

@@ -371,3 +371,35 @@ def test_state_changed_by_hand_after_a_partial_load_is_saved(tmp_path: Path, par
     for name in ("a.weight", "b.weight"):
         of_model, of_other = model.tables.get_parameter(name), other.tables.get_parameter(name)
         assert torch.equal(loaded.state[of_other]["sum"], optimizer.state[of_model]["sum"])
+
+
+class Counting(Optimizer):
+    """Counts in float64, which is not stored by rows, how often each value was changed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no test asks for a loss
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one].setdefault("count", torch.zeros(one.shape, dtype=torch.float64)).add_(1)
+
+
+def test_state_by_rows_that_is_stored_whole_does_not_go_into_a_grown_table(url: str) -> None:
+    model = Model(user=8)
+    with Checkpointer(url, model, optimizer := Counting(model.parameters())) as checkpointer:
+        train(model, optimizer, user=[1])
+        checkpointer.save(1)
+    for rows in (8, 10):
+        other = Model(1, user=rows)
+        train(other, again := Counting(other.parameters()), user=[1])
+        before = other.rows("user").clone()
+        if rows == 8:
+            cnr_store.load(url, other, again)
+            continue
+        with pytest.raises(
+            ModelMismatchError, match=r"has 10 rows, 8 are stored, .* 'count' of torch\.float64"
+        ):
+            cnr_store.load(url, other, again, strict="ignore")
+        assert torch.equal(other.rows("user"), before)
+        cnr_store.load(url, other, strict="ignore")

@@ -69,6 +69,16 @@ def test_rows_that_were_added_make_new_arrays() -> None:
     assert [array.shape for array in now] == [(30, 4), (30, 4)]
 
 
+def test_memory_that_got_the_other_sign_makes_new_arrays() -> None:
+    table, _, model = trained()
+    before = model.row_arrays()
+    small = SmallTables.among(before)
+    table.weight.data = torch._neg_view(table.weight.data)  # at the same address
+    now = model.row_arrays()
+    assert are_same(before, now) == [False, False]
+    assert SmallTables.among(now, small) is not small
+
+
 def test_arrays_of_large_tables_are_not_kept() -> None:
     _, _, model = trained(MOST_ROWS_KEPT + 1)
     assert are_same(model.row_arrays(), model.row_arrays()) == [False, False]

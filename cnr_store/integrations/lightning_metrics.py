@@ -1,0 +1,54 @@
+"""Of which step each metric is that a LightningModule logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class LoggedMetrics:
+    """The metrics of one number that a trainer holds, and the step at which each was logged.
+
+    A trainer keeps a metric until it is logged anew, also while the weights change.
+
+    Parameters
+    ----------
+    trainer
+        Whose metrics they are.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._logged: dict[str, tuple[Tensor, int]] = {}
+
+    def note(self) -> set[str]:
+        """Note those that were logged since the last call as of the trainer's step, and return their names."""
+        step, new = self._trainer.global_step, set()
+        for name, value in self._trainer.callback_metrics.items():
+            known = self._logged.get(name)
+            # Each read makes another tensor over the same memory, and what is held is not used for a new value.
+            if known is None or known[0].data_ptr() != value.data_ptr():
+                self._logged[name] = value, step
+                new.add(name)
+        return new
+
+    def of_this_step(self) -> dict[str, float]:
+        """Those that were logged at the trainer's step."""
+        self.note()
+        step = self._trainer.global_step
+        return {
+            name: float(value)
+            for name, (value, logged) in self._logged.items()
+            if logged == step and value.numel() == 1
+        }
+
+
+def will_validate(trainer: Any) -> bool:
+    """Whether Lightning validates behind the batch that ends now, and then goes on with the epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    return (
+        not trainer.is_last_batch
+        and not loop._skip_next_val
+        and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    )

@@ -1,0 +1,22 @@
+"""The names of Lightning, from whichever of its two packages the program uses."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
+else:
+    try:
+        from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+    except ModuleNotFoundError:
+        from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+        from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+__all__ = ["Callback", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]

@@ -1,0 +1,220 @@
+"""Versions have the metrics of their own weights, and the best of them is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder
+from torch.utils.data import DataLoader, TensorDataset
+
+import cnr_store
+from cnr_store.integrations.lightning import CnrCheckpoint
+from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
+
+SCORES = (0.5, 0.9, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+class Scored(Module):
+    """Each validation has the next score. Keeps the weights that it is of."""
+
+    def __init__(self, scores: tuple[float, ...] = SCORES) -> None:
+        super().__init__()
+        self._scores = iter(scores)
+        self.validated: dict[int, tuple[float, dict[str, torch.Tensor]]] = {}
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        torch.rand(3)  # random numbers that training goes on with
+
+    def on_validation_epoch_end(self) -> None:
+        score = next(self._scores)
+        self.log("score", score)
+        weights = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        self.validated[self.global_step] = score, weights
+
+
+class StopsError(Exception):
+    pass
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step >= self._step:
+            raise StopsError
+
+
+def validated(folder: Path, *callbacks: Callback, module: Module | None = None, **options: Any) -> Any:
+    validation = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, generator=torch.Generator())
+    everything: dict[str, Any] = {"num_sanity_val_steps": 0, "validation": validation} | options
+    return fit(folder, *callbacks, module=module or Scored(), **everything)[0]
+
+
+@pytest.mark.parametrize("check", [{"val_check_interval": 4}, {"val_check_interval": 3}, {}])
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 100])
+@pytest.mark.parametrize("policy", ["consecutive", "full"])
+def test_the_best_version_holds_the_weights_that_were_validated(
+    tmp_path: Path, every: int, policy: str, check: dict[str, Any]
+) -> None:
+    url = str(tmp_path / "store")
+    options: dict[str, Any] = {"policy": policy, "bits": 32, "keep_last": 1, "max_chain": None}
+    callback = CnrCheckpoint(url, every, monitor="score", mode="max", save_top_k=1, **options)
+    module = validated(tmp_path, callback, **check)
+    best = max(module.validated, key=lambda step: module.validated[step][0])
+    (kept,) = [one for one in cnr_store.versions(url) if one.metadata.get("score") == pytest.approx(0.9)]
+    assert kept.step == best
+    loaded = Module()
+    cnr_store.load(url, loaded, version=kept)
+    for name, tensor in module.validated[best][1].items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_version_has_no_metric_of_other_weights(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    module = validated(tmp_path, CnrCheckpoint(url, 3), val_check_interval=4)
+    for version in cnr_store.versions(url):
+        assert "loss" in version.metadata
+        found, (score, _) = version.metadata.get("score"), module.validated.get(version.step, (None, {}))
+        # Without monitor= the save comes before the validation, unless the epoch ends.
+        assert found is None or (found == pytest.approx(score) and version.step % BATCHES == 0)
+
+
+def test_the_step_of_each_save_is_saved_once(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    validated(tmp_path, CnrCheckpoint(url, 2, monitor="score"), val_check_interval=4)
+    steps = [version.step for version in cnr_store.versions(url)]
+    assert steps == [*range(2, EPOCHS * BATCHES + 1, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
+def test_validations_that_never_come_hold_up_no_save(tmp_path: Path) -> None:
+    url, nothing = str(tmp_path / "store"), DataLoader(TensorDataset(torch.arange(0)))
+    validated(tmp_path, CnrCheckpoint(url, 1, monitor="score"), validation=nothing, val_check_interval=1)
+    steps = [version.step for version in cnr_store.versions(url)]
+    assert steps == list(range(2, EPOCHS * BATCHES + 1))
+
+
+@pytest.mark.parametrize("stop", [5, 6, 13, 21])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_fit_goes_on_behind_the_validation(tmp_path: Path, stop: int, averaged: bool) -> None:
+    """Random numbers, the state of callbacks, and schedulers that go by the metric are those behind it."""
+
+    class OnPlateau(Scored):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0, factor=0.5)
+            plateau = {"scheduler": scheduler, "interval": "step", "frequency": 4, "monitor": "score"}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+    def others() -> list[Callback]:
+        callbacks: list[Callback] = [EarlyStopping("score", mode="max", patience=100)]
+        return [*callbacks, EMAWeightAveraging(decay=0.9)] if averaged else callbacks
+
+    url, options = str(tmp_path / "store"), {"val_check_interval": 4}
+    whole = validated(tmp_path, *(stopping := others()), module=OnPlateau(), **options)
+    saves = CnrCheckpoint(url, 100, bits=32, monitor="score")
+    with pytest.raises(StopsError):
+        validated(tmp_path, saves, *others(), StopsAt(stop), module=OnPlateau(), **options)
+    loads = CnrCheckpoint(url, 100, bits=32, monitor="score", resume=True)
+    rest = OnPlateau(SCORES[(stop - 1) // 4 :])
+    validated(tmp_path, loads, *(resumed := others()), module=rest, **options)
+    assert sorted(rest.validated) == [step for step in whole.validated if step >= stop]
+    assert resumed[0].state_dict() == stopping[0].state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_a_scheduler_is_stepped_once_though_two_callbacks_resume(tmp_path: Path) -> None:
+    class OnPlateau(Module):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            self.log("never better", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "monitor": "never better"}]
+
+    def both(resume: bool) -> list[Callback]:
+        urls = (str(tmp_path / name) for name in "ab")
+        return [
+            CnrCheckpoint(url, every, bits=32, resume=resume) for url, every in zip(urls, (3, 5), strict=True)
+        ]
+
+    whole, _ = fit(tmp_path, module=OnPlateau(), max_epochs=4)
+    with pytest.raises(StopsError):
+        fit(tmp_path, *both(resume=False), StopsAt(14), module=OnPlateau(), max_epochs=4)
+    rest, trainer = fit(tmp_path, *both(resume=True), module=OnPlateau(), max_epochs=4)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_what_hooks_change_at_the_end_is_saved_whatever_it_is(tmp_path: Path) -> None:
+    class History:
+        def __init__(self) -> None:
+            self.seen = [0]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    class Fills(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            history.seen.append(1)
+
+    url, history, loaded = str(tmp_path / "store"), History(), History()
+    fit(tmp_path, CnrCheckpoint(url, BATCHES, state={"history": history}), Fills(), max_epochs=1)
+    fit(tmp_path, CnrCheckpoint(url, BATCHES, state={"history": loaded}, resume=True), max_epochs=1)
+    assert loaded.seen == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
+def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
+    tmp_path: Path, stop: int, workers: int
+) -> None:
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+
+    def plain(*callbacks: Callback) -> Module:
+        loader = DataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True, num_workers=workers)
+        module = Module()
+        options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(max_epochs=4, default_root_dir=tmp_path, callbacks=list(callbacks), **options).fit(
+            module, loader
+        )
+        return module
+
+    url, whole = str(tmp_path / "store"), plain()
+    with pytest.raises(StopsError):
+        plain(CnrCheckpoint(url, BATCHES, bits=32), StopsAt(stop))
+    rest = plain(CnrCheckpoint(url, BATCHES, bits=32, resume=True))
+    assert rest.seen == whole.seen[-len(rest.seen) :]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> None:
+    class WithRate(Module):
+        lr = 0.1
+
+    url = str(tmp_path / "store")
+    for epochs in (1, 2):
+        finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+        fit(tmp_path, CnrCheckpoint(url, BATCHES, resume=True), finder, module=WithRate(), max_epochs=epochs)
+    assert [version.step for version in cnr_store.versions(url)] == [BATCHES, 2 * BATCHES]
