@@ -34,6 +34,8 @@ def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
         raise OptionError(
             f"the {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"
         )
+    if type(loader).__name__ == "_FabricDataLoader":
+        return FabricSource(loader, states)
     if not isinstance(loader, Iterable):
         raise OptionError(
             f"a loader of type {type(loader).__name__} can't be iterated; give a DataLoader or another iterable"
@@ -107,6 +109,24 @@ class Source:
         return live
 
 
+class FabricSource(Source):
+    """The loader that `setup_dataloaders` of Lightning Fabric returned.
+
+    It tells its samplers its own count of iterations as the epoch, and none knows of the iterations before a resume.
+    """
+
+    _loader: Any
+
+    def sharding(self) -> dict[str, Any] | None:
+        """As of the loader within."""
+        return sharding_of(self._loader.batch_sampler or self._loader.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the loader go on counting from this epoch."""
+        self._loader._num_iter_calls = epoch
+        _tell_epoch(epoch, self._loader.batch_sampler or self._loader.sampler, self._loader.dataset)
+
+
 def _drop_batches(batches: Iterator[Any], taken: int, states: _States) -> set[str]:
     """Drop the first `taken` batches. Returns the generators that draw for each batch, and not just for an epoch."""
     found = sum(1 for _ in islice(batches, min(taken, 1)))
@@ -164,11 +184,7 @@ class LoaderSource(Source):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        part: Any = self._sampler.sampler
-        while part is not None:
-            _set_epoch(part, epoch)
-            part = getattr(part, "__dict__", {}).get("sampler")  # asked now: set_epoch may have replaced it
-        _set_epoch(self._copy.dataset, epoch)
+        _tell_epoch(epoch, self._sampler.sampler, self._copy.dataset)
 
     def begin(self, reused: bool) -> Iterator[Any]:
         if not reused:
@@ -202,6 +218,14 @@ class LoaderSource(Source):
             return iter(self._copy)
         finally:
             self._set("generator", generator)
+
+
+def _tell_epoch(epoch: int, sampler: Any, dataset: Any) -> None:
+    """Tell it to a sampler, those within it, and a dataset."""
+    while sampler is not None:
+        _set_epoch(sampler, epoch)
+        sampler = getattr(sampler, "__dict__", {}).get("sampler")  # asked now: set_epoch may have replaced it
+    _set_epoch(dataset, epoch)
 
 
 def _set_epoch(part: Any, epoch: int) -> None:

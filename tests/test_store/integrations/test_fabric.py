@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import cnr_store
+from cnr_store import TrackedReader
 from cnr_store.training.model import names, optimizer_state
 from tests.test_store.integrations.lightning_fit import WARNINGS
 from tests.test_store.support.wrapped_training import ROWS, Run, check_wrapped, paths
@@ -84,3 +87,28 @@ def test_optimizers_of_lightnings_own_loop_are_known(tmp_path: Path) -> None:
         model(torch.tensor([5])).sum().backward()
         optimizer.step()
         assert checkpointer.save(2).result().rows == 1
+
+
+@pytest.mark.parametrize("stop", [3, 8, 11, 19, 24])
+def test_a_reader_of_a_loader_that_fabric_set_up_goes_on_in_the_epochs_own_order(
+    tmp_path: Path, stop: int
+) -> None:
+    data = TensorDataset(torch.arange(40))
+
+    def reader() -> TrackedReader[Any]:
+        # Fabric puts such a sampler in by itself in jobs of more than one process.
+        loader: Any = DataLoader(data, batch_size=5, sampler=DistributedSampler(data, 1, 0, seed=3))
+        return TrackedReader(Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader))
+
+    def taken(batches: TrackedReader[Any], count: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        while len(found) < count:
+            found += [batch[0].tolist() for batch in islice(batches, count - len(found))]
+        return found
+
+    whole, first, second = taken(reader(), 32), reader(), reader()
+    begun = taken(first, stop)
+    cnr_store.save(tmp_path, nn.Embedding(4, 2), step=stop, reader=first)
+    with cnr_store.Checkpointer(tmp_path, nn.Embedding(4, 2)) as checkpointer:
+        assert checkpointer.resume(reader=second) == stop
+    assert begun + taken(second, 32 - stop) == whole
