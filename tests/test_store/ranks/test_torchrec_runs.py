@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    preload("tests.test_store.ranks.support.torchrec_life")
+    preload("torchrec")
 
 
 def run(folder: Path, world: int, sharding: str, optimizer: str, last_step: int, dies: bool = False) -> Any:
