@@ -16,6 +16,7 @@ from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
 from cnr_store.training.distributed.torchrec_lookups import LookupHooks, hook_lookups
+from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
     BAGS,
     DIM,
@@ -30,7 +31,7 @@ from tests.test_store.support.distributed.sharded_model import (
     sharded_model,
 )
 
-STEPS = 20
+STEPS = 20 if NIGHT else 8
 
 
 class Marked:
