@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 import cnr_store
 from cnr_store import TrackedReader
+from tests.nightly import NIGHT
 from tests.test_store.training.data.loaders import (
     BATCH,
     MAKE,
@@ -113,7 +114,7 @@ def test_resuming_at_every_batch_without_workers(tmp_path: Path, kind: str) -> N
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "shuffled by a generator", "stream"])
 def test_resuming_at_every_batch_with_workers(tmp_path: Path, kind: str, workers: int) -> None:
     # The second epoch's positions are no others to a worker, and processes take long to start.
-    check_every_position(tmp_path, MAKE[kind], workers, epochs=1)
+    check_every_position(tmp_path, MAKE[kind], workers, every=1 if NIGHT else 2, epochs=1)
 
 
 @pytest.mark.slow
