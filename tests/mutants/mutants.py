@@ -133,7 +133,7 @@ MUTANTS = [
         "cnr_store/maintenance/collection/rules.py",
         '[(version, "pinned") for version in sorted(snapshot.pinned)]',
         "[]",
-        f"{STORE}/maintenance/test_retention.py",
+        f"{STORE}/maintenance/test_pins.py",
     ),
     Mutant(
         "versions that came while tombstones were put are kept",
@@ -196,7 +196,7 @@ MUTANTS = [
         "cnr_store/maintenance/collection/rules.py",
         '[(version, "of another job") for version in not_seen]',
         "[]",
-        f"{STORE}/catalog {STORE}/maintenance/test_retention.py",
+        f"{STORE}/catalog {STORE}/maintenance/test_retention.py {STORE}/maintenance/test_retention_writers.py",
     ),
     Mutant(
         "nothing of an attempt of unknown outcome is removed",

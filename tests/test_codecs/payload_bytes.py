@@ -109,3 +109,23 @@ def layout_of(data: bytes) -> Layout:
 def of_version_1(data: bytes) -> bytes:
     """The payload of version 1 that holds the same as a sound one of version 2."""
     return layout_of(data).encode(1)
+
+
+def f4(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def f2(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}e", *values)
+
+
+def u2(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}H", *values)
+
+
+def u4(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+# One row, raw: the fifth of ten.
+RAW_ROW = segment(1, 32, 0, 2, 1, u2(4), f4(1.5, -2))

@@ -135,6 +135,7 @@ def test_the_mark_of_another_claim_closes_nothing(url: str) -> None:
 # Ended
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_freed_once_it_is_ended(url: str, killed: str) -> None:
     backend = open_backend(url)
     expected = contents(backend)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cnr_store
 from tests.test_store.dcp import saved_state
 from tests.test_store.ranks.support.rank_processes import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

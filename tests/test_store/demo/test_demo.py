@@ -37,6 +37,7 @@ from cnr_store.demo.protocol import (
 from cnr_store.demo.report import Volume, check_all, kept_steps, measure
 from cnr_store.demo.run import DemoOptions, demo_place, run_demo
 from cnr_store.demo.train import TimeOrderedReader
+from tests.nightly import at_night
 
 V1, V2 = "000001-0123abcd.00000001", "000001-0123abcd.00000002"
 RATINGS = 1_000
@@ -393,15 +394,16 @@ def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_process_that_fails_says_why(small_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["OpenError", at_night("DemoDataError")])
+def test_a_training_process_that_fails_says_why(small_data: Path, tmp_path: Path, error: str) -> None:
     (tmp_path / "file").write_text("")
-    config = TrainConfig(data=str(small_data), steps=2, every=1, url=str(tmp_path / "file"))
-    with pytest.raises(DemoError, match="OpenError"):
+    data, url = (small_data, str(tmp_path / "file")) if error == "OpenError" else (tmp_path, None)
+    config = TrainConfig(data=str(data), steps=2, every=1, url=url)
+    with pytest.raises(DemoError, match=error):
         train_in_process(config, RunLog())
-    with pytest.raises(DemoError, match="DemoDataError"):
-        train_in_process(TrainConfig(data=str(tmp_path), steps=2, every=1), RunLog())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.server
 def test_the_demo_on_s3(small_data: Path, s3_server: Any) -> None:

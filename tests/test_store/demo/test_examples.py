@@ -48,6 +48,7 @@ print("state_dict", sorted(names["values"]), "norm", float(names["norms"].mean()
 """Runs a notebook as Jupyter would: cell by cell, and shows what a cell ends with."""
 
 
+@pytest.mark.slow
 def test_the_notebook_reads_a_store_in_every_way(tmp_path: Path) -> None:
     notebook = EXAMPLES / "read_from_anywhere.ipynb"
     command = [sys.executable, "-W", "error", "-c", RUN_CELLS, str(notebook)]

@@ -1,12 +1,9 @@
-"""What `follow` yields: which versions, which rows, in which blocks, at which cost."""
+"""What `follow` yields: which versions, and which of their rows."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,67 +12,17 @@ from torch import nn
 
 import cnr_store
 from cnr_backends import open_backend
-from cnr_backends.testing import FaultyBackend
 from cnr_store import (
-    Checkpointer,
     CorruptionError,
     FormatError,
-    ModelMismatchError,
     OptionError,
     Update,
     VersionInfo,
     VersionNotFoundError,
 )
-from cnr_store.catalog.catalog import Url
-from cnr_store.following.follow import Since
-from cnr_store.reading import changed_rows
+from tests.test_store.following.followed_runs import DIM, ROWS, Model, Run, only, rows_of
 from tests.test_store.support.follower import Follower
 from tests.test_store.support.retention_helpers import delete_version
-
-ROWS, DIM = 4000, 8
-
-
-class Model(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> None:
-        super().__init__()
-        self.users = nn.Embedding(rows, DIM, sparse=True, dtype=dtype)
-        self.items = nn.Embedding(300, DIM, sparse=True, dtype=dtype)
-        self.top = nn.Linear(DIM, 1).to(dtype)
-
-    def forward(self, users: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.top(self.users(users) + self.items(users % 300))
-        return out.float().sum()
-
-
-class Run:
-    """A job that trains on chosen users, with lossless rows unless told otherwise."""
-
-    def __init__(self, place: Path, policy: str = "intermittent", bits: int = 32, **model: Any) -> None:
-        self.place = place
-        torch.manual_seed(0)
-        self.model = Model(**model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.checkpointer = Checkpointer(place, self.model, self.optimizer, policy=policy, bits=bits)
-        self.step = 0
-
-    def save(self, *users: int, full: bool = False) -> VersionInfo:
-        if users:
-            self.optimizer.zero_grad()
-            self.model(torch.tensor(users)).backward()
-            self.optimizer.step()
-        self.step += 1
-        return self.checkpointer.save(self.step, full=full).result()
-
-
-def rows_of(update: Update, name: str = "users.weight") -> list[int]:
-    found = [block.rows for block in update.blocks() if block.name == name]
-    return [int(row) for rows in found if rows is not None for row in rows]
-
-
-def only(url: Url, since: Since) -> Update:
-    (update,) = cnr_store.follow(url, since)
-    return update
-
 
 # Which versions
 
@@ -251,108 +198,6 @@ def test_tied_tables_come_once(tmp_path: Path) -> None:
     assert cnr_store.state_dict(tmp_path).keys() == {"a.weight", "b.weight"}
 
 
-# Blocks and bytes
-
-
-def test_blocks_are_bounded_and_each_row_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changed_rows, "BLOCK_BYTES", 1000)
-    run = Run(tmp_path)
-    held = run.save()
-    run.save(*range(0, ROWS, 3))
-    for update in (only(tmp_path, held), next(cnr_store.follow(tmp_path))):
-        blocks = [block for block in update.blocks() if block.name == "users.weight"]
-        assert all(block.values.nbytes <= 1000 for block in blocks)
-        rows = np.concatenate([block.rows for block in blocks])
-        assert (np.diff(rows) > 0).all()
-        assert len(blocks) > len(rows) * DIM * 4 // 1000
-
-
-class Counting(FaultyBackend):
-    """Counts the bytes read."""
-
-    def __init__(self, place: Path) -> None:
-        super().__init__(open_backend(place), lambda *_: None)
-        self.nbytes = 0
-
-    def _get(self, key: str) -> bytes:
-        return self._counted(super()._get(key))
-
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._counted(super()._get_range(key, start, length))
-
-    def _get_suffix(self, key: str, length: int) -> bytes:
-        return self._counted(super()._get_suffix(key, length))
-
-    def _counted(self, data: bytes) -> bytes:
-        with self._lock:
-            self.nbytes += len(data)
-        return data
-
-
-def test_bytes_read_follow_the_delta_and_not_the_table(tmp_path: Path) -> None:
-    read = {}
-    for rows in (20_000, 320_000):
-        run = Run(tmp_path / str(rows), rows=rows, bits=8)
-        held = run.save()
-        run.save(*range(0, 20_000, 100))
-        counting = Counting(tmp_path / str(rows))
-        assert rows_of(only(counting, held)) == list(range(0, 20_000, 100))
-        read[rows] = counting.nbytes
-    assert read[320_000] < read[20_000] * 1.5
-    assert read[320_000] < 320_000 * DIM / 20
-
-
-RELATIVE: Any = {"id": "cnr_lattice", "rms_step": 0.2, "relative": True}
-
-
-def train_relative(model: Model, checkpointer: Checkpointer, random: np.random.Generator) -> VersionInfo:
-    """Move one user of a hundred a little."""
-    rows = np.flatnonzero(random.random(len(model.users.weight)) < 0.01)
-    with torch.no_grad():
-        model.users.weight[rows] += 0.1 * torch.randn(len(rows), DIM)
-    checkpointer.touch("users", rows)
-    return checkpointer.save(1).result()
-
-
-@pytest.mark.parametrize("new_call", [False, True], ids=["one iterator", "a call for each version"])
-def test_codes_seen_before_are_not_read_again(tmp_path: Path, new_call: bool) -> None:
-    """Rows relative to eight versions cost the bytes of the newest one."""
-    model, random, counting = Model(rows=60_000), np.random.default_rng(0), Counting(tmp_path)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", codec={"users": RELATIVE}) as saving:
-        saving.save(0).result()
-        updates = cnr_store.follow(counting)
-        update = next(updates)
-        found = {block.name: block.values.copy() for block in update.blocks()}
-        shares = []
-        for _ in range(8):
-            info, before = train_relative(model, saving, random), counting.nbytes
-            update = next(cnr_store.follow(counting, update) if new_call else updates)
-            for name, rows, values in update.blocks():
-                if rows is not None:
-                    found[name][rows] = values
-            shares.append((counting.nbytes - before) / info.bytes)
-            assert found["users.weight"].tobytes() == cnr_store.state_dict(tmp_path)["users.weight"].tobytes()
-    assert max(shares) < 1.2
-
-
-def test_codes_that_are_not_right_are_read_again(tmp_path: Path) -> None:
-    model, random = Model(), np.random.default_rng(0)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", codec={"users": RELATIVE}) as saving:
-        saving.save(0).result()
-        updates = cnr_store.follow(tmp_path)
-        list(next(updates).blocks())
-        for _ in range(2):
-            train_relative(model, saving, random)
-            update = next(updates)
-            update._seen._tables["tables/users/weight"]._codes[::3, 1] += 1
-            expected = cnr_store.state_dict(tmp_path)["users.weight"]
-            for name, rows, values in update.blocks():
-                if name == "users.weight":
-                    np.testing.assert_array_equal(values, expected[rows])
-
-
 # Deleted while it is read, or damaged
 
 
@@ -398,102 +243,6 @@ def test_damage_is_an_error_and_never_a_value(tmp_path: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(CorruptionError, match=damaged.id):
         list(only(tmp_path, held).blocks())
-
-
-# Models
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 32])
-def test_a_model_that_applies_updates_equals_one_that_loads(
-    tmp_path: Path, dtype: torch.dtype, bits: int
-) -> None:
-    run = Run(tmp_path, bits=bits, dtype=dtype)
-    with torch.no_grad():
-        run.model.users.weight[17, 0] = torch.nan
-    for users in ([], [5, 9, 3000], [7], range(100, 300)):
-        run.save(*users)
-    served = Model(dtype=dtype)
-    for update in cnr_store.follow(tmp_path):
-        before = served.users.weight._version
-        update.apply(served)
-        assert served.users.weight._version > before
-        loaded = Model(dtype=dtype)
-        cnr_store.load(tmp_path, loaded, version=update.version)
-        for name, values in loaded.state_dict().items():
-            assert _bytes(served.state_dict()[name]) == _bytes(values), name
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.view(torch.uint8).numpy().tobytes()
-
-
-def test_extra_state_is_applied(tmp_path: Path) -> None:
-    class WithExtra(Model):
-        vocabulary: object = "old"
-
-        def get_extra_state(self) -> object:
-            return {"words": self.vocabulary}
-
-        def set_extra_state(self, state: dict[str, object]) -> None:
-            self.vocabulary = state["words"]
-
-    model = WithExtra()
-    model.vocabulary = np.arange(5000)  # beside the state
-    cnr_store.save(tmp_path, model, torch.optim.Adam(model.top.parameters()))
-    served = WithExtra()
-    only(tmp_path, None).apply(served)
-    assert np.array_equal(served.vocabulary, model.vocabulary)  # type: ignore[arg-type]
-    with pytest.raises(ModelMismatchError, match="extra state"):
-        Run(tmp_path / "other").save()
-        only(tmp_path / "other", None).apply(WithExtra())
-
-
-@pytest.mark.parametrize("other", [Model(rows=ROWS + 1), Model(dtype=torch.float16), nn.Linear(2, 2)])
-def test_a_model_that_does_not_fit_is_not_touched(tmp_path: Path, other: nn.Module) -> None:
-    Run(tmp_path).save()
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ModelMismatchError):
-        only(tmp_path, None).apply(other)
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-
-
-def test_following_needs_no_torch_and_applying_says_that_it_does(tmp_path: Path) -> None:
-    Run(tmp_path).save(5)
-    program = f"""
-import sys
-sys.modules["torch"] = None
-import cnr_store
-(update,) = cnr_store.follow({str(tmp_path)!r})
-assert {{block.name for block in update.blocks()}} == update.arrays.keys()
-try:
-    update.apply(None)
-except ImportError as error:
-    assert "cnr-store[torch]" in str(error), error
-else:
-    raise SystemExit("applied without torch")
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-class Named(nn.Module):
-    """Tables whose parameters are not called ``weight`` of something with another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(50, 4))
-        self.tied = nn.Embedding(50, 4)
-        self.tied.weight = self.table
-        self.weight = nn.Embedding(60, 4)
-
-
-def test_an_update_is_applied_whatever_the_parameters_are_called(tmp_path: Path) -> None:
-    trained, served = Named(), Named()
-    cnr_store.save(tmp_path, trained, step=1, bits=32)
-    for update in cnr_store.follow(tmp_path):
-        update.apply(served)
-    for name, values in trained.state_dict().items():
-        assert torch.equal(served.state_dict()[name], values), name
 
 
 @pytest.mark.parametrize("put_back", [True, False])

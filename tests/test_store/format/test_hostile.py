@@ -5,8 +5,6 @@ Every digest in these stores matches: whoever can write a store can compute them
 
 from __future__ import annotations
 
-import itertools
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,34 +18,9 @@ from torch import nn
 
 import cnr_store
 from cnr_store import CorruptionError
-from cnr_store.training.model.rng_state import check_rng_state, rng_state
-from tests.test_store.support.tampering import (
-    ABSENT,
-    DENSE,
-    HUGE,
-    ROWS,
-    SLOT,
-    TORCH_BYTES,
-    WEIGHT,
-    Forgery,
-    put,
-    read_all,
-    refused,
-    spoiled_generators,
-)
+from tests.test_store.format.wrong_values import NO_LIST, NO_MEMBER, NO_NUMBER, NO_OBJECT, NO_SHAPE, Forge
+from tests.test_store.support.tampering import ABSENT, DENSE, HUGE, ROWS, WEIGHT, Json, put, read_all, refused
 
-Json = Any
-Forge = Callable[[], Forgery]
-
-
-@pytest.fixture
-def forge(base: Path, tmp_path: Path) -> Forge:
-    numbers = itertools.count()
-    return lambda: Forgery(base, tmp_path / str(next(numbers)))
-
-
-NO_LIST = [ABSENT, None, {}, "x", 5, [1], [[]]]
-NO_NUMBER = [ABSENT, None, [], "x", -1, 1.5, True, HUGE]
 NO_DELTAS: list[Any] = [1, {}, [1], [["baseline"]], [["later", 1]], [["previous", -1]], [["previous", 1]] * 2]
 NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
 SUMS: dict[str, Any] = dict.fromkeys(("full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"), 1)
@@ -83,9 +56,6 @@ NO_RANKS: list[Any] = [
     *({"world": 2, "bytes": wrong} for wrong in NO_WRITTEN),
     *({"world": 65, "seconds": wrong} for wrong in NO_SUMS),
 ]
-NO_OBJECT = [ABSENT, None, [], "x", 5]
-NO_SHAPE = [ABSENT, None, 5, [], [5], "x", {}, [1 << 40, 16], [1, HUGE]]
-NO_MEMBER = [ABSENT, None, 5, [], [5], "x", {}]
 
 
 @pytest.mark.parametrize(
@@ -143,96 +113,6 @@ def test_fields_of_an_array(forge: Forge, exact: dict[str, Json], field: str, va
         forgery = forge()
         put(forgery.entry(WEIGHT), field, value)
         refused(forgery, exact, value)
-
-
-@pytest.fixture
-def forge_lists(base: Path, tmp_path: Path) -> Forge:
-    """Like `forge`, of a record whose entries of tables stand in lists."""
-    numbers = itertools.count()
-    return lambda: Forgery(base, tmp_path / f"listed-{next(numbers)}", listed=True)
-
-
-NO_COLUMN = [*NO_LIST, [], [1], [1, 1, 1]]
-NO_INDEX = [[0, -1], [0, 2], [0, True], [0, "0"], [0, HUGE], [0, [0]]]
-
-
-def test_lists_that_are_what_was_written(forge_lists: Forge, exact: dict[str, Json]) -> None:
-    forgery = forge_lists()
-    assert forgery.cnr["tables"]["rows"] == [4, 4]
-    assert forgery.cnr["arrays"].keys().isdisjoint({WEIGHT, SLOT})
-    forgery.sign()
-    assert read_all(forgery.url) == exact
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        (
-            "forms",
-            [*NO_LIST, [], [5, 5], [{}, {}], [{"element": 5, "codec": {}}] * 2, [{"element": "float32"}] * 2],
-        ),
-        ("bases", [*NO_LIST, [], ["x"], ["999999-00000000.00000001"], ["000000-00000000.00000001"]]),
-        ("form", [*NO_COLUMN, *NO_INDEX, [0, None]]),
-        ("base", [*NO_COLUMN, *NO_INDEX]),
-        ("bytes", [*NO_COLUMN, *([1, each] for each in NO_NUMBER if each is not ABSENT)]),
-        ("rows", [*NO_COLUMN, *([1, each] for each in (*NO_NUMBER, ROWS + 1) if each is not ABSENT)]),
-    ],
-)
-def test_fields_of_the_lists(
-    forge_lists: Forge, exact: dict[str, Json], field: str, values: list[Json]
-) -> None:
-    for value in values:
-        forgery = forge_lists()
-        put(forgery.cnr["tables"], field, value)
-        refused(forgery, exact, value)
-
-
-def test_lists_that_do_not_fit_the_record(forge_lists: Forge, exact: dict[str, Json]) -> None:
-    changes: list[Callable[[Forgery], object]] = [
-        *(lambda forgery, value=value: put(forgery.cnr, "tables", value) for value in NO_OBJECT),
-        *(lambda forgery, value=value: put(forgery.nodes[WEIGHT], "shape", value) for value in NO_SHAPE),
-        *(lambda forgery, value=value: put(forgery.nodes[WEIGHT], "node_type", value) for value in NO_MEMBER),
-        lambda forgery: forgery.cnr["requires"].remove("compact-record"),
-        lambda forgery: forgery.nodes.pop(WEIGHT),
-        lambda forgery: forgery.nodes.update({"tables/emb/another": forgery.nodes[WEIGHT]}),
-        lambda forgery: forgery.cnr["arrays"].update({WEIGHT: {}}),
-    ]
-    for number, change in enumerate(changes):
-        forgery = forge_lists()
-        change(forgery)
-        refused(forgery, exact, number)
-
-
-@pytest.mark.parametrize(
-    "configuration",
-    [ABSENT, None, 5, [], "x", {}, {"chunk_shape": [1024]}, {"chunk_shape": [0, 16]}, {"bits": 4}],
-)
-def test_shards_in_short(forge: Forge, exact: dict[str, Json], configuration: Json) -> None:
-    forgery = forge()
-    (codec,) = forgery.nodes[WEIGHT]["codecs"]
-    assert codec["name"] == "cnr.rows"
-    put(codec, "configuration", configuration)
-    refused(forgery, exact)
-
-
-def test_what_only_features_have(forge: Forge, exact: dict[str, Json]) -> None:
-    """Boundaries of columns, and states of ranks, are damage where their feature is not required."""
-    forgery = forge()
-    forgery.entry(SLOT)["boundaries"] = [0, 8, 16]
-    found = refused(forgery, exact)
-    assert "does not require column-boundaries" in str(found["load"])
-    forgery = forge()
-    forgery.state["ranks"] = ["0" * 64]
-    found = refused(forgery, exact)
-    assert "does not require state-parts" in str(found["load"])
-    assert isinstance(found["verify"], CorruptionError)
-
-
-def test_features_of_later_releases(forge_lists: Forge, exact: dict[str, Json]) -> None:
-    forgery = forge_lists()
-    forgery.cnr["requires"].append("telepathy")
-    for name, error in refused(forgery, exact).items():
-        assert "telepathy" in str(error), name
 
 
 def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
@@ -405,97 +285,6 @@ def test_deep_nesting(forge: Forge, exact: dict[str, Json], begin: str, end: str
         else:
             forgery.cnr["metadata"] = text
         refused(forgery, exact, "state" if of_state else "metadata")
-
-
-NO_STATE = [
-    {"$array": TORCH_BYTES | {"torch_dtype": "float64"}},
-    {"$array": TORCH_BYTES | {"torch_dtype": "quint8"}},
-    {"$array": TORCH_BYTES | {"torch_dtype": "load"}},
-    {"$array": {"kind": "torch", "path": "../../../etc/passwd"}},
-    {"$array": {"kind": "torch", "path": WEIGHT}},
-    {"$array": {"kind": "numpy", "path": DENSE}},
-    {"$scalar": ["<f8", ""]},
-    {"$dict": [[{"$dict": []}, 1]]},
-]
-
-
-@pytest.mark.parametrize("field", ["reader", "objects", "optimizers", "extra_state", "rng"])
-def test_fields_of_the_state(forge: Forge, exact: dict[str, Json], field: str) -> None:
-    wrong = [] if field == "reader" else [[1], 5, "x", {"$tuple": []}, {"$array": TORCH_BYTES}]
-    for value in (ABSENT, *NO_STATE, *wrong):
-        forgery = forge()
-        put(forgery.state, field, value)
-        refused(forgery, exact, value, ["load"])
-
-
-@pytest.mark.parametrize("state", [None, [], 5, "x", {}])
-def test_states_that_are_no_tree(forge: Forge, exact: dict[str, Json], state: Json) -> None:
-    forgery = forge()
-    forgery.state = state
-    refused(forgery, exact, state, ["load"])
-
-
-def test_a_large_array_that_a_state_refers_to_again_and_again(forge: Forge, exact: dict[str, Json]) -> None:
-    forgery = forge()
-    forgery.state["reader"] = [forgery.state["reader"]["large"]] * 2
-    assert "twice" in str(refused(forgery, exact)["load"])
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("class", [ABSENT, None, [], "SGD"]),
-        ("param_groups", [*NO_LIST, [{}], [{"params": 5}], [{"params": ["emb.weight"]}]]),
-        ("state", [*NO_OBJECT, {"emb.weight": 5}, {"nobody": {}}, {"lin.weight": {}}]),
-        (
-            "slots",
-            [
-                *NO_OBJECT,
-                *({"emb": slots} for slots in (5, ["nope"], ["weight"], ["sum", "sum"])),
-                *({"nobody": ["sum"]}, {"lin.weight": ["sum"]}, {"$dict": [[5, ["sum"]]]}, {}),
-            ],
-        ),
-        ("other", [*NO_OBJECT, {"$dict": [[0, {}]]}]),
-    ],
-)
-def test_trees_of_optimizers(forge: Forge, exact: dict[str, Json], field: str, values: list[Json]) -> None:
-    for value in values:
-        forgery = forge()
-        put(forgery.tree, field, value)
-        refused(forgery, exact, value, ["load"])
-
-
-@pytest.mark.parametrize(
-    ("path", "shape"), [(SLOT, [ROWS, 1 << 30]), (SLOT, [ROWS + 1, 16]), (SLOT, [ROWS, 17]), (SLOT, [16])]
-)
-def test_slots_that_do_not_follow_rows(
-    forge: Forge, exact: dict[str, Json], path: str, shape: list[int]
-) -> None:
-    forgery = forge()
-    forgery.entry(path)["shape"] = shape
-    forgery.nodes[path]["shape"] = shape
-    refused(forgery, exact)
-
-
-def test_generators_that_stand_outside_their_memory(forge: Forge, exact: dict[str, Json]) -> None:
-    drawn = random.getstate()
-    for name, rng in spoiled_generators(forge().state["rng"]):
-        forgery = forge()
-        forgery.state["rng"] = rng
-        found = refused(forgery, exact, name, ["load"])
-        assert "random number generators" in str(found["load"]), name
-    assert random.getstate() == drawn
-
-
-def test_a_torch_generator_that_would_read_beyond_its_words() -> None:
-    state = rng_state()
-    check_rng_state(state)
-    for left, following in ((624, 624), (2, 624), (0, 0), (625, 0)):
-        spoiled = state["torch"].clone()
-        spoiled[8:12] = torch.tensor([left], dtype=torch.int32).view(torch.uint8)
-        spoiled[16:24] = torch.tensor([following]).view(torch.uint8)
-        with pytest.raises((ValueError, RuntimeError)):
-            check_rng_state(state | {"torch": spoiled})
 
 
 def test_a_manifest_that_inflates_takes_little_memory(forge: Forge) -> None:

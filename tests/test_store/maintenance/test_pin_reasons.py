@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,12 +14,6 @@ from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import save_many
 
 REASON = "für den Start [red]<b>"
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    with memory_url() as url:
-        yield open_backend(url)
 
 
 def test_a_pin_tells_its_reason_until_it_goes(backend: Backend) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,14 +16,7 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import CorruptionError, OptionError, VersionNotFoundError
 from tests.test_store.cli.command import cnr
 from tests.test_store.support.faults import fault_at
-from tests.test_store.support.places import memory_url
 from tests.test_store.support.retention_helpers import save_many
-
-
-@pytest.fixture
-def backend() -> Iterator[Backend]:
-    with memory_url() as url:
-        yield open_backend(url)
 
 
 def test_a_tagged_version_stays_and_goes_by_its_name(backend: Backend) -> None:

@@ -119,6 +119,7 @@ def test_an_error_of_a_class_of_ones_own_is_raised_as_its_nearest() -> None:
     assert same_errors(deciding(ranks, judge=refuse), SaveError) == "no"
 
 
+@pytest.mark.slow
 def test_a_late_rank_has_its_own_deadline() -> None:
     """Rank 0 comes when the others have nearly given up, rank 2 when they would have."""
     _, ranks = group(3, 2)

@@ -16,7 +16,7 @@ JOB = "tests.test_store.support.distributed.fused_elsewhere"
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec")
 def test_the_first_rank_may_hold_no_fused_table(tmp_path: Path) -> None:
-    preload("torchrec", JOB)
+    preload("torchrec")
     outcomes = run_ranks(2, f"{JOB}:run", str(tmp_path), deadline_seconds=120)
     assert not any(each.error for each in outcomes), [each.where for each in outcomes]
     (none, _), (before, after) = (each.value for each in outcomes)

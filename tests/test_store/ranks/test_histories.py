@@ -19,12 +19,14 @@ from cnr_store.training.saving import codec_choice, tally
 from cnr_store.writing import exchange, stage, writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.team import Team
-from tests.nightly import FACTOR
+from tests.nightly import FACTOR, at_night
 from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut, resharded
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models
 from tests.test_store.stateful.conftest import GRID_LIMITS_BYTES
 from tests.test_store.support.places import quick_folder
 from tests.test_store.support.same_arrays import assert_same_arrays, differing
+
+pytestmark = pytest.mark.slow
 
 PLAIN: tuple[dict[str, Any], ...] = (
     {"bits": 32},
@@ -52,6 +54,9 @@ SLOTS: tuple[dict[str, bool], ...] = (
 POLICIES = ("full", "one-shot", "consecutive", "intermittent", "auto")
 BLOCK_ROWS = 64
 HISTORIES = 10 if FACTOR == 1 else 20 * FACTOR
+LONG = {4, 9}
+"""Seeds of histories that take long."""
+SEEDS = [at_night(seed) if seed in LONG else seed for seed in range(HISTORIES)]
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +168,7 @@ def train(job: ThreadJob, alone: ThreadJob, random: Random, truth: Truth, step: 
     return step
 
 
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
     random = np.random.default_rng(seed)
     kinds = draw_kinds(random)
@@ -307,7 +312,7 @@ class LosslessHistory:
         return truth
 
 
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_load_what_ranks_saved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     history = LosslessHistory(np.random.default_rng(seed), monkeypatch)
     with quick_folder() as url:

@@ -65,6 +65,7 @@ def once(act: Callable[[], object]) -> Callable[..., None]:
     return call
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_slowly_is_waited_for(url: str) -> None:
     truth, slept, lock = save_two(url), list[float](), threading.Lock()
 
@@ -105,6 +106,7 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_all_at_once(url: str, v
     assert_same(load_alone(url), truth)
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_fold_that_takes_long(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fold_slowly(*arguments: Any) -> Any:
         time.sleep(3 * TIMEOUT_SECONDS)

@@ -180,6 +180,7 @@ def test_a_lost_rank_is_named_with_its_last_phase() -> None:
             save.check()
 
 
+@pytest.mark.slow
 def test_a_rank_that_voted_early_is_not_silent() -> None:
     """Rank 0 itself works long after the others are done."""
 

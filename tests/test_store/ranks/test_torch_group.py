@@ -22,6 +22,8 @@ from cnr_store.training.distributed.torch_group import TorchGroup, job_group
 from tests.test_store.ranks.support.rank_processes import Outcome, reach, run_ranks
 from tests.test_store.ranks.support.rank_threads import run_threads
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 SECONDS = 2.0
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.nightly import NIGHT
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.ranks.support.spread_model import resharded
 from tests.test_store.support.same_arrays import assert_same_arrays
 
 LIFE = "tests.test_store.ranks.support.torchrec_life:life"
 STEPS = 6
-LAST_STEPS = 50
+LAST_STEPS = 50 if NIGHT else 12
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec"),
@@ -27,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    preload("tests.test_store.ranks.support.torchrec_life")
+    preload("torchrec")
 
 
 def run(folder: Path, world: int, sharding: str, optimizer: str, last_step: int, dies: bool = False) -> Any:

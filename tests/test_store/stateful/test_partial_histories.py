@@ -233,6 +233,7 @@ def options_of(wish: Wish) -> dict[str, Any]:
     return {"tables": wish.tables, "tensors": wish.tensors, "rows": wish.rows, "strict": wish.strict}
 
 
+@pytest.mark.slow
 @settings(max_examples=histories(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pair=pairs(),

@@ -74,6 +74,10 @@ def visible(backend: Backend) -> list[str]:
     return [info.id for info in cnr_store.versions(backend)]
 
 
+def steps(backend: Backend) -> list[int]:
+    return [info.step for info in cnr_store.versions(backend)]
+
+
 def contents(backend: Backend) -> dict[str, Content]:
     return {version: content(backend, version) for version in visible(backend)}
 

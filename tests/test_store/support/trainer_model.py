@@ -238,9 +238,9 @@ class Job:
         self.checkpointer.close()
 
     @property
-    def operations(self) -> list[str]:
-        """Names of the storage operations so far, in order."""
-        return [operation for operation, _ in self._faulty.log]
+    def operations(self) -> list[tuple[str, str]]:
+        """Names and keys of the storage operations so far, in order."""
+        return self._faulty.log
 
 
 def compare(model: SmallModel, optimizers: Sequence[Optimizer], content: Content) -> None:

@@ -104,7 +104,12 @@ class Endings(ForkServer):
 
     def run(self, place: Path, ending: str) -> Ended:
         """Run the program over a store, and this when its save stands still."""
-        program = f"{_PROGRAM}\npending = checkpointer.save(7)\nstanding.wait(60)\n{ending}\n"
+        return self.execute(
+            f"{_PROGRAM}\npending = checkpointer.save(7)\nstanding.wait(60)\n{ending}\n", place
+        )
+
+    def execute(self, program: str, place: Path) -> Ended:
+        """Run any program over a store."""
         status = self.ask({"program": program, "arguments": [str(place)], "side": str(self._side)})
         return Ended(status, *((self._side / name).read_text() for name in ("stdout", "stderr")))
 
@@ -140,6 +145,36 @@ def test_a_process_that_leaves_at_once_shows_nothing(endings: Endings, tmp_path:
     assert done.returncode == 5, done.stderr
     assert list(tmp_path.rglob("*"))
     assert cnr_store.versions(tmp_path) == []
+
+
+def test_a_script_that_ends_without_close_keeps_its_last_save(endings: Endings, tmp_path: Path) -> None:
+    program = """
+import sys, torch, cnr_store
+model = torch.nn.EmbeddingBag(200_000, 16)
+checkpointer = cnr_store.Checkpointer(sys.argv[1], model, bits=4)
+checkpointer.save(7)
+"""
+    done = endings.execute(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
+
+
+def test_a_save_at_exit_is_one_clear_error(endings: Endings, tmp_path: Path) -> None:
+    program = """
+import atexit, sys, torch, cnr_store
+checkpointer = cnr_store.Checkpointer(sys.argv[1], torch.nn.EmbeddingBag(100, 4))
+def late():
+    try:
+        checkpointer.save(1)
+    except cnr_store.ClosedError as error:
+        print("refused:", error)
+    checkpointer.close()
+atexit.register(late)
+"""
+    done = endings.execute(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "refused: the save of step 1 can't begin" in done.stdout
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork")

@@ -6,9 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -236,46 +233,6 @@ def test_names_too_long_for_a_key(tmp_path: Path) -> None:
         checkpointer.save(0, reader=reader).result()
         restored = checkpointer.load().reader
     assert [len(values) for values in restored.values()] == [5000, 5001]
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    program = "import cnr_store, sys, torch, atexit\n" + textwrap.dedent(script)
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.slow
-def test_a_script_that_ends_without_close_keeps_its_last_save(tmp_path: Path) -> None:
-    done = run(
-        """
-        model = torch.nn.EmbeddingBag(200_000, 16)
-        checkpointer = cnr_store.Checkpointer(sys.argv[1], model, bits=4)
-        checkpointer.save(7)
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stderr
-    assert [info.step for info in cnr_store.versions(tmp_path)] == [7]
-
-
-@pytest.mark.slow
-def test_a_save_at_exit_is_one_clear_error(tmp_path: Path) -> None:
-    done = run(
-        """
-        checkpointer = cnr_store.Checkpointer(sys.argv[1], torch.nn.EmbeddingBag(100, 4))
-        def late():
-            try:
-                checkpointer.save(1)
-            except cnr_store.ClosedError as error:
-                print("refused:", error)
-            checkpointer.close()
-        atexit.register(late)
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "refused: the save of step 1 can't begin" in done.stdout
 
 
 @pytest.mark.parametrize("lost", ["zarr.json", "manifest"])

@@ -16,6 +16,8 @@ from tests.test_store.ranks.support.differing_ranks import (
 from tests.test_store.ranks.support.rank_processes import run_ranks
 from tests.test_store.ranks.support.shared_model import assert_equal, load_alone, together
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 AT_ONCE_SECONDS, IN_TIME_SECONDS = 5, 6
 

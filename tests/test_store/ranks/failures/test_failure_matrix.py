@@ -26,6 +26,8 @@ from tests.test_store.ranks.support.shared_model import (
     together,
 )
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 SECONDS = {"raise": 5, "SIGKILL": 10, "SIGSTOP": 8}
 PHASES = {

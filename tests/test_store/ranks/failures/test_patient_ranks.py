@@ -25,6 +25,8 @@ from tests.test_store.ranks.support.small_job import (
 )
 from tests.test_store.support.places import quick_folder
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 1.5
 PAUSE_SECONDS = 4.0
 

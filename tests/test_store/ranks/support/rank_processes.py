@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from tests.paths import ROOT
 
-PRELOAD = ("torch.distributed", "cnr_store.training.checkpointer", __name__)
+PRELOAD = (
+    "torch.distributed",
+    "cnr_codecs.plugins.zarr",  # zarr would import it in each rank
+    "cnr_store.training.checkpointer",
+    "tests.test_store.ranks.support.compiled_kernels",
+    __name__,
+)
+_servers: dict[tuple[str, ...], ForkServer] = {}
+"""By what they have imported: each is started once."""
+_wanted: tuple[str, ...] = ()
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
 _pipe: connection.Connection | None = None
@@ -69,9 +80,9 @@ def reach(point: str) -> None:
 
 
 def preload(*modules: str) -> None:
-    """Let ranks started from now on have some modules imported from the start, such as torchrec."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it keeps to what it was started with
-    _context.set_forkserver_preload([*PRELOAD, *modules])
+    """Let ranks started from now on have these modules imported from the start, such as torchrec."""
+    global _wanted
+    _wanted = modules
 
 
 def run_ranks(
@@ -101,7 +112,7 @@ def run_ranks(
     """
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     pipes, processes = [], []
-    with _starting, _server_environment():
+    with _starting, _server():
         for rank in range(world):
             ours, theirs = _context.Pipe()
             call = (theirs, function, rank, world, store.port, arguments)
@@ -187,26 +198,18 @@ def _await_stop(process: int) -> None:
 
 
 @contextmanager
-def _server_environment() -> Iterator[None]:
-    """What the process that forks ranks is started with."""
-    changed = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    if not forkserver._forkserver._preload_modules[1:]:  # type: ignore[attr-defined]  # nobody asked for more
-        _context.set_forkserver_preload([*PRELOAD])
-    try:
-        forkserver.ensure_running()
+def _server() -> Iterator[None]:
+    """Ranks are forked from the server that has imported what is wanted; it is started if it does not run."""
+    server = _servers.setdefault(_wanted, ForkServer())
+    server.set_forkserver_preload([*PRELOAD, *_wanted])
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
+        server.ensure_running()
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _found(function: Callable[..., Any] | str) -> Callable[..., Any]:

@@ -34,7 +34,6 @@ with warnings.catch_warnings():
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-PRELOAD = ("torchrec", "cnr_store", __name__)
 ROWS, DIM, NAMES, EXAMPLES = 203, 8, "ABCD", 12
 DENSE: dict[str, Any] = {
     "EXACT_SGD": torch.optim.SGD,

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cnr_store
 from cnr_store.ranks import owners
 
-PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "cnr_store", __name__)
+PRELOAD = ("torch._dynamo", "torch.distributed.fsdp")
 """What takes long to import: torch imports its compiler for each of these."""
 ROWS, DIM = 403, 6
 """No number of ranks divides the rows."""

@@ -1,4 +1,4 @@
-"""What must hold on every rank of a model that TorchRec shards. Run as a script, it is one rank."""
+"""What must hold on every rank of a model that TorchRec shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
 from cnr_store.training.distributed.torchrec_lookups import LookupHooks, hook_lookups
-from tests.test_store.support.distributed.ranks import run_checks
+from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
     BAGS,
     DIM,
@@ -31,7 +31,7 @@ from tests.test_store.support.distributed.sharded_model import (
     sharded_model,
 )
 
-STEPS = 20
+STEPS = 20 if NIGHT else 8
 
 
 class Marked:
@@ -371,7 +371,3 @@ CHECKS: dict[str, Callable[[], None]] = {
     "refused": what_lookups_do_not_tell_is_refused,
     "nothing kept": ranks_without_tables_keep_nothing,
 }
-
-
-if __name__ == "__main__":
-    run_checks(CHECKS)

@@ -1,4 +1,4 @@
-"""What must hold on every rank of tensors that torch spreads over ranks. Run as a script, it is one rank."""
+"""What must hold on every rank of tensors that torch spreads over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
-from tests.test_store.support.distributed.ranks import run_checks
 
 
 def _whole(rows: int, columns: int) -> torch.Tensor:
@@ -126,6 +125,3 @@ CHECKS: dict[str, Callable[[], None]] = {
     "third dimension": third_dimensions_stay_whole,
     "sharded tensor": a_sharded_tensor_has_many_shards,
 }
-
-if __name__ == "__main__":
-    run_checks(CHECKS)

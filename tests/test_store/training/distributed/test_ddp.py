@@ -11,6 +11,8 @@ from tests.nightly import at_night
 from tests.test_store.ranks.support.rank_processes import Outcome, preload, run_ranks
 from tests.test_store.support.distributed import rank_training
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported() -> None:

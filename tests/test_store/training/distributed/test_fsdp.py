@@ -11,6 +11,8 @@ from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.distributed import rank_training
 from tests.test_store.training.distributed.test_ddp import values
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported() -> None:

@@ -9,6 +9,8 @@ import pytest
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.training.distributed.test_ddp import values
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torchrec")
 pytest.importorskip("fbgemm_gpu")
 GO_ON = "tests.test_store.support.distributed.moving_tables:go_on"
@@ -16,7 +18,7 @@ GO_ON = "tests.test_store.support.distributed.moving_tables:go_on"
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported() -> None:
-    preload("torchrec", "cnr_store", "tests.test_store.support.distributed.moving_tables")
+    preload("torchrec")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import local_pieces
 from tests.nightly import at_night
-from tests.test_store.support.distributed import spread_checks
-from tests.test_store.support.distributed.ranks import group, run_ranks
+from tests.test_store.ranks.support.rank_processes import preload, run_ranks
+from tests.test_store.support.distributed import rank_training, spread_checks
+from tests.test_store.support.distributed.ranks import group, run_checks
+from tests.test_store.training.distributed.test_ddp import values
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2), (0, 2), (2, 3, 4)])
@@ -41,5 +43,6 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, at_night(4)])
-def test_over_ranks(world: int, tmp_path: Path) -> None:
-    run_ranks("tests.test_store.support.distributed.spread_checks", world, tmp_path)
+def test_over_ranks(world: int) -> None:
+    preload(*rank_training.PRELOAD)
+    values(run_ranks(world, run_checks, spread_checks.__name__, deadline_seconds=300))

@@ -14,7 +14,9 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.torchrec import find_sharded
 from tests.nightly import at_night
-from tests.test_store.support.distributed.ranks import group, run_ranks
+from tests.test_store.ranks.support.rank_processes import preload, run_ranks
+from tests.test_store.support.distributed.ranks import group, run_checks
+from tests.test_store.training.distributed.test_ddp import values
 
 CHECKS = "tests.test_store.support.distributed.sharded_checks"
 NAMES = [
@@ -60,8 +62,9 @@ def test_in_one_process(name: str) -> None:
 @needs_torchrec
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, at_night(3)])
-def test_over_ranks(world: int, tmp_path: Path) -> None:
-    run_ranks(CHECKS, world, tmp_path)
+def test_over_ranks(world: int) -> None:
+    preload("torchrec")
+    values(run_ranks(world, run_checks, CHECKS, deadline_seconds=300))
 
 
 def test_a_model_without_torchrec_has_none() -> None:

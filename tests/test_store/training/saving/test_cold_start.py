@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.nightly import at_night
 from tests.small_disks import fill, small_disk
+
+pytestmark = pytest.mark.slow
 
 _TRAIN = """
 import json, logging, sys, threading
@@ -107,22 +111,33 @@ def train(tmp_path: Path, snapshot_bytes: int = 1 << 30) -> Any:
     return json.loads(out[-1])
 
 
-def test_training_never_waits_for_the_compiler(tmp_path: Path) -> None:
-    cold, warm = train(tmp_path), train(tmp_path)
+@pytest.mark.parametrize("snapshot_bytes", [0, at_night(1 << 30)])
+def test_training_never_waits_for_the_compiler(tmp_path: Path, snapshot_bytes: int) -> None:
+    """Nor does a job that finds the kernels compiled, whether or not its rows fit."""
+    cold, warm = train(tmp_path), train(tmp_path, snapshot_bytes)
     for found in (cold, warm):
         assert found["training"] == []
         assert found["off"] < 0.5
     assert cold["elsewhere"] > warm["elsewhere"] > 0
 
 
+@pytest.mark.nightly
 def test_rows_that_do_not_fit_are_saved_once_the_kernels_are_compiled(tmp_path: Path) -> None:
     assert train(tmp_path, snapshot_bytes=0)["training"] == []
 
 
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_damaged_files_of_the_cache_are_compiled_anew(tmp_path: Path, suffix: str) -> None:
-    (_, hits), _ = run(_DECODE, NUMBA_CACHE_DIR=str(tmp_path))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one process has filled."""
+    folder = tmp_path_factory.mktemp("compiled")
+    (_, hits), _ = run(_DECODE, NUMBA_CACHE_DIR=str(folder))
     assert hits == "0"
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_damaged_files_of_the_cache_are_compiled_anew(compiled: Path, tmp_path: Path, suffix: str) -> None:
+    shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)
     for file in tmp_path.rglob(f"*.{suffix}"):
         file.write_bytes(file.read_bytes()[:20])
     (_, hits), log = run(_DECODE, NUMBA_CACHE_DIR=str(tmp_path))

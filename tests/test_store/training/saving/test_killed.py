@@ -19,7 +19,7 @@ import pytest
 import cnr_store
 from cnr_codecs import RowCodec, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
-from tests.nightly import by_day
+from tests.nightly import NIGHT, by_day
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import ForkServer
 from tests.test_store.support.killed_trainer import (
@@ -49,7 +49,8 @@ CASES = [
     ("consecutive", RELATIVE),
 ]
 AT_NIGHT = [("consecutive", 2), ("intermittent", 8)]
-KILLS, LEFTOVERS, MOST_KILLS = 8, 5, 40
+KILLS, LEFTOVERS = (8, 5) if NIGHT else (5, 3)
+MOST_KILLS = 40
 DEADLINE_SECONDS = 60
 POLL_SECONDS = 0.0003
 

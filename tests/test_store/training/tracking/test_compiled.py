@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import cnr_store
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.tracker import Tracker
+from tests.nightly import at_night
 from tests.test_store.support.tracked_table import ROWS, backward, listed
 
 pytestmark = [
@@ -24,7 +25,8 @@ pytestmark = [
     # Of the compiler's own modules, when it is first used.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-INDUCTOR = pytest.param("inductor", None, marks=pytest.mark.slow)
+BACKENDS = [*product(["eager", "aot_eager"], [True, False], [True, False])]
+INDUCTOR = [pytest.param("inductor", None, False, marks=pytest.mark.slow), at_night("inductor", None, True)]
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +72,9 @@ class Job:
         return first
 
 
-@pytest.mark.parametrize(("backend", "dynamic"), [*product(["eager", "aot_eager"], [True, False]), INDUCTOR])
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(("backend", "dynamic", "fullgraph"), [*BACKENDS, *INDUCTOR])
 def test_lookups_and_steps_flag_the_same_rows_as_in_eager_code(
-    backend: str, fullgraph: bool, dynamic: bool | None
+    backend: str, dynamic: bool | None, fullgraph: bool
 ) -> None:
     job = Job(backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     for rows in ([1, 2], [5, 6, 7], [8, 9, 10, 11]):

@@ -79,6 +79,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
     return record.getMessage()
 
 
+@pytest.mark.slow
 def test_rows_that_other_processes_train_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with job(tmp_path, share=True) as run:
         spawning = multiprocessing.get_context("spawn")

@@ -7,19 +7,15 @@ import gc
 import io
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.tracker import Tracker
 from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, backward, ids, listed
@@ -221,124 +217,6 @@ def test_marks_that_make_no_sense_are_refused(name: str, rows: object, why: str)
     assert bench.swap() == []
 
 
-def by_hand(bench: Bench) -> None:
-    bench.write(4)
-
-
-def by_hand_then_a_step(bench: Bench) -> None:
-    bench.write(4)
-    bench.train(1)
-
-
-def by_loading(bench: Bench) -> None:
-    bench.model.load_state_dict({"t.weight": torch.ones(ROWS, 3)})
-
-
-def by_other_memory(bench: Bench) -> None:
-    bench.table.weight.data = torch.ones(ROWS, 3)
-
-
-def by_renorm_elsewhere(bench: Bench) -> None:
-    nn.functional.embedding(ids(3), bench.table.weight, max_norm=0.01)
-
-
-def by_a_step_hook(bench: Bench) -> None:
-    def clamp(*_: object) -> None:
-        with torch.no_grad():
-            bench.table.weight.clamp_(-0.1, 0.1)
-
-    bench.optimizer.register_step_post_hook(clamp)
-    bench.train(1)
-
-
-def by_a_hook_behind_a_fused_step(bench: Bench) -> None:
-    bench.optimizer.param_groups[0]["fused"] = True
-    bench.table.sparse = False
-    by_a_step_hook(bench)
-
-
-def by_settings_of_one_step(bench: Bench) -> None:
-    bench.optimizer.param_groups[0]["momentum"] = 0.9
-    bench.train(1)
-    bench.optimizer.param_groups[0]["momentum"] = 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        by_hand,
-        by_hand_then_a_step,
-        by_loading,
-        by_other_memory,
-        by_renorm_elsewhere,
-        by_a_step_hook,
-        by_a_hook_behind_a_fused_step,
-        by_settings_of_one_step,
-    ],
-)
-def test_changes_that_no_lookup_explains_make_the_table_whole_once(change: Callable[[Bench], None]) -> None:
-    bench = Bench()
-    change(bench)
-    assert bench.tracker.whole_reasons().keys() == {"t"}
-    assert bench.swap() == ALL
-    assert bench.tracker.whole_reasons() == {}
-    assert bench.swap() == []
-
-
-@pytest.mark.parametrize("change", [by_hand, by_loading, by_other_memory])
-def test_without_an_optimizer_changes_without_any_lookup_make_the_table_whole(
-    change: Callable[[Bench], None],
-) -> None:
-    bench = Bench(given=False)
-    change(bench)
-    assert bench.swap() == ALL
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: SGD(p, lr=0.1, momentum=0.9),
-        lambda p: SGD(p, lr=0.1, weight_decay=0.1),
-        lambda p: Adam(p),
-    ],
-)
-def test_optimizers_that_move_every_row_make_the_table_whole(make: Callable[[Any], Optimizer]) -> None:
-    model = nn.ModuleDict({"t": nn.Embedding(ROWS, 3), "frozen": nn.Embedding(4, 2)})
-    model["frozen"].weight.requires_grad_(False)
-    optimizer = make(model.parameters())
-    tracker = Tracker(find_tables(model), [optimizer])
-    for _ in range(2):
-        model["t"](ids(1)).sum().backward()
-        optimizer.step()
-        assert tracker.whole_reasons().keys() == {"t"}
-        swapped = tracker.swap()
-        assert listed(swapped["t"]) == ALL
-        assert not swapped["frozen"].any()
-
-
-def test_a_tied_output_layer_makes_the_table_whole() -> None:
-    model = nn.ModuleDict({"t": nn.Embedding(ROWS, 3), "out": nn.Linear(3, ROWS)})
-    model["out"].weight = model["t"].weight
-    tracker = Tracker(find_tables(model), [SGD(model.parameters(), lr=0.1)])
-    assert "shared with out" in tracker.whole_reasons()["t"]
-
-
-class Hashing(nn.Embedding):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's own name
-        return super().forward(input % self.num_embeddings)
-
-
-def test_a_forward_of_its_own_is_left_to_the_steps_or_whole() -> None:
-    model = nn.ModuleDict({"t": Hashing(ROWS, 3, sparse=True)})
-    optimizer = SGD(model.parameters(), lr=0.1)
-    owned, alone = Tracker(find_tables(model), [optimizer]), Tracker(find_tables(model))
-    model["t"](ids(ROWS + 3, 10 * ROWS)).sum().backward()
-    optimizer.step()
-    assert owned.whole_reasons() == {}
-    assert listed(owned.swap()["t"]) == [0, 3]
-    assert "Hashing" in alone.whole_reasons()["t"]
-
-
 def test_a_parameter_that_was_replaced_or_resized_is_followed() -> None:
     bench = Bench()
     bench.table.weight = nn.Parameter(torch.ones(ROWS, 3))
@@ -383,7 +261,7 @@ def test_clear_forgets_everything() -> None:
     bench = Bench()
     bench.train(1)
     bench.tracker.restore(bench.tracker.swap())
-    by_loading(bench)
+    bench.model.load_state_dict({"t.weight": torch.ones(ROWS, 3)})
     bench.train(2)
     bench.tracker.clear()
     assert bench.tracker.whole_reasons() == {}
@@ -443,84 +321,3 @@ def test_a_model_of_several_tables_and_optimizers() -> None:
     assert not swapped["b"].any()
     second.step()
     assert listed(tracker.swap()["b"]) == [2]
-
-
-ROW_IDS = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
-NO_IDS: st.SearchStrategy[list[int]] = st.just([])
-ACTIONS = st.one_of(
-    st.tuples(st.just("forward"), ROW_IDS),
-    st.tuples(st.just("update"), NO_IDS),
-    st.tuples(st.just("save"), NO_IDS),
-    st.tuples(st.sampled_from(["evaluate", "functional", "write"]), ROW_IDS),
-    st.tuples(st.sampled_from(["step", "fail", "decay", "reload"]), NO_IDS),
-    st.tuples(st.just("write_slot"), ROW_IDS),
-)
-
-
-class Story(Bench):
-    """Actions on a bench, beside a plain copy of what was saved."""
-
-    def __init__(self, kind: str, given: bool, max_norm: float | None) -> None:
-        super().__init__(kind, given, max_norm=max_norm)
-        self.given = given
-        self.losses: list[Any] = []
-        self.saved = self.now()
-
-    def now(self) -> dict[str, torch.Tensor]:
-        """Copies of all that is saved by rows."""
-        slots = row_slots(self.optimizer, self.table.weight) if self.given else {}
-        return {key: value.detach().clone() for key, value in {"": self.table.weight, **slots}.items()}
-
-    def tell(self, action: str, rows: list[int]) -> None:
-        if action == "forward":
-            self.losses.append(self.forward(*rows))
-        elif action == "evaluate":
-            with torch.no_grad():
-                self.forward(*rows)
-        elif action == "functional":
-            self.functional(*rows).backward()
-        elif action == "write":
-            self.write(rows[0])
-        elif action == "update" and self.losses:
-            self.losses.pop(0).backward()
-            self.step()
-        elif action == "step":
-            self.optimizer.step()
-        elif action == "decay":
-            self.change_decay()
-        elif action == "reload":
-            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-        elif action == "write_slot":
-            for slot in row_slots(self.optimizer, self.table.weight).values():
-                slot[rows[0]] += 1
-        elif action in ("save", "fail"):
-            self.save(fails=action == "fail")
-
-    def change_decay(self) -> None:
-        group = self.optimizer.param_groups[0]
-        if "weight_decay" in group and not self.table.sparse:
-            group["weight_decay"] = 0.1 - group["weight_decay"]
-
-    def save(self, fails: bool) -> None:
-        flagged = self.tracker.swap()
-        now = self.now()
-        for key in now.keys() & self.saved.keys():  # a slot that was never saved is saved whole
-            changed = np.flatnonzero((self.saved[key] != now[key]).any(dim=1).numpy())
-            assert {*changed.tolist()} <= {*listed(flagged["t"])}
-        if fails:
-            self.tracker.restore(flagged)
-        else:
-            self.saved = now
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    st.sampled_from([*TRUSTED]), st.booleans(), st.sampled_from([None, 0.05]), st.lists(ACTIONS, max_size=25)
-)
-def test_rows_that_changed_since_they_were_saved_are_flagged(
-    kind: str, given_optimizer: bool, max_norm: float | None, actions: list[tuple[str, list[int]]]
-) -> None:
-    story = Story(kind, given_optimizer, max_norm)
-    for action, rows in actions:
-        story.tell(action, rows)
-    story.save(fails=False)
