@@ -132,8 +132,8 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
         raise OptionError(f"{target} would replace the store {store}, or a part of it: choose another target")
     if _find_store(backend) if overwrite else _is_store(backend, ""):
         raise OptionError(f"{target} holds a store, with all its versions: choose another target")
-    if not isinstance(target, Store):
-        for place in _above(backend.url):
+    if there.startswith(_FILE) or not isinstance(target, Store):
+        for place in _above(there):
             with suppress(BackendError):
                 if _is_store(open_backend(place, **options), ""):
                     raise OptionError(f"{target} lies in the store {place}: choose another target")

@@ -305,7 +305,8 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["zarr", "parquet", "safetensors"])
 @pytest.mark.parametrize(
-    "target", ["store", "store/versions", "store/x", ".", "other", "link", "runs", "other/versions/x"]
+    "target",
+    ["store", "store/versions", "store/x", ".", "other", "link", "runs", "other/versions/x", "deep/weight"],
 )
 def test_no_export_replaces_a_store(
     tmp_path: Path, target: str, kind: Literal["zarr", "parquet", "safetensors"]
@@ -314,6 +315,8 @@ def test_no_export_replaces_a_store(
     for name in ("store", "other", "runs/deep/one"):
         cnr_store.save(tmp_path / name, model)
     (tmp_path / "link").symlink_to(tmp_path / "store")
+    (version,) = cnr_store.versions(tmp_path / "other")
+    (tmp_path / "deep").symlink_to(tmp_path / "other/versions" / version.id / "tables")
     with pytest.raises(OptionError, match=r"would replace the store|holds a store|lies in the store"):
         cnr_store.export(tmp_path / "store", tmp_path / target, format=kind, overwrite=True)
     for name in ("store", "other", "runs/deep/one"):
