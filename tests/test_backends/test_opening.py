@@ -288,10 +288,11 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
         assert (backend.get("folder/name"), backend.size("folder/name")) == (b"0123456789", 10)
         assert backend.get_range("folder/name", 0, 10) == b"0123456789"
         assert list(backend.list_keys("")) == [("folder/name", 10)]
-        for read in (
+        reads: list[Callable[[], bytes]] = [
             lambda: backend.get_range("folder/name", 2, 3),
             lambda: backend.get_suffix("folder/name", 3),
-        ):
+        ]
+        for read in reads:
             with pytest.raises(
                 StorageError, match="and 10 came, so the server ignores Range requests; use one"
             ) as told:
