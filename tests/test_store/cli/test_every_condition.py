@@ -29,8 +29,8 @@ from tests.test_store.cli.command import COMMANDS, Place, cnr, fill
 
 ALL = [*COMMANDS, "serve", "import"]
 """Every command that takes a store."""
-PRINTING = [*COMMANDS, "simulate", "import", "warm"]
-"""Every command that prints, and ends by itself. `demo` has tests of its own."""
+PRINTING = [*COMMANDS, "simulate", "import"]
+"""Every command that prints and ends by itself, but `demo` and `warm`: these take long, and have tests of their own."""
 WRITING = {
     "compact": ["2"],
     "pin": ["1"],
@@ -87,13 +87,10 @@ def _model() -> torch.nn.Module:
 
 def _on(name: str, place: Place, folder: Path) -> list[str]:
     """A command on a place."""
-    has_place = name not in ("simulate", "warm")
-    return [*_arguments(name, place.url, folder), *(place.options if has_place else [])]
+    return [*_arguments(name, place.url, folder), *(place.options if name != "simulate" else [])]
 
 
 def _arguments(name: str, url: object, folder: Path) -> list[str]:
-    if name == "warm":
-        return ["warm"]
     if name == "simulate":
         return ["simulate", "--rows", "100", "--saves", "4", "--accesses", "50"]
     if name == "import":
