@@ -20,6 +20,7 @@ Spoil: TypeAlias = Callable[[int, str], str | None]
 SpoiledOptions: TypeAlias = Callable[[Spoil], Any]
 
 _ERRORS = {
+    "403": ("AccessDenied", "Access Denied."),
     "409": ("ConditionalRequestConflict", "A conflicting operation occurred."),
     "412": ("PreconditionFailed", "At least one of the pre-conditions you specified did not hold."),
     "500": ("InternalError", "We encountered an internal error. Please try again."),

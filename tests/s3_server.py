@@ -16,6 +16,7 @@ from typing import Any
 
 BUCKET = "cnr-tests"
 _USER, _PASSWORD = "test", "testtest1234"
+_READER, _READER_PASSWORD = "reader", "readerreader1234"
 # Offsets from the S3 port: itself, master, volume, filer; gRPC uses each port + 10000.
 _PORT_OFFSETS = (0, 30, 31, 32)
 _START_SECONDS = 60
@@ -33,6 +34,11 @@ class S3Server:
 
     def url(self, prefix: str) -> str:
         return f"s3://{BUCKET}/{prefix}"
+
+    @property
+    def reader_options(self) -> dict[str, Any]:
+        """What opens it as a user who may list and read, and no more."""
+        return {**self.storage_options, "key": _READER, "secret": _READER_PASSWORD}
 
     def start(self) -> None:
         """Start the process on what its folder holds, and wait until it answers."""
@@ -82,11 +88,13 @@ def serving(folder: Path) -> Iterator[S3Server]:
 
 def _command(weed: Path, folder: Path, port: int) -> list[str]:
     users = folder / "s3.json"
-    credentials = [{"accessKey": _USER, "secretKey": _PASSWORD}]
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    users.write_text(
-        json.dumps({"identities": [{"name": "t", "credentials": credentials, "actions": actions}]})
-    )
+    everything, reading = ["Admin", "Read", "Write", "List", "Tagging"], ["Read", "List"]
+    known = [(_USER, _PASSWORD, everything), (_READER, _READER_PASSWORD, reading)]
+    identities = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
+        for name, secret, actions in known
+    ]
+    users.write_text(json.dumps({"identities": identities}))
     master, volume, filer = (port + offset for offset in _PORT_OFFSETS[1:])
     return [
         str(weed),

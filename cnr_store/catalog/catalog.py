@@ -28,7 +28,8 @@ Url = str | os.PathLike[str] | Store | Backend
 """Where a store is: what `cnr_backends.open_backend` opens."""
 
 Version = str | int | VersionInfo
-_READ_WORKERS = 8
+READ_WORKERS = 16
+"""Records that are read at once."""
 _MOST_LEARNT = 256
 _SHOWN = 5
 
@@ -207,7 +208,7 @@ class Catalog:
         """Committed versions, oldest first, several read at once."""
         self.check_format()
         ids = self.ids_from_newest()
-        with Transfer(_READ_WORKERS, 4 * _READ_WORKERS) as transfer:
+        with Transfer(READ_WORKERS, 4 * READ_WORKERS) as transfer:
             return [record for record in transfer.map(self.find_record, reversed(ids)) if record is not None]
 
     def resolve(self, version: Version) -> str | int:

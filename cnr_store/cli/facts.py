@@ -11,14 +11,14 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
 from cnr_store.catalog.metadata import find_figures
-from cnr_store.catalog.objects import list_ids, list_marked
+from cnr_store.catalog.objects import list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.pins import read_reasons
-from cnr_store.maintenance.verification.glance import find_lost_bases, read_records
+from cnr_store.maintenance.verification.glance import find_lost_bases, read_folds, read_records
 
 Facts = Mapping[str, Any]
 """What is known of a version, by name; each name is there, None where nothing is known."""
@@ -131,17 +131,9 @@ def read_store(catalog: Catalog) -> StoreFacts:
     records, damaged = read_records(catalog)
     if not (records or damaged or catalog.check_format()):
         raise EmptyStoreError(f"{backend.url} holds no store: check the URL")
-    catalog.look_for_folds()
     pinned, tombstoned = list_marked(backend, layout.PINS), list_tombstoned(backend)
-    errors: list[Exception] = [*damaged.values()]
-    folds: dict[str, Record] = {}
-    for version in sorted(list_ids(backend, layout.FOLDS).intersection(record.id for record in records)):
-        try:
-            fold = catalog.find_fold(version)
-        except (CorruptionError, FormatError) as error:
-            errors.append(error)
-        else:
-            folds |= {} if fold is None else {version: fold}  # none is there of one that was broken off
+    folds, damaged_folds = read_folds(catalog, records)
+    errors: list[Exception] = [*damaged.values(), *damaged_folds.values()]
     lost, chains = find_lost_bases(records, folds), _chains(records, folds)
     tags: dict[str, list[str]] = {}
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -18,7 +19,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _NUMBERS = frozenset(
@@ -64,10 +65,29 @@ def _width(console: Console, table: Table) -> int:
 
 
 def print_table(table: Table) -> None:
-    """Print a table without cutting or folding lines, so that it can be searched and piped."""
-    console = Console()
-    console.width = max(console.width, _width(console, table))
-    console.print(table)
+    """Print a table without cutting or folding lines, so that it can be searched and piped.
+
+    The lines are made here, as rich would make them: of thousands of rows it takes seconds.
+    """
+    console = Console(soft_wrap=True)
+    columns = [_padded(console, column) for column in table.columns]
+    head, *lines = ("  ".join(cells) for cells in zip(*columns, strict=True))
+    console.print(Text(head, style="table.header"))
+    if lines:
+        console.print(Text("\n".join(lines)))
+
+
+def _padded(console: Console, column: Column) -> list[str]:
+    """The cells of a column, its name first, all as wide as the widest."""
+    cells = [
+        each.plain if isinstance(each, Text) else console.render_str(str(each)).plain
+        for each in (column.header, *column.cells)
+    ]
+    widths = [cell_len(cell) for cell in cells]
+    spaces = [" " * (max(widths) - width) for width in widths]
+    if column.justify == "right":
+        return [space + cell for space, cell in zip(spaces, cells, strict=True)]
+    return [cell + space for space, cell in zip(spaces, cells, strict=True)]
 
 
 def print_json(doc: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -14,19 +15,21 @@ import numpy as np
 import pytest
 import zarr
 from fsspec.registry import known_implementations
-from zarr.storage import LocalStore, MemoryStore
+from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from cnr_backends import (
     ArgumentError,
     BackendError,
     BackendStore,
     ObjectExistsError,
+    ObjectTooShortError,
     OpenError,
     StorageError,
     open_backend,
     zarr_store,
 )
 from cnr_backends.testing import FaultyBackend
+from tests.plain_http import plain_http
 
 
 def test_one_folder_has_many_names(tmp_path: Path) -> None:
@@ -242,3 +245,58 @@ def test_faults_can_be_asked_for_in_reads(tmp_path: Path) -> None:
     backend.get("a")
     list(backend.list_keys(""))
     assert asked == [("put", "a", 0), ("get", "a", 1), ("list_keys", "", 2)]
+
+
+def test_a_zip_store_is_opened_to_read_it(tmp_path: Path) -> None:
+    with contextlib.closing(ZipStore(tmp_path / "objects.zip", mode="w")) as written:
+        with pytest.raises(
+            OpenError, match=r"this ZipStore is not open, or closed; open it with `await ZipStore"
+        ):
+            open_backend(written)
+        written._sync_open()
+        open_backend(written).put("name", b"value")
+    with pytest.raises(OpenError, match="not open, or closed"):  # a second opening would truncate it
+        open_backend(written)
+    with contextlib.closing(ZipStore(tmp_path / "objects.zip", mode="r")) as store:
+        backend = open_backend(store)
+        assert (backend.list_names(""), backend.get("name")) == (["name"], b"value")
+    with pytest.raises(OpenError, match=r"can't open zip://.*none.zip: .*No such file.*; check the path"):
+        open_backend(ZipStore(tmp_path / "none.zip", mode="r"))
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(OpenError, match="not a zip file"):
+        open_backend(ZipStore(tmp_path / "text", mode="r"))
+
+
+def test_what_a_kind_of_storage_can_not_do_is_named(tmp_path: Path) -> None:
+    with contextlib.closing(ZipStore(tmp_path / "objects.zip", mode="w")) as store:
+        store._sync_open()
+        backend = open_backend(store)
+        backend.put("name", b"value")
+        backend.delete("none")
+        with pytest.raises(
+            StorageError, match=r"delete of 'name' failed .*this kind of storage can't.*copy the store"
+        ):
+            backend.delete("name")
+
+
+def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "name").write_bytes(b"0123456789")
+    with plain_http(tmp_path) as url:
+        backend = open_backend(url)
+        assert (backend.get("folder/name"), backend.size("folder/name")) == (b"0123456789", 10)
+        assert backend.get_range("folder/name", 0, 10) == b"0123456789"
+        assert list(backend.list_keys("")) == [("folder/name", 10)]
+        reads: list[Callable[[], bytes]] = [
+            lambda: backend.get_range("folder/name", 2, 3),
+            lambda: backend.get_suffix("folder/name", 3),
+        ]
+        for read in reads:
+            with pytest.raises(
+                StorageError, match="and 10 came, so the server ignores Range requests; use one"
+            ) as told:
+                read()
+            assert not isinstance(told.value, ObjectTooShortError)
+        with pytest.raises(ObjectTooShortError):
+            backend.get_range("folder/name", 2, 30)

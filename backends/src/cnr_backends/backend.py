@@ -15,6 +15,7 @@ from cnr_backends.errors import (
     Guarded,
     ObjectExistsError,
     ObjectTooShortError,
+    StorageError,
 )
 from cnr_backends.keys import check_key, check_prefix, is_key, is_name
 from cnr_backends.pieces import BytesLike, Pieces, as_pieces
@@ -320,6 +321,14 @@ class Backend(Guarded, Room, ABC):
     def _exactly(self, data: bytes, length: int, operation: str, key: str, place: str) -> bytes:
         if len(data) == length:
             return data
+        if len(data) > length:
+            raise StorageError(
+                f"{operation} of {key!r} failed in {self.url}: {length} bytes {place} were requested, and {len(data)} "
+                "came, so the server ignores Range requests; use one that answers them, or copy the store to a folder",
+                operation=operation,
+                key=key,
+                url=self.url,
+            )
         raise ObjectTooShortError(
             f"{key!r} in {self.url} is too short: {length} bytes {place} were requested, there are {len(data)}; "
             "the object is damaged, or not the one that was written",

@@ -110,8 +110,14 @@ def storage_error(error: Exception, advice: str, *, operation: str, key: str, ur
     if code in _NO_SPACE:
         kind = StorageFullError
         advice = f"free some space, then try again (of a checkpoint store, `cnr gc {url}` removes what is not needed)"
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, NotImplementedError) and not str(error):
+        reason, advice = (
+            "this kind of storage can't",
+            "copy the store to a folder or a bucket, and do it there",
+        )
     failure = kind(
-        f"{operation} of {key!r} failed in {url} ({type(error).__name__}: {error}); {advice}",
+        f"{operation} of {key!r} failed in {url} ({reason}); {advice}",
         operation=operation,
         key=key,
         url=url,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
+from zipfile import BadZipFile
 
 from zarr.abc.store import Store
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, ZipStore
 
 from cnr_backends.backend import Backend
 from cnr_backends.clouds.abfs import AbfsBackend
@@ -39,7 +40,8 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
     url
         A path, a URL, a Zarr store or a backend. A path or ``file://`` is a local folder, which the first write
         makes. ``memory://``, ``s3://`` and the other protocols of fsspec are listed once, at once. A writable Zarr
-        ``LocalStore`` is opened as its folder, because Zarr does not sync. A backend is returned as it is.
+        ``LocalStore`` is opened as its folder, because Zarr does not sync. A ``ZipStore`` that is to be written must be
+        open. A backend is returned as it is.
     **storage_options
         Options of fsspec filesystems: credentials, ``endpoint_url`` and so on. A local folder accepts and ignores
         ``auto_mkdir``. They may also be one mapping, ``storage_options={...}``, as fsspec's own callers pass it.
@@ -68,7 +70,28 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
 def _from_store(store: Store) -> Backend:
     if type(store) is LocalStore and not store.read_only:
         return LocalBackend(store.root)
+    if isinstance(store, ZipStore) and not store._is_open:
+        _open_zip(store)
     return ZarrBackend(store)
+
+
+def _open_zip(store: ZipStore) -> None:
+    """Open a Zip store for reading. To open one for writing is the caller's: it could be one that was closed, which a
+    second opening would truncate.
+
+    Raises
+    ------
+    OpenError
+    """
+    if not store.read_only:
+        raise OpenError(
+            f"can't open {store}: this ZipStore is not open, or closed; open it with "
+            "`await ZipStore.open(path, mode=...)`, or give mode='r' to only read"
+        )
+    try:
+        store._sync_open()
+    except (OSError, BadZipFile) as error:
+        raise OpenError(f"can't open {store}: {error}; check the path") from error
 
 
 def _joined(options: dict[str, Any]) -> dict[str, Any]:

@@ -161,6 +161,8 @@ class FsspecBackend(Backend):
         info = self._call("info", self._at(key))
         if info["type"] != "file":
             raise IsADirectoryError(key)
+        if info["size"] is None:  # an HTTP server need not tell
+            raise OSError("the server does not tell the size of this object, which reading it needs")
         return int(info["size"])
 
     def _list_names(self, prefix: str) -> list[str]:
@@ -189,7 +191,11 @@ class FsspecBackend(Backend):
         for name, info in found.items():
             key = self._bare(name).removeprefix(root)
             if key.startswith(below) and info["type"] == "file":
-                yield key, int(info["size"])
+                size = info["size"]
+                yield (
+                    key,
+                    self._size(key) if size is None else int(size),
+                )  # pages of HTTP servers have no sizes
 
     def _delete(self, key: str) -> None:
         try:

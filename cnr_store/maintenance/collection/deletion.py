@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from cnr_backends import Backend, StorageFullError, Transfer
@@ -120,19 +121,24 @@ class Deletion:
         now = float(int(time.time()))
         return now, encode_void(self._by, secrets.token_hex(16), now)
 
-    def delete_objects(self, version: str) -> None:
-        """Delete all objects of an aborted id and its fold, except the void record."""
-        fold = layout.record_key(version, layout.FOLDS)
-        found = self._objects(version)
-        if fold in found:
-            self._backend.delete(fold)
-        delete_objects(self._backend, self._transfer, (key for key in found if key != fold))
-        for prefix in (layout.VERSIONS, layout.FOLDS):
-            self._backend.sweep(layout.version_key(version, prefix=prefix))
-        self.freed_bytes += sum(found.values())
-        self.done += 1
-        if found:
-            self.emptied.append(version)
+    def delete_objects(self, versions: Sequence[str]) -> Generator[str, None, None]:
+        """Delete all objects of aborted ids and their folds, except the void records; yields each id that is done.
+
+        While the objects of one are deleted, those of the next are listed.
+        """
+        with closing(self._transfer.map(self._objects, versions)) as listed:
+            for version, found in zip(versions, listed, strict=True):
+                fold = layout.record_key(version, layout.FOLDS)
+                if fold in found:
+                    self._backend.delete(fold)
+                delete_objects(self._backend, self._transfer, (key for key in found if key != fold))
+                for prefix in (layout.VERSIONS, layout.FOLDS):
+                    self._backend.sweep(layout.version_key(version, prefix=prefix))
+                self.freed_bytes += sum(found.values())
+                self.done += 1
+                if found:
+                    self.emptied.append(version)
+                yield version
 
     def delete_keys(self, found: Mapping[str, int]) -> None:
         """Delete objects, given with their sizes, and the folders that they were in."""
@@ -147,19 +153,21 @@ class Deletion:
         listed = (item for folder in folders for item in sorted(self._backend.list_keys(folder)))
         return {key: nbytes for key, nbytes in listed if key != layout.record_key(version)}
 
-    def nbytes(self, version: str) -> int:
-        """What `delete_objects` would free."""
-        return sum(self._objects(version).values())
+    def nbytes(self, versions: Sequence[str]) -> dict[str, int]:
+        """What `delete_objects` would free, by id."""
+        listed = self._transfer.map(self._objects, versions)
+        return {version: sum(found.values()) for version, found in zip(versions, listed, strict=True)}
 
-    def nbytes_of_version(self, version: str) -> int:
+    def nbytes_of_versions(self, versions: Sequence[str], snapshot: StoreSnapshot) -> int:
         """What `hide` and `delete_objects` would free."""
-        return self.nbytes(version) + self._backend.size(layout.record_key(version)) - len(self._void()[1])
+        hidden = sum(snapshot.versions[version].record_bytes - len(self._void()[1]) for version in versions)
+        return hidden + sum(self.nbytes(versions).values())
 
     def left(self, snapshot: StoreSnapshot, deleted: Collection[str], grace_seconds: float) -> Left:
         """What attempts left, other than those that were `deleted`, and why it stays."""
         reasons, nbytes = {}, 0
-        for version in sorted(snapshot.names - snapshot.versions.keys() - set(deleted)):
-            found = self.nbytes(version)
+        others = sorted(snapshot.names - snapshot.versions.keys() - set(deleted))
+        for version, found in self.nbytes(others).items():
             if not found:
                 continue
             nbytes += found
@@ -182,10 +190,10 @@ class Deletion:
         if not marked:
             return
         left = list_ids(self._backend, layout.VERSIONS) | list_ids(self._backend, layout.FOLDS)
-        for version in sorted(marked - left):
-            for prefix in (layout.TOMBSTONES, layout.PINS):
-                marks = sorted(self._backend.list_keys(layout.version_key(version, prefix=prefix)))
-                delete_objects(self._backend, self._transfer, (key for key, _ in marks))
+        gone = marked - left
+        for prefix in (layout.TOMBSTONES, layout.PINS) if gone else ():
+            marks = sorted(key for key, _ in self._backend.list_keys(prefix) if key.split("/")[1] in gone)
+            delete_objects(self._backend, self._transfer, marks)
 
     def _tombstone(self, version: str) -> str:
         return layout.version_key(version, self._run, prefix=layout.TOMBSTONES)

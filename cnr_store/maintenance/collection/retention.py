@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,10 +233,10 @@ class Retention:
         now = time.time()
         due = deletable(snapshot, now, self._grace_seconds)
         undone = [version for version in due if version not in self._emptied]
-        for todo, version in zip(range(len(undone) - 1 + more, -1, -1), undone, strict=False):
-            deletion.delete_objects(version)
-            self._emptied.add(version)
-            progress(deletion.done, deletion.done + todo)
+        with closing(deletion.delete_objects(undone)) as emptied:
+            for number, version in enumerate(emptied, 1):
+                self._emptied.add(version)
+                progress(deletion.done, deletion.done + len(undone) - number + more)
         deletion.delete_aborted_records(deletable_records(snapshot, due, now, self._grace_seconds))
         deletion.delete_stale_marks(snapshot)
 
@@ -275,8 +276,8 @@ class Retention:
     def _dry_run_report(self, snapshot: StoreSnapshot, deletion: Deletion) -> GcReport:
         kept, to_delete = self._chosen(snapshot)
         due = deletable(snapshot, time.time(), self._grace_seconds)
-        nbytes = {version: deletion.nbytes(version) for version in due}
-        freed_bytes = sum(nbytes.values()) + sum(map(deletion.nbytes_of_version, to_delete))
+        nbytes = deletion.nbytes(due)
+        freed_bytes = sum(nbytes.values()) + deletion.nbytes_of_versions(to_delete, snapshot)
         leftovers = tuple(version for version in due if nbytes[version])
         for found in self._fold_leftovers(kept).removable.values():
             freed_bytes += sum(found.values())

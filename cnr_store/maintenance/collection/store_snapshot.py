@@ -18,7 +18,7 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record_document import decode_record, encode_void, void_time
 
-WORKERS = 8
+WORKERS = 16
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from cnr_backends import Backend, ObjectNotFoundError, open_backend
+from cnr_backends import Backend, BackendError, ObjectNotFoundError, StorageError, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.tags import encode_tag, read_tags
 from cnr_store.errors import OptionError, VersionNotFoundError
@@ -34,6 +35,8 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
         The name can't be one of a tag.
     EmptyStoreError, VersionNotFoundError
         There is no such version, or it is being deleted. The tag is as it was.
+    cnr_backends.StorageError
+        The storage failed. Where it refuses deletes, the version is tagged, and the message says that a pin stays.
     """
     _check_name(name)
     catalog, record = open_record(url, version, **storage_options)
@@ -50,9 +53,33 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
             if _get(backend, key) == own:
                 _put_back(backend, key, former)
             raise
-    finally:
-        backend.delete(pin)
+    except BaseException:
+        with suppress(BackendError):  # what failed first says more
+            backend.delete(pin)
+        raise
+    _remove_pin(backend, pin, name, record.id)
     return record.id
+
+
+def _remove_pin(backend: Backend, pin: str, name: str, version: str) -> None:
+    """Remove the pin of a version that is tagged by now.
+
+    Raises
+    ------
+    cnr_backends.StorageError
+    """
+    try:
+        backend.delete(pin)
+    except StorageError as error:
+        failure = StorageError(
+            f"{version} is tagged {name!r}, but a pin that was to keep it meanwhile stays ({error}); the version is "
+            "kept until `cnr unpin` with the permission to delete, even if the tag is removed",
+            operation="delete",
+            key=pin,
+            url=backend.url,
+        )
+        failure.transient = error.transient
+        raise failure from error
 
 
 def _put_back(backend: Backend, key: str, former: bytes | None) -> None:

@@ -5,35 +5,50 @@ No array and no manifest is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cnr_backends import ObjectNotFoundError, Transfer
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import READ_WORKERS, Catalog
+from cnr_store.catalog.objects import list_ids
 from cnr_store.catalog.state_parts import count_parts
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 
-_READ_WORKERS = 8
-
 
 def read_records(catalog: Catalog) -> tuple[list[Record], dict[str, CorruptionError | FormatError]]:
     """Records of the committed versions, oldest first; and by version, what is wrong with those that can't be read."""
-    records, damaged = list[Record](), dict[str, CorruptionError | FormatError]()
     catalog.check_format()
+    records, damaged = _read_each(catalog.find_record, catalog.ids_from_newest()[::-1])
+    return list(records.values()), damaged
+
+
+def read_folds(
+    catalog: Catalog, records: Iterable[Record]
+) -> tuple[dict[str, Record], dict[str, CorruptionError | FormatError]]:
+    """Records of the folds that there are now of these versions; and what is wrong with those that can't be read."""
+    catalog.look_for_folds()
+    folded = list_ids(catalog.backend, layout.FOLDS).intersection(record.id for record in records)
+    return _read_each(catalog.find_fold, sorted(folded))
+
+
+def _read_each(
+    find: Callable[[str], Record | None], versions: Sequence[str]
+) -> tuple[dict[str, Record], dict[str, CorruptionError | FormatError]]:
+    """The records that are there, several read at once; and what is wrong with those that can't be read."""
+    records, damaged = dict[str, Record](), dict[str, CorruptionError | FormatError]()
 
     def read(version: str) -> Record | CorruptionError | FormatError | None:
         try:
-            return catalog.find_record(version)
+            return find(version)
         except (CorruptionError, FormatError) as error:
             return error
 
-    ids = catalog.ids_from_newest()[::-1]
-    with Transfer(_READ_WORKERS, 4 * _READ_WORKERS) as transfer:
-        for version, found in zip(ids, transfer.map(read, ids), strict=True):
+    with Transfer(READ_WORKERS, 4 * READ_WORKERS) as transfer:
+        for version, found in zip(versions, transfer.map(read, versions), strict=True):
             if isinstance(found, Record):
-                records.append(found)
+                records[version] = found
             elif found is not None:
                 damaged[version] = found
     return records, damaged

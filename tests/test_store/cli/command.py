@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cnr_backends import Backend, open_backend
 from cnr_store.cli.app import main
 
 TARGET = "TARGET"
@@ -30,6 +35,23 @@ COMMANDS: dict[str, list[str]] = {
     "watch": ["--once"],
 }
 """What follows the URL."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is or will be, and how to open it."""
+
+    url: str
+    storage_options: dict[str, Any]
+
+    @property
+    def options(self) -> list[str]:
+        """How the command line opens it."""
+        return ["--storage-options", json.dumps(self.storage_options)] if self.storage_options else []
+
+    @cached_property
+    def backend(self) -> Backend:
+        return open_backend(self.url, **self.storage_options)
 
 
 def cnr(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from typer.main import get_command
 
 import cnr_store
 from cnr_store.cli.app import app
+from tests.nightly import at_night
 from tests.s3_server import S3Server
-from tests.test_store.cli.command import COMMANDS, cnr, fill
+from tests.test_store.cli.command import COMMANDS, Place, cnr, fill
 
 TABLES = frozenset({"ls", "info", "du", "diff"})
 """Commands whose lines fit a terminal. The others print sentences or values, which a terminal folds."""
@@ -30,15 +30,8 @@ OF_THEIR_OWN = {"demo", "serve", "simulate", "warm", "import"}
 """Commands that have a test of their own, since they serve, train, or take no store first."""
 WITHOUT_JSON = {"demo", "serve", "watch"}
 """What they print is for people; `report --json` has the figures of `watch`."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a store of two versions is, and how the command line opens it."""
-
-    url: str
-    options: list[str]
-    storage_options: dict[str, Any]
+FOLDER_BY_DAY = ["folder", pytest.param("S3", marks=[pytest.mark.server, pytest.mark.nightly])]
+"""Places of a test that both pass alike, since what it asks begins where the storage has answered."""
 
 
 @pytest.fixture(scope="module", params=["folder", pytest.param("S3", marks=pytest.mark.server)])
@@ -52,8 +45,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         checkpointer.save(1, metadata={"auc": 0.75, "loss": float("nan"), "note": "a word " * 5}).result()
         checkpointer.touch("0", [3, 5])
         checkpointer.save(2).result()
-    options = ["--storage-options", json.dumps(storage_options)] if storage_options else []
-    return Place(url, options, storage_options)
+    return Place(url, storage_options)
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -82,13 +74,13 @@ def test_a_command_in_a_pipe_and_as_json(run: Run, place: Place, name: str) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("place", ["folder"], indirect=True)
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 def test_a_command_on_a_terminal_of_80_columns(
     monkeypatch: pytest.MonkeyPatch, run: Run, place: Place, name: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    status, out, _ = run(name, place.url)
+    status, out, _ = run(name, place.url, *place.options)
     lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out).splitlines()
     assert status == 0
     assert lines
@@ -99,11 +91,12 @@ def test_a_command_on_a_terminal_of_80_columns(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_where_no_store_is(run: Run, place: Place, name: str) -> None:
-    status, out, err = run(name, f"{place.url}-none", *place.options)
-    assert (status, out) == (1, "")
-    assert err.startswith("cnr: ")
-    assert err.count("\n") == 1
-    assert "-none" in err
+    for more in ([],) if name in WITHOUT_JSON else ([], ["--json"]):
+        status, out, err = run(name, f"{place.url}-none", *place.options, *more)
+        assert (status, out) == (1, "")
+        assert err.startswith("cnr: ")
+        assert err.count("\n") == 1
+        assert "-none" in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -187,15 +180,24 @@ def test_a_run_that_died_is_ended(capsys: pytest.CaptureFixture[str], place: Pla
 
 
 @pytest.mark.parametrize("rule", ["auk:max:1", "loss:min:1"])
-@pytest.mark.parametrize("place", ["folder"], indirect=True)
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 def test_a_figure_that_no_version_has_removes_nothing(
     capsys: pytest.CaptureFixture[str], place: Place, rule: str
 ) -> None:
     """The other way to take it, as of a rule that keeps nothing, would remove nearly all."""
-    status, out, err = cnr(capsys, "gc", place.url, "--keep-best", rule)
+    status, out, err = cnr(capsys, "gc", place.url, "--keep-best", rule, *place.options)
     assert (status, out) == (2, "")
     assert re.search("there are auc", err)
-    assert len(cnr_store.versions(place.url)) == 2
+    assert len(cnr_store.versions(place.backend)) == 2
+
+
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
+def test_a_tag_that_exists_is_moved(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    for version in ("1", "2"):
+        assert cnr(capsys, "tag", place.url, "moved", version, *place.options)[0] == 0
+    first, second = json.loads(cnr(capsys, "ls", place.url, "--json", *place.options)[1])
+    assert ("moved" in first["tags"], "moved" in second["tags"]) == (False, True)
+    assert cnr(capsys, "untag", place.url, "moved", *place.options)[0] == 0
 
 
 @pytest.mark.parametrize("place", ["folder"], indirect=True)
@@ -219,13 +221,15 @@ def _json(text: str) -> Any:
 
 
 @pytest.mark.server
+@pytest.mark.parametrize(
+    "name", [name if name in ("ls", "verify", "tag") else at_night(name) for name in COMMANDS]
+)
 def test_keys_that_a_server_refuses_are_one_line(
-    capsys: pytest.CaptureFixture[str], s3_server: S3Server
+    capsys: pytest.CaptureFixture[str], s3_server: S3Server, tmp_path: Path, name: str
 ) -> None:
     options = {**s3_server.storage_options, "secret": "another"}
-    for name in ("ls", "verify", "tag"):
-        arguments = [name, s3_server.url("every-command"), *fill(COMMANDS[name], Path())]
-        status, out, err = cnr(capsys, *arguments, "--storage-options", json.dumps(options))
-        assert (status, out) == (1, "")
-        assert re.fullmatch(r"cnr: [^\n]*(Forbidden|PermissionError|denied)[^\n]*\n", err), err
-        assert "another" not in err
+    arguments = [name, s3_server.url("every-command"), *fill(COMMANDS[name], tmp_path)]
+    status, out, err = cnr(capsys, *arguments, "--storage-options", json.dumps(options))
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"cnr: [^\n]*(Forbidden|PermissionError|denied)[^\n]*\n", err), err
+    assert "another" not in err

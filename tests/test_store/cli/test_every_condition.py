@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +19,18 @@ import torch
 from typer.main import get_command
 
 import cnr_store
+from cnr_backends import open_backend
 from cnr_store.cli.app import app, main
 from tests.nightly import at_night
-from tests.test_store.cli.command import COMMANDS, cnr, fill
+from tests.plain_http import plain_http
+from tests.s3_proxy import SpoiledOptions
+from tests.s3_server import S3Server
+from tests.test_store.cli.command import COMMANDS, Place, cnr, fill
 
 ALL = [*COMMANDS, "serve", "import"]
 """Every command that takes a store."""
-PRINTING = [*COMMANDS, "simulate"]
-"""Every command that prints, and ends by itself."""
+PRINTING = [*COMMANDS, "simulate", "import"]
+"""Every command that prints and ends by itself, but `demo` and `warm`: these take long, and have tests of their own."""
 WRITING = {
     "compact": ["2"],
     "pin": ["1"],
@@ -37,6 +41,9 @@ WRITING = {
 }
 """Commands that change a store, with what follows the URL."""
 NOBODY = 65534
+ON_S3 = pytest.param("S3", marks=pytest.mark.server)
+FOLDER_BY_DAY = ["folder", pytest.param("S3", marks=[pytest.mark.server, pytest.mark.nightly])]
+"""Places of a test that both pass alike, since what it asks begins where the storage has answered."""
 
 
 def _names(all_names: Iterable[str], by_day: str) -> list[Any]:
@@ -56,14 +63,31 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(params=["folder", ON_S3])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A place of its own, in which nothing is yet."""
+    if request.param == "folder":
+        return Place(str(tmp_path / "place"), {})
+    server: S3Server = request.getfixturevalue("s3_server")
+    return Place(server.url(uuid.uuid4().hex), server.storage_options)
+
+
 @pytest.fixture
-def own_store(tmp_path: Path, store: Path) -> Path:
+def own_store(place: Place, store: Path) -> Place:
     """A copy of the store, to change."""
-    return Path(shutil.copytree(store, tmp_path / "copy"))
+    source, target = open_backend(store), place.backend
+    for key, _ in source.list_keys(""):
+        target.put(key, source.get(key))
+    return place
 
 
 def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True), torch.nn.Linear(16, 1))
+
+
+def _on(name: str, place: Place, folder: Path) -> list[str]:
+    """A command on a place."""
+    return [*_arguments(name, place.url, folder), *(place.options if name != "simulate" else [])]
 
 
 def _arguments(name: str, url: object, folder: Path) -> list[str]:
@@ -86,14 +110,87 @@ def _is_one_line(told: tuple[int, str, str], says: str) -> None:
 # The storage
 
 
+ONCE = {"retries": {"total_max_attempts": 1}, "read_timeout": 1}
+NOWHERE = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+
+
 @pytest.mark.parametrize("name", _names(ALL, "ls tag export serve"))
 def test_a_server_that_is_down(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     pytest.importorskip("s3fs")
-    once = {"retries": {"total_max_attempts": 1}}
-    options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s", "config_kwargs": once}
-    arguments = _arguments(name, "s3://bucket/store", tmp_path)
-    told = cnr(capsys, *arguments, "--storage-options", json.dumps(options))
+    down = Place("s3://bucket/store", {**NOWHERE, "config_kwargs": ONCE})
+    told = cnr(capsys, *_on(name, down, tmp_path))
     _is_one_line(told, r"s3://bucket/store.*Could not connect.*check that the server is up")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", _names(ALL, ""))
+def test_a_server_that_is_down_is_not_asked_for_long(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    """With the pauses and the repetitions that are there by default."""
+    pytest.importorskip("s3fs")
+    told = cnr(capsys, *_on(name, Place("s3://bucket/store", NOWHERE), tmp_path))
+    _is_one_line(told, r"s3://bucket/store.*Could not connect.*check that the server is up")
+
+
+@pytest.mark.server
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", _names(ALL, "ls gc"))
+def test_a_server_that_never_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, spoiled: SpoiledOptions, name: str
+) -> None:
+    with spoiled(lambda number, method: "hang") as options:
+        silent = Place("s3://cnr-tests/store", {**options, "config_kwargs": ONCE})
+        told = cnr(capsys, *_on(name, silent, tmp_path))
+    _is_one_line(told, r"s3://cnr-tests/store.*[Tt]imeout.*check that the server is up")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", _names(WRITING, "compact tag gc"))
+@pytest.mark.parametrize("place", [ON_S3], indirect=True)
+def test_a_store_on_s3_that_one_may_only_read(
+    capsys: pytest.CaptureFixture[str], s3_server: S3Server, own_store: Place, name: str
+) -> None:
+    cnr_store.save(own_store.backend, _model(), step=3)
+    cnr_store.pin(own_store.backend, 3)
+    before = sorted(own_store.backend.list_keys(""))
+    reader = Place(own_store.url, s3_server.reader_options)
+    told = cnr(capsys, name, own_store.url, *WRITING[name], *reader.options)
+    _is_one_line(told, "PermissionError.*check the credentials")
+    assert sorted(own_store.backend.list_keys("")) == before
+    assert cnr(capsys, "ls", own_store.url, *reader.options)[0] == 0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", [ON_S3], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tag", r"is tagged 'new', but a pin .* stays \(delete of 'pins/.*PermissionError.*`cnr unpin`"),
+        ("untag", "delete of 'tags/best' failed .*PermissionError.*check the credentials"),
+        ("unpin", "delete of 'pins/.* failed .*PermissionError.*check the credentials"),
+    ],
+)
+def test_a_store_that_refuses_deletes(
+    capsys: pytest.CaptureFixture[str], own_store: Place, spoiled: SpoiledOptions, name: str, says: str
+) -> None:
+    cnr_store.save(own_store.backend, _model(), step=3)
+    cnr_store.pin(own_store.backend, 3)
+    with spoiled(lambda number, method: "403" if method == "DELETE" else None) as options:
+        refusing = Place(own_store.url, options)
+        _is_one_line(cnr(capsys, name, refusing.url, *WRITING[name], *refusing.options), says)
+    new = {"new"} if name == "tag" else set()
+    assert cnr_store.tags(own_store.backend).keys() == {"best"} | new
+
+
+@pytest.mark.parametrize("name", _names(["cat", "diff", "repair", "export", "compact"], "cat"))
+def test_a_server_that_ignores_ranges(
+    capsys: pytest.CaptureFixture[str], store: Path, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("aiohttp")
+    with plain_http(store) as url:
+        assert cnr(capsys, "ls", url)[0] == 0
+        _is_one_line(cnr(capsys, *_arguments(name, url, tmp_path)), "the server ignores Range requests")
 
 
 @contextmanager
@@ -149,17 +246,16 @@ def test_a_store_that_one_may_only_read(
 
 
 @pytest.mark.parametrize("name", _names(COMMANDS, "compact gc repair"))
-def test_a_store_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    url = tmp_path / "store"
-    with cnr_store.Checkpointer(url, _model()) as checkpointer:
+def test_a_store_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: Place, name: str) -> None:
+    with cnr_store.Checkpointer(place.backend, _model()) as checkpointer:
         for step in (1, 2):
             checkpointer.touch("0", [step])
             checkpointer.save(step).result()
-        status, _, err = cnr(capsys, *_arguments(name, url, tmp_path))
+        status, _, err = cnr(capsys, *_on(name, place, tmp_path))
         assert (status, err) == (0, "")
         checkpointer.touch("0", [3])
         assert checkpointer.save(3).result().kind == "delta"
-    assert cnr_store.verify(url, deep=True).ok
+    assert cnr_store.verify(place.backend, deep=True).ok
 
 
 DAMAGED_STATUS = {"ls": 3, "report": 3, "verify": 3, "du": 0, "watch": 0, "untag": 0}
@@ -168,12 +264,13 @@ DAMAGED_STATUS = {"ls": 3, "report": 3, "verify": 3, "du": 0, "watch": 0, "untag
 
 @pytest.mark.parametrize("name", _names(COMMANDS, "info cat du gc tag untag watch"))
 def test_a_store_whose_newest_record_is_cut_off(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Place, name: str
 ) -> None:
-    newest = cnr_store.versions(own_store)[-1].id
-    record = own_store / "versions" / newest / "zarr.json"
-    record.write_bytes(record.read_bytes()[:-20])
-    told = cnr(capsys, *_arguments(name, own_store, tmp_path))
+    backend = own_store.backend
+    newest = cnr_store.versions(backend)[-1].id
+    record = f"versions/{newest}/zarr.json"
+    backend.put(record, backend.get(record)[:-20])
+    told = cnr(capsys, *_on(name, own_store, tmp_path))
     if name in DAMAGED_STATUS:
         assert told[0] == DAMAGED_STATUS[name]
         assert name in ("untag", "du") or newest in told[1] + told[2]
@@ -181,19 +278,18 @@ def test_a_store_whose_newest_record_is_cut_off(
         _is_one_line(told, newest)
 
 
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 @pytest.mark.parametrize("name", _names(ALL, "ls gc tag untag serve import"))
 @pytest.mark.parametrize(
     "document",
     [at_night(b""), at_night(b"\x00\xff"), b'{"zarr_format":3,"node_type":"group","attributes":{}}'],
 )
 def test_a_place_that_holds_something_else(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, document: bytes
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: Place, name: str, document: bytes
 ) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    (place / "zarr.json").write_bytes(document)
-    _is_one_line(cnr(capsys, *_arguments(name, place, tmp_path)), re.escape(str(place)))
-    assert [each.name for each in place.iterdir()] == ["zarr.json"]
+    place.backend.put("zarr.json", document)
+    _is_one_line(cnr(capsys, *_on(name, place, tmp_path)), re.escape(place.url))
+    assert [key for key, _ in place.backend.list_keys("")] == ["zarr.json"]
 
 
 # The terminal
@@ -218,24 +314,26 @@ def _ends(arguments: Sequence[str]) -> int:
     return ended.value.code
 
 
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 @pytest.mark.parametrize("name", _names(PRINTING, "ls cat report simulate"))
 def test_a_pipe_that_nobody_reads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Place, name: str
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    arguments = _arguments(name, own_store, tmp_path)
+    arguments = _on(name, own_store, tmp_path)
     with _output(os.fdopen(writing, "wb")):
         assert _ends(arguments) == 1
         assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 @pytest.mark.parametrize("name", _names(PRINTING, "ls cat report simulate"))
 def test_output_on_a_full_disk(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Place, name: str
 ) -> None:
-    arguments = _arguments(name, own_store, tmp_path)
+    arguments = _on(name, own_store, tmp_path)
     with _output(Path("/dev/full").open("wb")):
         assert _ends(arguments) == 1
     err = capsys.readouterr().err
@@ -246,17 +344,18 @@ FITTING = frozenset({"ls", "info", "diff", "watch", "simulate"})
 """Commands whose tables go without columns. The first table of `du` has the same three on every terminal."""
 
 
+@pytest.mark.parametrize("place", FOLDER_BY_DAY, indirect=True)
 @pytest.mark.parametrize("name", _names(PRINTING, "ls info du diff gc watch simulate"))
 def test_a_terminal_of_40_columns_that_knows_ascii(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
-    own_store: Path,
+    own_store: Place,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
-    arguments, bars = _arguments(name, own_store, tmp_path), io.BytesIO()
+    arguments, bars = _on(name, own_store, tmp_path), io.BytesIO()
     monkeypatch.setattr("sys.stderr", io.TextIOWrapper(bars, "ascii", "backslashreplace", write_through=True))
     status, shown = _shown(arguments)
     assert status == 0

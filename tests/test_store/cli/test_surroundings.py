@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import cnr_store
 from cnr_store.cli.app import main
+from cnr_store.cli.output import fitting_table, print_table
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,20 @@ def test_storage_options_that_are_no_mapping(store: Path) -> None:
             cnr_store.Checkpointer(store, model, storage_options=options)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="storage_options must map names to values"):
             cnr_store.load(store, model, storage_options=options)
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_tables_are_printed_as_rich_prints_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    cells = {"step": ["1", "12,000"], "metadata": ["größe=[red]漢字" * 5, ""], "health": ["ok", "ok"]}
+    print_table(fitting_table(cells, (), Console()))
+    found = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    shown = io.StringIO()
+    Console(file=shown, width=500, force_terminal=False).print(fitting_table(cells, (), Console()))
+    assert found == shown.getvalue()
+    print_table(fitting_table({"step": []}, (), Console()))
+    assert "step" in capsys.readouterr().out

@@ -79,6 +79,26 @@ def test_a_tag_is_as_it_was_although_the_storage_fails(backend: Backend) -> None
         assert cnr_store.tags(backend) == {"best": made[0]}
 
 
+def test_a_tag_that_is_made_where_deletes_are_refused_says_so(backend: Backend) -> None:
+    made = save_many(backend, range(1, 4), full=range(1, 4))
+    refusing = FaultyBackend(backend, lambda operation, key, _: "before" if operation == "delete" else None)
+    with pytest.raises(StorageError, match=f"{made[1]} is tagged 'best', but a pin .* stays .*`cnr unpin`"):
+        cnr_store.tag(refusing, "best", 2)
+    assert cnr_store.tags(backend) == {"best": made[1]}
+    assert cnr_store.pins(backend) == [made[1]]
+    with pytest.raises(StorageError, match="delete of 'tags/best' failed"):
+        cnr_store.untag(refusing, "best")
+    cnr_store.unpin(backend, "best")
+    assert cnr_store.pins(backend) == []
+
+
+def test_what_failed_first_is_told(backend: Backend) -> None:
+    save_many(backend, [1])
+    failing = FaultyBackend(backend, lambda operation, key, index: "before" if index else None)
+    with pytest.raises(StorageError, match="put of 'tags/best' failed"):
+        cnr_store.tag(failing, "best")
+
+
 @pytest.mark.parametrize("name", ["", "latest", "7", "A", "a/b", ".a", "a.", "a" * 101, "zarr.json", "../a"])
 def test_names_that_no_tag_has(backend: Backend, name: str) -> None:
     save_many(backend, [1])

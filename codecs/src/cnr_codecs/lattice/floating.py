@@ -40,7 +40,9 @@ class FloatingRows:
 
     Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude. Only 0 decodes
     to 0: so quotients by sums and means of squares stay what they are within twice that share. -0 decodes to 0. Rows
-    with NaN, infinities, or values that are no normal float32 below 2**127 are stored as they are.
+    with NaN, infinities, or values that round to no normal float32 below 2**127 are stored as they are. A subnormal
+    float32 or bfloat16 that rounds to 2**-126 is off by up to 1 / (2**(mantissa_bits + 1) - 1) of its magnitude: with
+    3 bits by 1/15, where other values are off by up to 1/16.
 
     Parameters
     ----------

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from cnr_codecs.payload.coded import code_range
 
+_LEAST_NORMAL = 2.0**-126
+"""The least magnitude of a normal float32."""
+
 
 def codes_of(
     values: npt.NDArray[Any], mantissa: int, element: str
@@ -16,12 +19,15 @@ def codes_of(
     """Return the codes (n, dim) of rows, and which rows, bool (n,), have none: their codes are 0.
 
     With |x| = f * 2**e, f in [1, 2), the magnitude of a code is (e + 127) * 2**m + rint((f - 1) * 2**m), and 0 for 0. A
-    row has none if that is the magnitude of no normal number below 2**127, or is beyond the element type.
+    row has none if that is the magnitude of no normal number below 2**127, or is beyond the element type. Subnormal
+    numbers of the element's own type have steps of 2**(-126 - m): the greatest of them round to 2**-126.
     """
     with np.errstate(invalid="ignore"):
         exact = np.abs(values.astype(np.float64))
         fractions, exponents = np.frexp(exact)
         codes = (exponents.astype(np.int64) + 126 << mantissa) + np.rint((2 * fractions - 1) * 2.0**mantissa)
+    if values.dtype != np.float64:
+        codes = np.where(exact < _LEAST_NORMAL, np.rint(exact / _LEAST_NORMAL * 2.0**mantissa), codes)
     least, most = code_range(mantissa, element)
     has_code = np.isfinite(exact) & (codes >= least) & (codes <= most)
     raw = ~((exact == 0) | has_code).all(axis=1)

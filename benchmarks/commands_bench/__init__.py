@@ -1,0 +1,1 @@
+"""What commands take on a real S3 server that holds many versions."""
