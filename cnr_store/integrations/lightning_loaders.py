@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from cnr_store.errors import OptionError
 from cnr_store.training.data.loader_replay import length_of
 from cnr_store.training.data.tracked_reader import TrackedReader
@@ -40,7 +42,14 @@ def draw_again(trainer: Any, is_epoch_end: bool) -> None:
 
     Otherwise the next epoch would draw the same order once more: Lightning makes the iterators before training starts.
     """
-    loaders = _flat(trainer.train_dataloader)
+    loaders = list(_flat(trainer.train_dataloader))
+    if is_epoch_end:
+        for (
+            loader
+        ) in loaders:  # torchdata's samplers take a seed when they are made, in many programs always the same
+            generator = getattr(getattr(loader, "sampler", None), "generator", None)
+            if generator is not None and getattr(loader, "generator", None) is None:
+                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     if is_epoch_end or not any(callable(getattr(loader, "state_dict", None)) for loader in loaders):
         iter(trainer.fit_loop._data_fetcher)
 

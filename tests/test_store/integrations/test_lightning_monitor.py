@@ -209,6 +209,27 @@ def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
         assert torch.equal(rest.state_dict()[name], tensor), name
 
 
+def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_themselves(
+    tmp_path: Path,
+) -> None:
+    url, whole = (
+        str(tmp_path / "store"),
+        fit(tmp_path)[0],
+    )  # a Module sets the seed, and its loader is made behind it
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32), StopsAt(BATCHES + 2))
+    rest, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=4)
+    again, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=5)
+    epoch = len(whole.seen) // EPOCHS
+    orders = [
+        tuple(seen[at : at + epoch])
+        for seen in (whole.seen[:epoch], rest.seen, again.seen)
+        for at in range(0, len(seen), epoch)
+    ]
+    assert len(orders) == 1 + 3 + 1
+    assert len(set(orders)) == len(orders)
+
+
 def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> None:
     class WithRate(Module):
         lr = 0.1
