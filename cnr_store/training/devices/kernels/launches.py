@@ -5,6 +5,7 @@ No kernel may contract a product and a sum into one operation that rounds once: 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,8 @@ _IDS = 1024
 # Values of a program's tile, and rows that are searched by one.
 _TILE, _MAX_TILE_ROWS, _SEARCHED_ROWS, _MAX_COLUMNS = 2048, 128, 128, 1024
 _EXACT = {"enable_fp_fusion": False}
+# A load decodes on many threads. Compiling a kernel and interpreting one are not made for that.
+_LAUNCHING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def _tile(columns: int) -> dict[str, int]:
 def _run(kernel: Any, count: int, share: int, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the stream that is current, for `count` rows, of which each program takes a share."""
     if count:
-        with torch.cuda.device_of(arguments[0]):
+        with torch.cuda.device_of(arguments[0]), _LAUNCHING:
             kernel[(triton.cdiv(count, share),)](*arguments, **options, **_EXACT)
 
 
