@@ -63,11 +63,11 @@ class Job:
         return [each.detach() for each in (*self.model.parameters(), *kept)]
 
 
-class LostDevice(TorchDispatchMode):
+class LostDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads of a job's tensors fail after so many that succeed."""
 
     def __init__(self, job: Job, after: int, error: Exception) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memory = {each.untyped_storage().data_ptr() for each in job.tensors()}
         self._after, self._error, self.reads = after, error, 0
 
@@ -107,11 +107,11 @@ def test_a_device_that_is_lost_at_any_read_fails_the_save(tmp_path: Path, codec:
         torch.testing.assert_close(found, wanted, rtol=0, atol=bound)
 
 
-class ShortMemory(TorchDispatchMode):
+class ShortMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A device that has no room for more than so many rows at once."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rows, self.refused = rows, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,9 +65,8 @@ class Job:
 
     def __init__(self, folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
         self.model = nn.Module()
-        self.table = self.model.items = nn.Embedding.from_pretrained(
-            values.clone(), freeze=False, sparse=True
-        )
+        self.table = nn.Embedding(len(values), values.shape[1], sparse=True, _weight=values.clone())
+        self.model.items = self.table
         self.optimizer = optimizer(self.model.parameters())
         options: dict[str, Any] = {
             "policy": "consecutive",
