@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,7 @@ class DeviceRows:
     def _write(self, segment: Segment, first_row: int) -> bool:
         values, places = self._values, segment.row_set.offsets() + first_row
         if segment.scheme is Scheme.RAW and len(segment.codes):
-            _copy(torch.from_numpy(segment.codes).view(values.dtype), places, values)
+            _copy(_tensor(segment.codes).view(values.dtype), places, values)
         elif can_decode(segment, values):
             decode(segment, places, values)
         else:
@@ -73,6 +74,11 @@ def rows_there(tensor: torch.Tensor) -> torch.Tensor | None:
     is_plain = values.ndim == 2 and values.shape[1] > 0 and values.stride(1) == 1
     has_kernels = support.is_elsewhere(tensor.device) and kernels_on(tensor.device) is not None
     return values if is_plain and has_kernels else None
+
+
+def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    """Contiguous. It may share memory with values that are writable, as torch wants them."""
+    return torch.from_numpy(np.require(values, requirements=("C", "W")))
 
 
 def _copy(rows: torch.Tensor, places: Places, target: torch.Tensor) -> None:
@@ -122,10 +128,7 @@ def decode(segment: Segment, places: Places, target: torch.Tensor) -> None:
     codes, parameters = segment.codes, segment.parameters
     if len(wanted) < len(places):
         codes, parameters, places = codes[wanted], parameters[:, wanted], places[wanted]
-    packed, stored, ids = (
-        torch.from_numpy(np.require(each, requirements=("C", "W"))).to(target.device)
-        for each in (codes, parameters, places)
-    )
+    packed, stored, ids = (_tensor(each).to(target.device) for each in (codes, parameters, places))
     is_symmetric = segment.scheme is Scheme.SYMMETRIC
     with torch.no_grad():
         kernels_on(target.device).decode_uniform(
