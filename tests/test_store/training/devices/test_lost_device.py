@@ -6,6 +6,7 @@ Where there is no GPU, what is read of a model on the CPU is taken for reads fro
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store.training.devices import support
 from cnr_store.training.model import tensors
+from cnr_store.training.model.trained_model import TrainedModel
 from tests.test_store.training.devices.device import DEVICE, kernels
 
 ROWS, DIM = 40, 6
@@ -105,6 +107,24 @@ def test_a_device_that_is_lost_at_any_read_fails_the_save(tmp_path: Path, codec:
     for found, wanted in zip(other.tensors(), job.tensors(), strict=True):
         bound = 0 if isinstance(codec, LosslessRows) else 0.05
         torch.testing.assert_close(found, wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("place", ["generators", "caches"])
+def test_a_device_that_is_lost_beside_its_tables_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: device lost")
+
+    job = Job(tmp_path, LosslessRows())
+    with job.checkpointer as checkpointer, monkeypatch.context() as patch:
+        if place == "generators":
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "get_rng_state_all", lost)
+        else:
+            patch.setattr(TrainedModel, "_cached", lambda _: [SimpleNamespace(flush=lost)])
+        with pytest.raises(cnr_store.SaveError, match=f"{place[:6]}.*device lost"):
+            checkpointer.save(step=0).result()
 
 
 class ShortMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -78,6 +78,17 @@ def test_more_than_2_to_the_31_elements(rows: int, dim: int, codec: RowCodec) ->
     assert table[first - 1].view(torch.int16).equal(before.view(torch.int16))
 
 
+@pytest.mark.parametrize("name", ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"])
+def test_ids_of_each_type(name: str) -> None:
+    kernels()
+    flags, dtype = DeviceFlags([100], DEVICE), getattr(torch, name)
+    flags.mark(torch.tensor([1, 40, 99, 40]).to(dtype).to(DEVICE))
+    assert rows_of(flags.words[:4]).tolist() == [1, 40, 99]
+    assert not flags.saw_outside()
+    flags.mark(torch.tensor([100]).to(dtype).to(DEVICE))
+    assert flags.saw_outside()
+
+
 class Job:
     """A table and a layer on the device, and their store."""
 
@@ -93,7 +104,7 @@ class Job:
 
     @property
     def table(self) -> torch.Tensor:
-        return self.model[0].weight.detach()  # type: ignore[operator, union-attr]
+        return self.model[0].weight.detach()  # type: ignore[operator]
 
     def step(self, model: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         (model or self.model)(self.ids).float().square().sum().backward()
@@ -178,13 +189,13 @@ def test_a_save_and_a_load_are_in_order_with_the_stream_of_their_caller(
     job, stream = Job(tmp_path, codec, rows=20_000, dim=64), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with job.checkpointer as checkpointer, torch.cuda.stream(stream):
-        torch.cuda._sleep(1 << 28)
+        torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]
         job.table.normal_()
         pending = checkpointer.save(step=0)
         kept = job.table.clone()
         job.table.zero_()
         pending.result()
-        torch.cuda._sleep(1 << 28)
+        torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]
         job.table.fill_(9)  # before the load
         checkpointer.load()
         loaded = job.table.clone()

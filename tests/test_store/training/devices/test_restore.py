@@ -16,11 +16,15 @@ import torch
 from torch import nn
 
 import cnr_store
+from cnr_backends import Transfer
 from cnr_codecs import KMeansRows, LatticeRows, LosslessRows, RowCodec, Scheme, Segment, UniformRows
+from cnr_store.catalog.catalog import open_record
 from cnr_store.chains import array_reader
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import decode as decoding
 from cnr_store.training.devices import staging, support
-from cnr_store.training.loading.row_fill import AllRows
+from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
 from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
 from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
@@ -170,6 +174,22 @@ def test_many_threads_with_a_part_of_the_rows_each(
     monkeypatch.setattr(array_reader, "region_rows", lambda *_: 700)
     check(tmp_path, values, BY_4_BITS, sgd)
     assert len(written) > 6
+
+
+def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank has them whose table is shared."""
+    values = table_of(ROWS, 6, 3, "float32")
+    save(tmp_path, values, BY_4_BITS, sgd)
+    whole, _ = load(tmp_path, values, BY_4_BITS, sgd)
+    monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
+    reader = ArrayReader(*open_record(str(tmp_path), "latest"), "tables/items/weight")
+    wide = torch.full((57, 9), 5.0, device=DEVICE)
+    fill = all_rows(reader, Target(101, 57, (ColumnPart(0, wide[:, 2:8]),)))
+    assert isinstance(fill, RowsThere)
+    with Transfer(2, 4) as transfer:
+        fill_all([fill], transfer)
+    assert torch.equal(wide[:, 2:8].cpu().view(torch.int32), whole["weight"][101:158].view(torch.int32))
+    assert (wide[:, [0, 1, 8]] == 5).all()
 
 
 @pytest.mark.parametrize("codec", [LatticeRows(rms_step=0.1, relative=True), KMeansRows(bits=4)], ids=str)
