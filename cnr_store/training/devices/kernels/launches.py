@@ -50,6 +50,12 @@ class Source:
         """Values of a row."""
         return int(self.values.shape[1])
 
+    def part(self, begin: int, end: int) -> Source:
+        """Some of these rows."""
+        if self.ids is None:
+            return Source(self.values[begin:end], None)
+        return Source(self.values, self.ids[begin:end])
+
     @property
     def place(self) -> tuple[Any, ...]:
         """What each kernel takes first."""
@@ -152,6 +158,15 @@ def quantize_lattice(source: Source, step: float, limit: int, found: torch.Tenso
     _run(
         lattice.encode_lattice, source.count, tile["rows"], *arguments, dim=source.dim, **tile, **source.kinds
     )
+
+
+def sum_squares(values: torch.Tensor, block_rows: int, sums: torch.Tensor) -> None:
+    """Write the sums of squares of each block of rows of a table to `sums`, float64 (blocks, lanes)."""
+    (count, dim), stride = values.shape, values.stride(0)
+    options = {"dim": dim, "rows": block_rows, "lanes": sums.shape[1], "in_one_piece": stride == dim}
+    arguments = (_bits_of(values), count, stride, sums)
+    is_bfloat16 = values.dtype is torch.bfloat16
+    _run(lattice.sum_squares, count, block_rows, *arguments, **options, as_bfloat16=is_bfloat16)
 
 
 def decode_uniform(
