@@ -7,8 +7,8 @@ It waits for one byte a row, which tells the rows whose values must be kept. Cod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,13 @@ from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
 from cnr_store.training.devices import moving
-from cnr_store.training.devices.encoded import LatticeEncoded, LatticePiece, UniformEncoded, UniformPiece
+from cnr_store.training.devices.encoded import (
+    LatticeEncoded,
+    LatticePiece,
+    Piece,
+    UniformEncoded,
+    UniformPiece,
+)
 from cnr_store.training.devices.moving import start_copy
 from cnr_store.training.devices.support import kernels_on
 from cnr_store.writing.plan import EncodedRows
@@ -31,6 +37,9 @@ from cnr_store.writing.plan import EncodedRows
 Mask = npt.NDArray[np.bool_]
 _PARAMETER_BYTES = 13
 """Of a row on the device: two of float32, two of float16, and their kind."""
+_LEAST_PIECE_BYTES = 1 << 20
+"""Each piece makes training wait for the device once."""
+Made = TypeVar("Made", bound=Piece)
 _ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -65,26 +74,46 @@ def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> E
     codec, values
         As `can_encode` takes them: values are (rows, dim).
     ids
-        int64 (n,), on the same device: the rows; None for all, of which a lattice without a step finds its own.
+        int64 (n,), also in host memory: the rows; None for all, of which a lattice without a step finds its own.
     """
     source = kernels_on(values.device).Source(values.detach(), ids)
     element = _ELEMENTS[values.dtype]
     if isinstance(codec, UniformRows):
         width = row_bytes(SCHEMES[codec.scheme], codec.bits, source.dim)
-        pieces = [_uniform(codec, each) for each in _pieces(source, width + _PARAMETER_BYTES)]
+        pieces = _in_pieces(source, width + _PARAMETER_BYTES, lambda each: _uniform(codec, each))
         return UniformEncoded(codec, element, pieces, values.device)
     assert isinstance(codec, LatticeRows)
+    stepped = codec
     if codec.step is None:
-        codec = codec.with_step(codec.step_of(root_mean_square(_block_sums(source.values))))
-    moved = [_lattice(codec, each) for each in _pieces(source, 2 * source.dim + 1)]
-    return LatticeEncoded(codec, element, moved, values.device)
+        stepped = codec.with_step(codec.step_of(root_mean_square(_block_sums(source.values))))
+    moved = _in_pieces(source, 2 * source.dim + 1, lambda each: _lattice(stepped, each))
+    return LatticeEncoded(stepped, element, moved, values.device)
 
 
-def _pieces(source: Any, staged_bytes: int) -> Iterator[Any]:
-    """The rows in pieces, of so many bytes a row; one of no rows if there are none."""
-    rows = max(1, moving.PIECE_BYTES // staged_bytes)
-    for first in range(0, max(source.count, 1), rows):
-        yield source.part(first, min(first + rows, source.count))
+def _in_pieces(source: Any, staged_bytes: int, made: Callable[[Any], Made]) -> list[Made]:
+    """Rows in pieces, of so many bytes a row, and in smaller ones where memory is short; one if there are no rows.
+
+    Raises
+    ------
+    torch.cuda.OutOfMemoryError
+        There is none for a small piece either.
+    """
+    pieces: list[Made] = []
+    first, rows = 0, max(1, moving.PIECE_BYTES // staged_bytes)
+    while not pieces or first < source.count:
+        last = min(first + rows, source.count)
+        try:
+            pieces.append(made(source.part(first, last)))
+        except torch.cuda.OutOfMemoryError:
+            rows = (last - first) // 8
+            if rows * staged_bytes < _LEAST_PIECE_BYTES:
+                raise
+        else:
+            first = last
+            continue
+        for each in pieces:
+            each.arriving()  # what they have on the device is free then
+    return pieces
 
 
 def quantize(codec: RowCodec, source: Any) -> tuple[torch.Tensor, ...]:

@@ -46,7 +46,7 @@ def encode_staged(
     if least_bytes(codec, tensor, len(tensor) if ids is None else len(ids)) > room:
         return _left_to_host(path, "they exceed snapshot_bytes")
     try:
-        found = encode(codec, tensor, None if ids is None else torch.from_numpy(ids).to(tensor.device))
+        found = encode(codec, tensor, None if ids is None else torch.from_numpy(ids))
     except Exception as error:  # noqa: BLE001 - Triton raises what its compilers and drivers do
         # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
         log.warning(

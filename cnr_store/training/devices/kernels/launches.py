@@ -34,7 +34,7 @@ class Source:
     values
         (rows, dim), each row in one piece.
     ids
-        int64 (n,): the rows to take, on the same device; None for all.
+        int64 (n,): the rows to take; None for all. Kernels take those on the same device, `part` any.
     """
 
     values: torch.Tensor
@@ -51,10 +51,10 @@ class Source:
         return int(self.values.shape[1])
 
     def part(self, begin: int, end: int) -> Source:
-        """Some of these rows."""
+        """Some of these rows, whose ids may be in host memory."""
         if self.ids is None:
             return Source(self.values[begin:end], None)
-        return Source(self.values, self.ids[begin:end])
+        return Source(self.values, self.ids[begin:end].to(self.values.device))
 
     @property
     def place(self) -> tuple[Any, ...]:

@@ -16,11 +16,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cnr_store
-from cnr_codecs import LosslessRows, RowCodec, UniformRows
+from cnr_codecs import LatticeRows, LosslessRows, RowCodec, UniformRows, lattice_step
+from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices import support
 from cnr_store.training.model import tensors
 from cnr_store.training.model.trained_model import TrainedModel
 from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.test_encode import check, table_of
 
 ROWS, DIM = 40, 6
 _ATEN = torch.ops.aten
@@ -158,6 +160,31 @@ def test_rows_are_gathered_in_pieces_where_memory_is_short(
     )
     tensors.copy_slice(table, slice(3, 30), found := np.empty((27, DIM), np.float32))
     assert torch.equal(torch.from_numpy(found), table[3:30].cpu().to(torch.float32))
+
+
+@pytest.mark.parametrize("seed", [1, 3], ids=["some rows", "all rows"])
+@pytest.mark.parametrize(
+    "codec", [UniformRows("symmetric", 4), LatticeRows(step=lattice_step(0.01))], ids=str
+)
+def test_rows_are_encoded_in_smaller_pieces_where_memory_is_short(
+    codec: RowCodec, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize, refused = encoding.quantize, []
+
+    def short(codec: RowCodec, source: Any) -> Any:
+        if source.count > 3:
+            refused.append(source.count)
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return quantize(codec, source)
+
+    monkeypatch.setattr(encoding, "quantize", short)
+    table = table_of(100, 9, 5, "float32")
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        check(codec, table.clone(), "float32", seed)
+    refused.clear()
+    monkeypatch.setattr(encoding, "_LEAST_PIECE_BYTES", 1)
+    check(codec, table, "float32", seed)
+    assert len(refused) == 2
 
 
 def test_a_row_for_which_there_is_no_memory_fails_the_save(tmp_path: Path) -> None:
