@@ -98,7 +98,7 @@ class Encoded(ABC, Generic[Codec]):
 
     def held(self, begin: int, end: int) -> tuple[list[tuple[Any, ...]], Rows]:
         """What each piece has of these rows, and the values of those that are raw."""
-        found, raw, first = [], [], 0
+        found, raw, first = list[tuple[Any, ...]](), list[Rows](), 0
         with failing_saves(self.device, "rows that were quantized there"):
             for piece in self.pieces:
                 low = max(begin - first, 0)

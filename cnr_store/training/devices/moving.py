@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Condition
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +175,7 @@ class _Cuda:
 
     def copy(self, moment: Event, source: torch.Tensor, slot: torch.Tensor) -> Event:
         with torch.cuda.stream(self._side):
-            self._side.wait_event(moment)
+            self._side.wait_event(cast(torch.cuda.Event, moment))
             slot.copy_(source, non_blocking=True)
             found: Event = self._side.record_event()
         return found

@@ -13,6 +13,7 @@ import torch
 
 from cnr_store.training.devices import moving
 from cnr_store.training.devices.moving import LEAST_STAGED_BYTES, PIECE_BYTES, RING_SLOTS, SLOT_BYTES, Mover
+from tests.test_store.training.devices.device import DEVICE
 
 SLOT, PIECE = 8, 64
 _SCRIBBLE = 0xEE
@@ -108,9 +109,8 @@ def mover(device: Device) -> Iterator[Mover]:
 def piece(seed: int) -> list[torch.Tensor]:
     """Tensors of several types, some of them empty, of no whole number of slots."""
     random = np.random.default_rng(seed)
-    shapes = [(2, 3), (0, 4), (random.integers(1, 6), 3)]
-    octets = torch.from_numpy(random.integers(0, 255, shapes[2], np.uint8))
-    return [torch.randn(shapes[0]), torch.randn(shapes[1]).half(), octets, torch.tensor([seed, -1])]
+    octets = torch.from_numpy(random.integers(0, 255, (random.integers(1, 6), 3)).astype(np.uint8))
+    return [torch.randn(2, 3), torch.randn(0, 4).half(), octets, torch.tensor([seed, -1])]
 
 
 def test_pieces_arrive_in_order_and_unspoilt(mover: Mover, device: Device) -> None:
@@ -203,3 +203,24 @@ def test_a_piece_is_let_go_once_it_is_there(mover: Mover) -> None:
     del tensors
     assert gone() is None
     np.testing.assert_array_equal(wait()[0], np.arange(40))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_on_a_device_a_piece_is_as_it_was_when_it_was_given() -> None:
+    """It is copied once what was queued has made it, and before its memory is used for something else."""
+    lane = moving._Cuda(torch.empty(0, device=DEVICE).device)
+    assert lane.slot().is_pinned()
+    assert lane.free_bytes() > 0
+    mover, waiting = Mover(lane), []
+    work = torch.eye(2048, device=DEVICE)
+    for number in range(20):
+        for _ in range(20):
+            work = work @ work
+        made = torch.full((100,), number, device=DEVICE) + (work[0, :100] > 2)
+        waiting.append(mover.move([made]))
+        del made
+        torch.full((100,), -1, device=DEVICE)
+    for number, wait in enumerate(waiting):
+        np.testing.assert_array_equal(wait()[0], np.full(100, number))
+    mover.close()
