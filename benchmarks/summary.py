@@ -1,6 +1,7 @@
 """The ledger: `python benchmarks/summary.py [--write]`.
 
-Prints each figure beside its target, from the results on record. `--write` puts the same table into
+Prints each figure beside its target, from the results on record. What no machine has measured yet stands as open behind
+them, and never counts as met. `--write` puts the same table into
 `benchmarks/results/summary.json` and into `docs/pace.md`.
 """
 
@@ -15,9 +16,11 @@ import json  # noqa: E402
 from collections.abc import Iterable, Iterator  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 
+from benchmarks.gpu_bench.aims import AIMS, is_at_most  # noqa: E402  # found on the path set above
+
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, SUMMARY, PAGE = _ROOT / "benchmarks/results", "summary.json", _ROOT / "docs/pace.md"
-_LEDGER, _FEW_ROWS = "the ledger", "ten rows"
+_LEDGER, _FEW_ROWS, _GPU = "the ledger", "ten rows", "gpu"
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,19 @@ def entries(results: Path = RESULTS) -> Iterator[Entry]:
             )
 
 
-def table(found: Iterable[Entry]) -> str:
-    """As Markdown."""
-    rows = [HEAD, tuple("---" for _ in HEAD), *(entry.cells for entry in found)]
+def unmeasured(results: Path = RESULTS) -> list[tuple[str, ...]]:
+    """The cells of aims of which there is no figure on record: those that need a GPU."""
+    measured = {entry.figure for entry in entries(results) if entry.benchmark == _GPU}
+    return [
+        (_GPU, name, "", "not measured", f"{'≤' if is_at_most(name) else '≥'} {aim:.3g}", "open")
+        for name, aim in AIMS.items()
+        if name not in measured
+    ]
+
+
+def table(found: Iterable[Entry], still_open: Iterable[tuple[str, ...]] = ()) -> str:
+    """As Markdown, with the cells of what is open."""
+    rows = [HEAD, tuple("---" for _ in HEAD), *(entry.cells for entry in found), *still_open]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
@@ -89,7 +102,7 @@ def few_rows(results: Path = RESULTS) -> str:
 
 def page(text: str, found: Iterable[Entry], results: Path = RESULTS) -> str:
     """The page with both tables in their places."""
-    return _placed(_placed(text, _LEDGER, table(found)), _FEW_ROWS, few_rows(results))
+    return _placed(_placed(text, _LEDGER, table(found, unmeasured(results))), _FEW_ROWS, few_rows(results))
 
 
 def _placed(text: str, name: str, made: str) -> str:
@@ -104,11 +117,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Each figure on record beside its target.")
     parser.add_argument("--write", action="store_true", help="put the table into summary.json and the docs")
     options = parser.parse_args()
-    found = list(entries())
-    widths = [max(map(len, column)) for column in zip(HEAD, *(entry.cells for entry in found), strict=True)]
-    for cells in (HEAD, *(entry.cells for entry in found)):
+    found, still_open = list(entries()), unmeasured()
+    rows = [HEAD, *(entry.cells for entry in found), *still_open]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-    print(f"{sum(entry.met for entry in found)} of {len(found)} met")
+    print(f"{sum(entry.met for entry in found)} of {len(found)} met, {len(still_open)} open")
     if options.write:
         document = json.dumps([asdict(entry) for entry in found], indent=1) + "\n"
         (RESULTS / SUMMARY).write_text(document, encoding="utf-8")

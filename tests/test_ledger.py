@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import summary
 from benchmarks.cold_bench import main as cold
+from benchmarks.gpu_bench import aims
 
 
 def test_page_and_summary_hold_what_is_on_record() -> None:
@@ -50,3 +51,17 @@ def test_cold_start_has_its_aims_in_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "cold.json").write_text(json.dumps({"targets": targets}))
     found = [(each.aim, each.at_most, each.met) for each in summary.entries(tmp_path)]
     assert found == [(1.5, True, True), (2, True, False), (4, True, True)]
+
+
+def test_aims_that_need_a_gpu_are_open_until_they_are_measured(tmp_path: Path) -> None:
+    """Without a figure they are neither met nor left out."""
+    assert [cells[1] for cells in summary.unmeasured(tmp_path)] == list(aims.AIMS)
+    assert {cells[3:] for cells in summary.unmeasured(tmp_path)} >= {("not measured", "≤ 100", "open")}
+    target = aims.target(aims.STALL, 120.0, "here")
+    (tmp_path / "gpu.json").write_text(json.dumps({"stall": {"targets": [target.to_json()]}}))
+    assert [each.met for each in summary.entries(tmp_path)] == [False]
+    still_open = summary.unmeasured(tmp_path)
+    assert [cells[1] for cells in still_open] == [name for name in aims.AIMS if name != aims.STALL]
+    text = summary.table(summary.entries(tmp_path), still_open)
+    assert text.count("| open |") == len(aims.AIMS) - 1
+    assert text.count("| yes |") == 0

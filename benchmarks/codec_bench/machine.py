@@ -15,15 +15,17 @@ PACKAGES = ("cnr-codecs", "numba", "numpy", "numcodecs", "scikit-learn", "torch"
 
 def describe() -> dict[str, Any]:
     """Machine and versions."""
+    return {"machine": machine(), "versions": {name: version(name) for name in PACKAGES}}
+
+
+def machine() -> dict[str, Any]:
+    """The machine alone."""
     return {
-        "machine": {
-            "name": platform.node(),
-            "cpu": _cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-        },
-        "versions": {name: version(name) for name in PACKAGES},
+        "name": platform.node(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
     }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from benchmarks.codec_bench.contenders import (
     ADAPTIVE_2,
@@ -19,40 +18,12 @@ from benchmarks.codec_bench.contenders import (
 )
 from benchmarks.codec_bench.scaling import ZarrShare
 from benchmarks.codec_bench.table import Line
+from benchmarks.codec_bench.target import Target
 
 # A call of a codec through Python, rows in the cache: its checks and its memory count, and torch's do.
 _CALLS = 0.9
 # Errors are computed from rows of float32 sums: equal ones may differ in their last digits.
 _ERROR_SLACK = 1 + 1e-6
-
-
-@dataclass(frozen=True)
-class Target:
-    """One target. `measured` is the worst figure, at `where`; `no_worse_error` None where errors don't matter.
-
-    A target is the least that counts, or with `at_most` the most.
-    """
-
-    name: str
-    wanted: float
-    measured: float
-    where: str
-    no_worse_error: bool | None = None
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        reached = self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
-        return reached and self.no_worse_error is not False
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
-
-    def __str__(self) -> str:
-        error = {None: "", True: ", error no higher", False: ", ERROR HIGHER"}[self.no_worse_error]
-        verdict = "met" if self.met else "NOT MET"
-        aim = f"{'at most ' * self.at_most}{self.wanted:g}"
-        return f"{verdict:8} {self.name}: {self.measured:.2f} of {aim} ({self.where}{error})"
 
 
 def against_peers(lines: Sequence[Line]) -> Iterator[Target]:

@@ -133,6 +133,26 @@ class ArrayReader:
         taken = self._walk(first_row, need, lambda link, pending: link.take(first_row, need, pending))
         return [segment for segments in taken for segment in segments]
 
+    def take_all(self, first_row: int, rows: int) -> tuple[list[Segment], Array]:
+        """The rows first_row ... first_row + rows - 1 as `take` returns them, and which of them `read` would return.
+
+        Raises
+        ------
+        CorruptionError, VersionNotFoundError, FormatError
+            As `take` does.
+        """
+        need, whole = np.ones(rows, np.uint8), np.zeros(rows, bool)
+
+        def visit(link: Link, pending: Pending | None) -> list[Segment]:
+            if link.entry.kind == "whole":
+                whole[:] = need == 1
+            return link.take(first_row, need, pending)
+
+        taken = self._walk(first_row, need, visit)
+        # If another thread has found a fold since, more rows are returned than have to be.
+        changed = ~whole if self.links is self._first_links else np.ones_like(whole)
+        return [segment for segments in taken for segment in segments], changed
+
     def _walk(
         self,
         first_row: int,

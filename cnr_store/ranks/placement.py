@@ -166,6 +166,10 @@ class Placement:
         begin = bisect_right(self.bands, first_row, key=lambda band: band.end_row)
         return self.bands[begin : bisect_left(self.bands, end_row, key=lambda band: band.first_row)]
 
+    def is_full(self, first_row: int, rows: int) -> bool:
+        """Whether whoever holds any of these rows holds all their columns."""
+        return all(band.is_full_width for band in self.overlapping(first_row, first_row + rows))
+
     def of_rank(self, rank: int) -> list[Piece]:
         """The pieces of a rank, ascending."""
         return [

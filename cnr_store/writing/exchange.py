@@ -229,19 +229,24 @@ class Exchange:
                 start, stop = positions_of(rows, edges).tolist()
                 if start == stop:
                     continue
-                values = rows.values(start, stop)
                 offsets = _offsets(rows, slice(start, stop), chunk)
                 is_whole = begin <= chunk and chunk_end <= end
                 if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):
                     places = None if rows.ids is None and is_whole else offsets
-                    payload = rows.encode(values, start, places, seal(rows.path, chunk))
+                    payload = rows.encode_chunk(start, stop, places, seal(rows.path, chunk))
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
+                values = rows.values(start, stop)
                 for span in spans:
                     part = columns_of(held, values, span.first_column, span.columns)
                     yield RawRows(
                         shard.write, shard.shard, slot, span.first_column, offsets.astype(np.uint32), part
                     )
+
+
+def is_sent_encoded(held: Held | None, codec: RowCodec) -> bool:
+    """Whether no rank asks for the values of rows of which this one has `held`: they may be encoded before."""
+    return held is None or (_encodes_row_by_row(codec) and held.placement.is_full(held.first_row, held.rows))
 
 
 def _encodes_row_by_row(codec: RowCodec) -> bool:

@@ -36,6 +36,10 @@ class EncodedRows(Protocol):
     """Rows that were quantized where they are, in host memory or on their way there."""
 
     @property
+    def codec(self) -> RowCodec:
+        """The codec of the rows: that of the write, with the step of a lattice."""
+
+    @property
     def nbytes(self) -> int:
         """The host memory that they take."""
 
@@ -48,8 +52,12 @@ class EncodedRows(Protocol):
         rows: int,
         *,
         seals: Sequence[int],
+        codes: RowCodes | None = None,
     ) -> list[bytes]:
-        """The payloads of chunks, of the rows from `begin` to `end`; the rest as for `ChunksCodec.encode_chunks`."""
+        """The payloads of chunks, of the rows from `begin` to `end`; the rest as for `ChunksCodec.encode_chunks`.
+
+        Rows on a lattice may be relative by the `codes` of the write.
+        """
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,13 @@ class RowsWrite:
             return self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
         return self.codes.encode(self.codec, values, begin, offsets, rows, element, seal)
 
+    def encode_chunk(self, begin: int, end: int, offsets: Array | None, seal: int) -> bytes:
+        """The payload of a chunk of the rows at these positions of the write's ids; the rest as in `encode`."""
+        if isinstance(self.source, EncodedRows):
+            edges, rows = [0, end - begin], self.grid.chunk_rows
+            return self.source.payloads(begin, end, offsets, edges, rows, seals=[seal], codes=self.codes)[0]
+        return self.encode(self.values(begin, end), begin, offsets, seal)
+
     def encode_chunks(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
         """The payloads of chunks that follow one another.
 
@@ -151,7 +166,7 @@ class RowsWrite:
         offsets = None if self.ids is None else self.ids[begin:end] % rows
         edges = [*(first - begin for first in firsts), end - begin]
         if isinstance(self.source, EncodedRows):
-            return self.source.payloads(begin, end, offsets, edges, rows, seals=seals)
+            return self.source.payloads(begin, end, offsets, edges, rows, seals=seals, codes=self.codes)
         values = self.values(begin, end)
         if self.codes is None:
             return encode_chunks(self.codec, values, offsets, edges, rows, element=self.element, seals=seals)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
 
 Codes = npt.NDArray[np.signedinteger[Any]]
+Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
 
@@ -78,20 +80,62 @@ class RowCodes:
         own = relative_codec(codec)
         if own is None or grid_of(own) is None:
             return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
-        end = begin + len(values)
-        if self.parent is None or self.rows is None:
-            parent: Codes = np.broadcast_to(_unknown_code(np.int8), values.shape)
-        else:
-            parent = self.parent[self.rows[begin:end]]
-        data, codes, coded = own.encode_over(
-            *(values, offsets, chunk_rows, parent, _are_known(parent)), element=element, seal=seal
+        parent = self._parents(begin, values.shape)
+        made = own.encode_over(
+            values, offsets, chunk_rows, parent, _are_known(parent), element=element, seal=seal
         )
+        data = self._noted(begin, *made)
+        then = tuple(codec.then) if isinstance(codec, Followed) else ()
+        return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
+
+    def encode_made(
+        self,
+        codec: LatticeRows,
+        made: tuple[npt.NDArray[np.int16], Mask, Array],
+        begin: int,
+        offsets: Array | None,
+        edges: Sequence[int],
+        chunk_rows: int,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """The payloads of chunks, as `encode` makes each, of rows whose codes were computed elsewhere.
+
+        Parameters
+        ----------
+        codec, begin
+            As for `encode`.
+        made, offsets, edges, chunk_rows, element, seals
+            Codes, marks of raw rows and their values, and the rest, as for `LatticeRows.encode_codes`.
+        """
+        codes, raw, raw_values = made
+        at, payloads = np.flatnonzero(raw), list[bytes]()
+        for (first, last), seal in zip(pairwise(edges), seals, strict=True):
+            own, own_raw = codes[first:last], raw[first:last]
+            parent, values = self._parents(begin + first, own.shape), np.zeros(own.shape, raw_values.dtype)
+            values[own_raw] = raw_values[slice(*np.searchsorted(at, (first, last)))]
+            found = codec.encode_over(
+                *(values, None if offsets is None else offsets[first:last], chunk_rows),
+                *(parent, _are_known(parent)),
+                element=element,
+                seal=seal,
+                quantized=(own[~own_raw], own_raw),
+            )
+            payloads.append(self._noted(begin + first, *found))
+        return payloads
+
+    def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
+        if self.parent is None or self.rows is None:
+            return np.broadcast_to(_unknown_code(np.int8), shape)
+        return self.parent[self.rows[begin : begin + shape[0]]]
+
+    def _noted(self, begin: int, data: bytes, codes: Codes, coded: Mask) -> bytes:
+        """The payload, once the codes of its rows are noted."""
         if self.made is not None:
             most = np.iinfo(self.made.dtype).max
             fits = np.flatnonzero(coded & (np.abs(codes) <= most).all(axis=1))
-            self.made[begin:end][fits] = codes[fits]
-        then = tuple(codec.then) if isinstance(codec, Followed) else ()
-        return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
+            self.made[begin : begin + len(codes)][fits] = codes[fits]
+        return data
 
 
 @dataclass(frozen=True, eq=False)

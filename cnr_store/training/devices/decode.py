@@ -2,16 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cnr_codecs.payload.payload import Scheme, Segment
+from cnr_codecs import Scheme, Segment, merge_segments
+from cnr_store.training.devices import support
 from cnr_store.training.devices.support import kernels_on
 
 Places = npt.NDArray[np.int64]
 _UNIFORM = (Scheme.ASYMMETRIC, Scheme.SYMMETRIC)
+DECODED = frozenset({"cnr_uniform", "cnr_rows"})
+"""Codecs of the arrays whose rows are decoded on a device."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class DeviceRows:
+    """Rows on a device that decodes what is written to them. Several threads may write.
+
+    Parameters
+    ----------
+    values
+        (rows, columns), as `rows_there` returns it.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        # Threads have streams of their own, which would not wait for what the caller has queued.
+        self._stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
+
+    def write(self, segments: Sequence[Segment], first_row: int) -> list[Segment]:
+        """Write the rows of a chunk, and wait until they are there.
+
+        Parameters
+        ----------
+        segments
+            Validated, of the element type of the rows. No row is in two of them.
+        first_row
+            Where the chunk begins.
+
+        Returns
+        -------
+        Segments that the host has to decode.
+        """
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            # Of a long chain there are many small ones, and each of them would take a launch.
+            left = [each for each in merge_segments(segments) if not self._write(each, first_row)]
+        if self._stream is not None:
+            self._stream.synchronize()
+        return left
+
+    def _write(self, segment: Segment, first_row: int) -> bool:
+        values, places = self._values, segment.row_set.offsets() + first_row
+        if segment.scheme is Scheme.RAW and len(segment.codes):
+            _copy(_tensor(segment.codes).view(values.dtype), places, values)
+        elif can_decode(segment, values):
+            decode(segment, places, values)
+        else:
+            return False
+        return True
+
+
+def rows_there(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view of a tensor as (rows, columns), if its device decodes rows; None if the host has to."""
+    values = tensor.detach()
+    values = values[:, None] if values.ndim == 1 else values
+    is_plain = values.ndim == 2 and values.shape[1] > 0 and values.stride(1) == 1
+    has_kernels = support.is_elsewhere(tensor.device) and kernels_on(tensor.device) is not None
+    return values if is_plain and has_kernels else None
+
+
+def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    """Contiguous. It may share memory with values that are writable, as torch wants them."""
+    return torch.from_numpy(np.require(values, requirements=("C", "W")))
+
+
+def _copy(rows: torch.Tensor, places: Places, target: torch.Tensor) -> None:
+    """Write rows, in host memory, over those at ascending places of a table."""
+    first, count = int(places[0]), len(places)
+    if places[-1] - first == count - 1:
+        target[first : first + count].copy_(rows)
+        return
+    target.index_copy_(0, torch.from_numpy(places).to(target.device), rows.to(target.device))
 
 
 def can_decode(segment: Segment, target: torch.Tensor) -> bool:
@@ -52,9 +128,7 @@ def decode(segment: Segment, places: Places, target: torch.Tensor) -> None:
     codes, parameters = segment.codes, segment.parameters
     if len(wanted) < len(places):
         codes, parameters, places = codes[wanted], parameters[:, wanted], places[wanted]
-    packed, stored, ids = (
-        torch.from_numpy(np.array(each, order="C")).to(target.device) for each in (codes, parameters, places)
-    )
+    packed, stored, ids = (_tensor(each).to(target.device) for each in (codes, parameters, places))
     is_symmetric = segment.scheme is Scheme.SYMMETRIC
     with torch.no_grad():
         kernels_on(target.device).decode_uniform(

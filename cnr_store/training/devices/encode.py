@@ -6,9 +6,9 @@ It waits for one byte a row, which tells the rows whose values must be kept. Cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +17,34 @@ import torch
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.lattice.lattice import LatticeRows, most_code
+from cnr_codecs.lattice.steps import SUM_LANES, SUM_ROWS, Sum, add_sums, root_mean_square
 from cnr_codecs.payload.payload import ParameterType, Scheme, row_bytes
-from cnr_codecs.protocol import Offsets, RowCodec, Rows
+from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
-from cnr_store.training.devices.moving import Arrays, start_copy
-from cnr_store.training.devices.support import failing_saves, kernels_on
+from cnr_store.training.devices import moving
+from cnr_store.training.devices.encoded import (
+    LatticeEncoded,
+    LatticePiece,
+    Piece,
+    UniformEncoded,
+    UniformPiece,
+)
+from cnr_store.training.devices.moving import start_copy
+from cnr_store.training.devices.support import kernels_on
 from cnr_store.writing.plan import EncodedRows
 
 Mask = npt.NDArray[np.bool_]
+_PARAMETER_BYTES = 13
+"""Of a row on the device: two of float32, two of float16, and their kind."""
+_LEAST_PIECE_BYTES = 1 << 20
+"""Each piece makes training wait for the device once."""
+Made = TypeVar("Made", bound=Piece)
 _ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def can_encode(codec: RowCodec, values: torch.Tensor) -> bool:
-    """Whether `encode` takes rows of this table for this codec. If not, the host encodes them."""
+def can_encode(codec: RowCodec, values: torch.Tensor, is_whole: bool = False) -> bool:
+    """Whether `encode` takes rows of this table, or all of it, for this codec. If not, the host encodes them."""
     element = _ELEMENTS.get(values.dtype)
     if element is None or values.ndim != 2 or values.stride(1) != 1 or values.stride(0) < values.shape[1]:
         return False
@@ -38,7 +52,7 @@ def can_encode(codec: RowCodec, values: torch.Tensor) -> bool:
     is_known = (
         codec.is_worthwhile(int(values.shape[1]), element)
         if type(codec) is UniformRows
-        else type(codec) is LatticeRows and codec.step is not None
+        else type(codec) is LatticeRows and (is_whole or codec.step is not None)
     )
     return is_known and kernels_on(values.device) is not None
 
@@ -53,61 +67,131 @@ def least_bytes(codec: RowCodec, values: torch.Tensor, count: int) -> int:
 
 
 def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> EncodedRows:
-    """Quantize rows of a table, and begin to copy parameters and codes to the host.
+    """Quantize rows of a table piece by piece, and begin to move parameters and codes to the host.
 
     Parameters
     ----------
     codec, values
         As `can_encode` takes them: values are (rows, dim).
     ids
-        int64 (n,), on the same device: the rows; None for all.
+        int64 (n,), also in host memory: the rows; None for all, of which a lattice without a step finds its own.
     """
     source = kernels_on(values.device).Source(values.detach(), ids)
-    return _uniform(codec, source) if isinstance(codec, UniformRows) else _lattice(codec, source)
+    element = _ELEMENTS[values.dtype]
+    if isinstance(codec, UniformRows):
+        width = row_bytes(SCHEMES[codec.scheme], codec.bits, source.dim)
+        pieces = _in_pieces(source, width + _PARAMETER_BYTES, lambda each: _uniform(codec, each))
+        return UniformEncoded(codec, element, pieces, values.device)
+    assert isinstance(codec, LatticeRows)
+    stepped = codec
+    if codec.step is None:
+        stepped = codec.with_step(codec.step_of(root_mean_square(_block_sums(source.values))))
+    moved = _in_pieces(source, 2 * source.dim + 1, lambda each: _lattice(stepped, each))
+    return LatticeEncoded(stepped, element, moved, values.device)
 
 
-def _uniform(codec: UniformRows, source: Any) -> EncodedRows:
-    kernels, scheme, bits = kernels_on(source.values.device), SCHEMES[codec.scheme], codec.bits
-    count, dim, empty = source.count, source.dim, source.values.new_empty
-    element = _ELEMENTS[source.values.dtype]
-    overflow, width = element_named(element).overflow, row_bytes(scheme, bits, dim)
+def _in_pieces(source: Any, staged_bytes: int, made: Callable[[Any], Made]) -> list[Made]:
+    """Rows in pieces, of so many bytes a row, and in smaller ones where memory is short; one if there are no rows.
+
+    Raises
+    ------
+    torch.cuda.OutOfMemoryError
+        There is none for a small piece either.
+    """
+    pieces: list[Made] = []
+    first, rows = 0, max(1, moving.PIECE_BYTES // staged_bytes)
+    while not pieces or first < source.count:
+        last = min(first + rows, source.count)
+        try:
+            pieces.append(made(source.part(first, last)))
+        except torch.cuda.OutOfMemoryError:
+            rows = (last - first) // 8
+            if rows * staged_bytes < _LEAST_PIECE_BYTES:
+                raise
+        else:
+            first = last
+            continue
+        for each in pieces:
+            each.arriving()  # what they have on the device is free then
+    return pieces
+
+
+def quantize(codec: RowCodec, source: Any) -> tuple[torch.Tensor, ...]:
+    """Launch the kernels for rows of a table, and return what they will write.
+
+    Parameters
+    ----------
+    codec
+        As `can_encode` takes it.
+    source
+        A `kernels.launches.Source`.
+
+    Returns
+    -------
+    For n rows on a lattice: int16 (n, dim), the codes; uint8 (n,), which rows have none. Else parameters as float32 and
+    as float16 (2, n); uint8 (n,), the kinds of parameters; uint8 (n, bytes a row), packed codes.
+    """
+    kernels, count, empty = kernels_on(source.values.device), source.count, source.values.new_empty
+    element = element_named(_ELEMENTS[source.values.dtype])
+    if isinstance(codec, LatticeRows):
+        assert codec.step is not None
+        codes = empty((count, source.dim), dtype=torch.int16), empty(count, dtype=torch.uint8)
+        kernels.quantize_lattice(source, codec.step, most_code(codec.step, element), *codes)
+        return codes
+    assert isinstance(codec, UniformRows)
+    bits, scheme = codec.bits, SCHEMES[codec.scheme]
     floats, halves = (empty((2, count), dtype=dtype) for dtype in (torch.float32, torch.float16))
-    kind, codes = (empty(shape, dtype=torch.uint8) for shape in ((count,), (count, width)))
-    out = floats, halves, kind, codes
-    is_searched = codec.scheme == "adaptive" and dim <= MAX_DIM
+    shapes = (count,), (count, row_bytes(scheme, bits, source.dim))
+    out = floats, halves, *(empty(shape, dtype=torch.uint8) for shape in shapes)
+    is_searched = codec.scheme == "adaptive" and source.dim <= MAX_DIM
     if is_searched and codec.bins is not None and codec.ratio is not None:
         steps = min(int(codec.bins * codec.ratio), codec.bins - 1)
-        kernels.quantize_walked(source, bits, codec.bins, steps, overflow, out)
+        kernels.quantize_walked(source, bits, codec.bins, steps, element.overflow, out)
     elif is_searched and codec.bins is None and bits in NORMAL_STEPS:
-        kernels.quantize_searched(source, bits, float(NORMAL_STEPS[bits]), overflow, out)
+        kernels.quantize_searched(source, bits, float(NORMAL_STEPS[bits]), element.overflow, out)
     else:
-        kernels.quantize_ranges(source, bits, scheme is Scheme.SYMMETRIC, overflow, out)
+        kernels.quantize_ranges(source, bits, scheme is Scheme.SYMMETRIC, element.overflow, out)
+    return out
 
-    kinds = kind.cpu().numpy()
-    float16_rows = int((kinds == ParameterType.FLOAT16).sum())
+
+def _uniform(codec: UniformRows, source: Any) -> UniformPiece:
+    floats, halves, kind, codes = quantize(codec, source)
+    kinds, count = kind.cpu().numpy(), source.count
     # Nearly always all rows have float16 parameters, and the others stay where they are.
-    are_needed = float16_rows < count or scheme is Scheme.SYMMETRIC
-    moving = start_copy((halves, codes, floats) if are_needed else (halves, codes))
-    none = np.empty(0, np.float32)
+    are_needed = (kinds != ParameterType.FLOAT16).any() or codec.scheme == "symmetric"
+    arriving = start_copy((halves, codes, floats) if are_needed else (halves, codes))
+    none, width = np.empty(0, np.float32), codes.shape[1]
     known = QuantizedRows(none, none, np.empty((2, 0), np.uint16), kinds, np.empty((0, width), np.uint8))
-    raw = codec.raw_rows(known, dim, element)
+    raw = codec.raw_rows(known, source.dim, _ELEMENTS[source.values.dtype])
     values = _values(source, raw)
-    nbytes = count * (width + 5 + 8 * are_needed) + values.nbytes
-    return _Uniform(codec, element, kinds, moving, np.flatnonzero(raw), values, nbytes, codes.device)
+    nbytes = count * (width + 5 + 8 * bool(are_needed)) + values.nbytes
+    return UniformPiece(np.flatnonzero(raw), values, arriving, count, nbytes, kinds)
 
 
-def _lattice(codec: RowCodec, source: Any) -> EncodedRows:
-    assert isinstance(codec, LatticeRows)
-    assert codec.step is not None
-    element, count, dim = _ELEMENTS[source.values.dtype], source.count, source.dim
-    codes = source.values.new_empty((count, dim), dtype=torch.int16)
-    raw = source.values.new_empty(count, dtype=torch.uint8)
-    limit = most_code(codec.step, element_named(element))
-    kernels_on(source.values.device).quantize_lattice(source, codec.step, limit, codes, raw)
-    moving, is_raw = start_copy((codes,)), raw.cpu().numpy().view(np.bool_)
-    values = _values(source, is_raw)
-    nbytes = count * (2 * dim + 1) + values.nbytes
-    return _Lattice(codec, element, is_raw, moving, values, nbytes, codes.device)
+def _lattice(codec: LatticeRows, source: Any) -> LatticePiece:
+    codes, raw = quantize(codec, source)
+    arriving, is_raw = start_copy((codes,)), raw.cpu().numpy().view(np.bool_)
+    values, count = _values(source, is_raw), source.count
+    nbytes = count * (2 * source.dim + 1) + values.nbytes
+    return LatticePiece(np.flatnonzero(is_raw), values, arriving, count, nbytes, is_raw)
+
+
+def _block_sums(values: torch.Tensor) -> list[Sum]:
+    """What `lattice.steps.block_sums` returns for the values of a table. It waits for the device."""
+    rows, dim = values.shape
+    sums = values.new_empty((-(-rows // SUM_ROWS), SUM_LANES), dtype=torch.float64)
+    kernels_on(values.device).sum_squares(values, SUM_ROWS, sums)
+    found = list[Sum]()
+    for block, lanes in enumerate(sums.cpu().tolist()):
+        own = values[block * SUM_ROWS : (block + 1) * SUM_ROWS]
+        (total, _), count = add_sums((each, 0) for each in lanes), own.numel()
+        if not math.isfinite(total):  # rows that are not finite are stored as they are, and do not count
+            held = own.isfinite().all(dim=1)
+            count, again = int(held.sum()) * dim, sums[block : block + 1]
+            kernels_on(values.device).sum_squares(own.where(held[:, None], 0), SUM_ROWS, again)
+            total, _ = add_sums((each, 0) for each in again[0].tolist())
+        found.append((total, count))
+    return found
 
 
 def _values(source: Any, chosen: Mask) -> Rows:
@@ -116,68 +200,3 @@ def _values(source: Any, chosen: Mask) -> Rows:
     taken = source.values[places if source.ids is None else source.ids[places]].cpu()
     found: Rows = (taken.float() if taken.dtype is torch.bfloat16 else taken).numpy()
     return found
-
-
-def _arrived(moving: Callable[[], Arrays], device: torch.device) -> Arrays:
-    with failing_saves(device, "rows that were quantized there"):
-        return moving()
-
-
-@dataclass(frozen=True)
-class _Uniform:
-    codec: UniformRows
-    element: str
-    kinds: npt.NDArray[np.uint8]
-    moving: Callable[[], Arrays]
-    raw: npt.NDArray[np.intp]
-    raw_values: Rows
-    nbytes: int
-    device: torch.device
-
-    def payloads(
-        self,
-        begin: int,
-        end: int,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        halves, codes, *floats = _arrived(self.moving, self.device)
-        kinds, own = self.kinds[begin:end], slice(begin, end)
-        scale, offset = floats[0][:, own] if floats else np.zeros((2, len(kinds)), np.float32)
-        float16_rows = int((kinds == ParameterType.FLOAT16).sum())
-        halves = halves.view(np.uint16)[:, own]
-        chosen = QuantizedRows(scale, offset, halves, kinds, codes[own], float16_rows)
-        first, last = np.searchsorted(self.raw, (begin, end))
-        values = self.raw_values[first:last]
-        return self.codec.encode_codes(
-            chosen, values, offsets, edges, rows, element=self.element, seals=seals
-        )
-
-
-@dataclass(frozen=True)
-class _Lattice:
-    codec: LatticeRows
-    element: str
-    raw: Mask
-    moving: Callable[[], Arrays]
-    raw_values: Rows
-    nbytes: int
-    device: torch.device
-
-    def payloads(
-        self,
-        begin: int,
-        end: int,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        first, last = np.count_nonzero(self.raw[:begin]), np.count_nonzero(self.raw[:end])
-        (codes,) = _arrived(self.moving, self.device)
-        held, values = (codes[begin:end], self.raw[begin:end]), self.raw_values[first:last]
-        return self.codec.encode_codes(*held, values, offsets, edges, rows, element=self.element, seals=seals)

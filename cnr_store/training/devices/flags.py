@@ -106,7 +106,8 @@ class DeviceFlags:
         return bool(self._outside.item())
 
     def _on_device(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids.detach().to(self.device, non_blocking=True).reshape(-1)
+        # Kernels walk raw memory, and a column of a batch is flat without being in one piece.
+        return ids.detach().to(self.device, non_blocking=True).reshape(-1).contiguous()
 
     def _set_bits(self, bits: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
         """Set bits of `words` where `inside`, and `chosen` if that is given; note if one is not inside."""

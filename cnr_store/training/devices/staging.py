@@ -40,13 +40,13 @@ def encode_staged(
     if not support.is_elsewhere(tensor.device):
         return None
     if codec is None:
-        return _left_to_host(path, "its rows are relative, or ranks share them")
-    if not can_encode(codec, tensor):
+        return _left_to_host(path, "ranks share its rows, and it is whole or in columns")
+    if not can_encode(codec, tensor, ids is None):
         return _left_to_host(path, f"no kernel takes {codec.get_config().get('id')} for {tensor.dtype} there")
     if least_bytes(codec, tensor, len(tensor) if ids is None else len(ids)) > room:
         return _left_to_host(path, "they exceed snapshot_bytes")
     try:
-        found = encode(codec, tensor, None if ids is None else torch.from_numpy(ids).to(tensor.device))
+        found = encode(codec, tensor, None if ids is None else torch.from_numpy(ids))
     except Exception as error:  # noqa: BLE001 - Triton raises what its compilers and drivers do
         # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
         log.warning(

@@ -15,7 +15,7 @@ import torch
 from cnr_store.errors import SaveError
 
 log = logging.getLogger("cnr_store")
-_INSTEAD = "torch's own operations flag rows there, and the host quantizes them"
+_INSTEAD = "torch's own operations flag rows there, and the host quantizes and decodes them"
 _SWITCH = "CNR_GPU_KERNELS"
 
 

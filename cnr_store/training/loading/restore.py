@@ -28,7 +28,16 @@ from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.moved_tables import MovedTables, move_tables
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
-from cnr_store.training.loading.row_fill import AllRows, Blended, ChosenRows, Fill, Reader, Target, fill_all
+from cnr_store.training.loading.row_fill import (
+    AllRows,
+    Blended,
+    ChosenRows,
+    Fill,
+    Reader,
+    Target,
+    all_rows,
+    fill_all,
+)
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import accepted, decode_tree
 from cnr_store.training.loading.validate_state import (
@@ -269,7 +278,7 @@ class Restore:
             if path in blended:
                 others.append(Blended(reader, target, fit.ids, blended[path]))
             elif fit.exact:
-                exact[path] = AllRows(reader, target)
+                exact[path] = all_rows(reader, target)
             else:
                 others.append(ChosenRows(reader, target, fit.ids))
         fill_all([*exact.values(), *others], transfer)

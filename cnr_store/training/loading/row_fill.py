@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ import numpy.typing as npt
 import torch
 
 from cnr_backends import Transfer
+from cnr_codecs import Payload, Segment, decode_into
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
+from cnr_store.errors import FormatError
+from cnr_store.training.devices.decode import DECODED, DeviceRows, rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tensors import (
@@ -20,10 +24,12 @@ from cnr_store.training.model.tensors import (
     assign_ids,
     assign_rows,
     note_change,
+    overwriting,
     rows_view,
 )
 from cnr_store.training.tracking.bitmap import Bitmap
 
+log = logging.getLogger("cnr_store")
 Reader = ArrayReader | SalvageReader
 
 
@@ -81,6 +87,70 @@ class AllRows(Fill):
     def changed(self) -> Bitmap:
         """Packed: the rows, of those read, that some delta holds."""
         return np.packbits(self._changed, bitorder="little")
+
+
+class RowsThere(AllRows):
+    """The same, decoded on the target's device.
+
+    Parameters
+    ----------
+    there
+        The target's rows, which are in one part. Where the device can't decode them, the host does.
+    """
+
+    reader: ArrayReader
+
+    def __init__(self, reader: ArrayReader, target: Target, there: DeviceRows) -> None:
+        super().__init__(reader, target)
+        self._there: DeviceRows | None = there
+
+    def fill(self, first: int, rows: int) -> None:
+        if not self._fill_there(first, rows):
+            self._there = None
+            super().fill(first, rows)
+
+    def _fill_there(self, first: int, rows: int) -> bool:
+        there, start = self._there, first - self.target.first_row
+        if there is None:
+            return False
+        try:
+            segments, changed = self.reader.take_all(first, rows)
+        except FormatError:  # chunks split columns; of anything else the host's way tells
+            return False
+        tensor = self.target.parts[0].tensor
+        try:
+            with overwriting(tensor):
+                left = there.write(segments, start)
+            if left:
+                self._write(left, start, rows)
+        except Exception as error:  # noqa: BLE001 - Triton raises what its compilers and drivers do
+            # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
+            if self._there is not None:  # no other thread has said so
+                log.warning(
+                    "%s: its rows could not be decoded on %s (%s: %s), so the host does",
+                    *(self.reader.path, tensor.device, type(error).__name__, error),
+                )
+            return False
+        self._changed[start : start + rows] = changed
+        return True
+
+    def _write(self, segments: Sequence[Segment], start: int, rows: int) -> None:
+        """Decode segments of a chunk of so many rows here, and write their rows."""
+        payload = Payload(rows, self.reader.columns, self.reader.element, 0, tuple(segments))
+        out, need = self.reader.new_rows(rows), np.ones(rows, np.uint8)
+        decode_into(payload, out, need)
+        ids, (part,) = np.flatnonzero(need == 0), self.target.parts
+        assign_ids(part.tensor, start + ids, _columns(part, out[ids]))
+
+
+def all_rows(reader: Reader, target: Target) -> AllRows:
+    """What fills a target that has the rows and the element type of the array, as they are decoded fastest."""
+    if not isinstance(reader, ArrayReader) or len(target.parts) != 1:
+        return AllRows(reader, target)
+    (part,) = target.parts
+    are_taken = all((link.entry.codec or {}).get("id") in DECODED for link in reader.links)
+    there = rows_there(part.tensor) if are_taken and part.columns == reader.columns else None
+    return AllRows(reader, target) if there is None else RowsThere(reader, target, DeviceRows(there))
 
 
 class ChosenRows(Fill):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.devices.support import failing_saves
 
 _TWISTER = "MT19937"
 _WORDS = 624
@@ -27,6 +28,8 @@ def rng_state() -> dict[str, Any]:
     ------
     UnsupportedModelError
         numpy's global generator was replaced by one of another class.
+    SaveError
+        A device failed.
     """
     numpy_state = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != _TWISTER:
@@ -40,7 +43,8 @@ def rng_state() -> dict[str, Any]:
         "python": random.getstate(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        with failing_saves(torch.device("cuda"), "random number generators"):
+            state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 

@@ -18,7 +18,15 @@ from cnr_store.training.distributed.dtensors import check_follows, held_pieces, 
 from cnr_store.training.distributed.pieces import ColumnPart, column_parts
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import AnyArray, array_dtype, dtype_name, dtype_named, gather, rows_view
+from cnr_store.training.model.tensors import (
+    AnyArray,
+    array_dtype,
+    copy_slice,
+    dtype_name,
+    dtype_named,
+    gather,
+    rows_view,
+)
 
 MOST_ROWS_KEPT = 1 << 15
 """Of a table whose arrays are kept from one save to the next."""
@@ -102,7 +110,7 @@ class RowArray:
                 target = target[:, 0]
             with failing_saves(part.tensor.device, self.path):
                 if isinstance(ids, slice):
-                    torch.from_numpy(target).copy_(part.tensor.detach()[ids])
+                    copy_slice(part.tensor, ids, target)
                 elif target.flags.c_contiguous:
                     gather(part.tensor, ids, target)
                 else:

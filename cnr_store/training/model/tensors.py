@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.training.devices import support
 
 AnyArray = np.ndarray[Any, Any]
 
@@ -28,6 +29,7 @@ TABLE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 SLOT_DTYPES = TABLE_DTYPES | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Element types of optimizer state that may be stored row by row."""
 
+_PIECE_BYTES = 64 << 20  # of rows that a device gathers or converts at once
 _FEW = 256  # values, which are copied sooner by numpy than by torch
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -137,15 +139,50 @@ def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | Non
     ``(n,)`` or ``(n, k)`` of `array_dtype`.
     """
     source = tensor.detach()
-    index = torch.from_numpy(ids).to(source.device)
     if out is None:
         out = np.empty((ids.size, *source.shape[1:]), array_dtype(source.dtype))
     target = torch.from_numpy(out)
-    if target.dtype == source.dtype and source.device.type == "cpu":
-        torch.index_select(source, 0, index, out=target)
+
+    def taken(first: int, last: int) -> torch.Tensor:
+        return torch.index_select(source, 0, torch.from_numpy(ids[first:last]).to(source.device))
+
+    if support.is_elsewhere(source.device):
+        _copy_in_pieces(taken, target)
+    elif target.dtype == source.dtype:
+        torch.index_select(source, 0, torch.from_numpy(ids), out=target)
     else:
-        target.copy_(torch.index_select(source, 0, index))
+        target.copy_(taken(0, ids.size))
     return out
+
+
+def copy_slice(tensor: torch.Tensor, rows: slice, out: AnyArray) -> None:
+    """Copy rows that follow one another of a tensor on any device to `out`, ``(n, ...)`` of `array_dtype`."""
+    source, target = tensor.detach()[rows], torch.from_numpy(out)
+    if support.is_elsewhere(source.device) and target.dtype != source.dtype:
+        _copy_in_pieces(lambda first, last: source[first:last], target)
+    else:
+        target.copy_(source)
+
+
+def _copy_in_pieces(taken: Callable[[int, int], torch.Tensor], target: torch.Tensor) -> None:
+    """Copy to `target` the rows that `taken` returns from one to another, with little memory of their device.
+
+    Raises
+    ------
+    RuntimeError
+        torch's own: the device is lost, or has no room for one row.
+    """
+    first, rows = 0, max(1, _PIECE_BYTES // max(1, target[:1].nbytes))
+    while first < len(target):
+        last = min(first + rows, len(target))
+        try:
+            target[first:last].copy_(taken(first, last))
+        except torch.cuda.OutOfMemoryError:
+            if rows == 1:
+                raise
+            rows = -(-rows // 8)
+        else:
+            first = last
 
 
 @contextmanager
@@ -229,6 +266,8 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     ------
     UnsupportedModelError
         The tensor is sparse, quantized or on the meta device.
+    SaveError
+        Its device failed.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedModelError(
@@ -241,7 +280,8 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     if is_plain and plain.numel() <= _FEW and has_numpy_type(plain.dtype):
         return plain.numpy().copy(), None
     copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    copy.copy_(plain)
+    with support.failing_saves(plain.device, f"a tensor of shape {tuple(plain.shape)}"):
+        copy.copy_(plain)
     name = None if has_numpy_type(plain.dtype) else dtype_name(plain.dtype)
     # torch gives a tensor without dimensions no view of another type.
     return numpy_view(copy.reshape(-1)).reshape(tuple(plain.shape)), name

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
 from cnr_store.training.distributed.torchrec_optimizers import (
@@ -106,8 +108,9 @@ class TrainedModel:
 
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""
-        for module in self._cached():
-            module.flush()
+        with failing_saves(torch.device("cuda"), "caches of tables"):
+            for module in self._cached():
+                module.flush()
 
     def purge_caches(self) -> None:
         """Forget what caches hold, after the tables were written."""

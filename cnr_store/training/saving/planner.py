@@ -39,8 +39,9 @@ from cnr_store.training.saving.tally import (
     worth_whole,
 )
 from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
+from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine, Lineage
-from cnr_store.writing.plan import Plan, RowsWrite
+from cnr_store.writing.plan import EncodedRows, Plan, RowsWrite
 from cnr_store.writing.row_codes import CodeCache
 from cnr_store.writing.steps import keep_step
 
@@ -319,8 +320,7 @@ class Planner:
         table = array.table
         written = None if line is None else ids
         base = None if line is None or ids is None else line.base(decision.since)
-        lattice = None if line is None or base is None else line.lattice
-        codec = keep_step(codec_of(self._codecs, array), lattice)
+        codec = keep_step(codec_of(self._codecs, array), line.lattice if line and base else None)
         held = self._tally.held(array, None if written is None else counts)
         codes = self._code_cache.for_write(
             *(array.path, codec, base, written, table.first_row),
@@ -328,7 +328,7 @@ class Planner:
             parts=() if held is None else held.columns,
             is_kept=self._policy != "full" and (base is None or decision.since == "previous"),
         )
-        own = codec if held is None and codes is None else None  # relative rows and ranks' need values here
+        own = codec if is_sent_encoded(held, codec) else None
         in_place = takes_changing_rows(codec)
         source = copied or self._staging.stage(array, written, pending, in_place=in_place, codec=own)
         return RowsWrite(
@@ -338,7 +338,7 @@ class Planner:
             base=base,
             ids=None if written is None else written + table.first_row,
             source=source,
-            codec=codec,
+            codec=source.codec if isinstance(source, EncodedRows) else codec,
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=held,

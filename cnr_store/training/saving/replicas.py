@@ -9,6 +9,7 @@ import torch
 from cnr_store.errors import SaveError
 from cnr_store.ranks.decisions import named
 from cnr_store.ranks.group import Document
+from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.tables import SpreadTable
@@ -77,8 +78,9 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 def _values(parameter: torch.Tensor) -> list[float]:
     """So many of a tensor's values, from its first to its last."""
     numbers = torch.linspace(0, parameter.numel() - 1, min(_VALUES, parameter.numel()), dtype=torch.float64)
-    places = torch.unravel_index(numbers.round().long().to(parameter.device), parameter.shape)
-    values: list[float] = parameter.detach()[places].to(torch.float64).cpu().tolist()
+    with failing_saves(parameter.device, "values that ranks compare"):
+        places = torch.unravel_index(numbers.round().long().to(parameter.device), parameter.shape)
+        values: list[float] = parameter.detach()[places].to(torch.float64).cpu().tolist()
     return values
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from cnr_store.errors import TrackingError
+from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import dtype_named
@@ -226,8 +227,9 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
 
 def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:
     """The bits of some rows, on the tensor's own device, so that the host need not hold them."""
-    index = torch.from_numpy(ids).to(tensor.device)
-    rows = torch.index_select(as_integers(tensor.resolve_neg()), 0, index)
+    with failing_saves(tensor.device, "sampled rows"):
+        index = torch.from_numpy(ids).to(tensor.device)
+        rows = torch.index_select(as_integers(tensor.resolve_neg()), 0, index)
     return rows.reshape(ids.size, rows[:1].numel())
 
 
@@ -240,11 +242,13 @@ def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[s
             bits = sample.bits.get((array.path, part.first_column))
             if bits is None or not ids.size:  # state made since is written whole
                 continue
-            before, now = bits[torch.from_numpy(clean).to(bits.device)], _bits(part.tensor, ids)
-            # State that got another width or type is written whole, too.
-            comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
-            if comparable and not torch.equal(before, now):
-                differs |= _differ(before, now, part.tensor.dtype).any(dim=1).cpu().numpy()
+            now = _bits(part.tensor, ids)
+            with failing_saves(part.tensor.device, array.path):
+                before = bits[torch.from_numpy(clean).to(bits.device)]
+                # State that got another width or type is written whole, too.
+                comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+                if comparable and not torch.equal(before, now):
+                    differs |= _differ(before, now, part.tensor.dtype).any(dim=1).cpu().numpy()
         if differs.any():
             changed[array.path] = ids[differs]
     return changed

@@ -1,4 +1,4 @@
-"""Finds the integers of rows on one step."""
+"""Finds the integers of rows on one step, and the sums of squares that steps come from."""
 
 import triton
 import triton.language as tl
@@ -43,3 +43,32 @@ def encode_lattice(
         tl.store(codes + number[:, None] * dim + columns[None, :], code.to(tl.int16), mask=mask)
         most = tl.maximum(most, tl.max(tl.where(mask, tl.abs(code), 0), axis=1))
     tl.store(raw + number, (most > limit).to(tl.uint8), mask=held)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_squares(
+    source,
+    count,
+    stride,
+    sums,
+    dim: tl.constexpr,
+    rows: tl.constexpr,
+    lanes: tl.constexpr,
+    in_one_piece: tl.constexpr,
+    as_bfloat16: tl.constexpr,
+):
+    """Write float64 sums of squares of each `rows` rows of `count`: value j of these belongs to sum j mod `lanes`.
+
+    Each sum is added up in order. A square of float32 is exact in float64.
+    """
+    first, lane = tl.program_id(0).to(tl.int64) * rows, tl.arange(0, lanes)
+    values = tl.minimum(count - first, rows) * dim
+    total = tl.zeros((lanes,), tl.float64)
+    for begin in range(0, values, lanes):
+        number = begin + lane.to(tl.int64)
+        place = first * dim + number
+        if not in_one_piece:
+            place = (first + number // dim) * stride + number % dim
+        value = load_values(source, place, number < values, as_bfloat16).to(tl.float64)
+        total += value * value
+    tl.store(sums + tl.program_id(0) * lanes + lane, total)

@@ -5,6 +5,7 @@ No kernel may contract a product and a sum into one operation that rounds once: 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,8 @@ _IDS = 1024
 # Values of a program's tile, and rows that are searched by one.
 _TILE, _MAX_TILE_ROWS, _SEARCHED_ROWS, _MAX_COLUMNS = 2048, 128, 128, 1024
 _EXACT = {"enable_fp_fusion": False}
+# A load decodes on many threads. Compiling a kernel and interpreting one are not made for that.
+_LAUNCHING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Source:
     values
         (rows, dim), each row in one piece.
     ids
-        int64 (n,): the rows to take, on the same device; None for all.
+        int64 (n,): the rows to take; None for all. Kernels take those on the same device, `part` any.
     """
 
     values: torch.Tensor
@@ -46,6 +49,12 @@ class Source:
     def dim(self) -> int:
         """Values of a row."""
         return int(self.values.shape[1])
+
+    def part(self, begin: int, end: int) -> Source:
+        """Some of these rows, whose ids may be in host memory."""
+        if self.ids is None:
+            return Source(self.values[begin:end], None)
+        return Source(self.values, self.ids[begin:end].to(self.values.device))
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -71,7 +80,7 @@ def _tile(columns: int) -> dict[str, int]:
 def _run(kernel: Any, count: int, share: int, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the stream that is current, for `count` rows, of which each program takes a share."""
     if count:
-        with torch.cuda.device_of(arguments[0]):
+        with torch.cuda.device_of(arguments[0]), _LAUNCHING:
             kernel[(triton.cdiv(count, share),)](*arguments, **options, **_EXACT)
 
 
@@ -149,6 +158,15 @@ def quantize_lattice(source: Source, step: float, limit: int, found: torch.Tenso
     _run(
         lattice.encode_lattice, source.count, tile["rows"], *arguments, dim=source.dim, **tile, **source.kinds
     )
+
+
+def sum_squares(values: torch.Tensor, block_rows: int, sums: torch.Tensor) -> None:
+    """Write the sums of squares of each block of rows of a table to `sums`, float64 (blocks, lanes)."""
+    (count, dim), stride = values.shape, values.stride(0)
+    options = {"dim": dim, "rows": block_rows, "lanes": sums.shape[1], "in_one_piece": stride == dim}
+    arguments = (_bits_of(values), count, stride, sums)
+    is_bfloat16 = values.dtype is torch.bfloat16
+    _run(lattice.sum_squares, count, block_rows, *arguments, **options, as_bfloat16=is_bfloat16)
 
 
 def decode_uniform(

@@ -120,6 +120,7 @@ class LatticeRows:
         *,
         element: str,
         seal: int = 0,
+        quantized: tuple[Codes, Mask] | None = None,
     ) -> tuple[bytes, Codes, Mask]:
         """Return the payload of a chunk whose rows are relative to older ones, their codes, and which rows have any.
 
@@ -134,6 +135,9 @@ class LatticeRows:
             (n, dim) integers: the codes that each row has beneath, of magnitudes up to 32,767.
         known
             bool (n,): which of these are known.
+        quantized
+            int16 (m, dim), bool (n,): the codes of the rows that have any and which have none, if they were computed
+            elsewhere. Only the values of the latter are looked at.
 
         Raises
         ------
@@ -148,7 +152,7 @@ class LatticeRows:
         if self.step is None:
             raise RowsError("rows can be relative to others on a known step only: give one by with_step")
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        held, raw = _quantize(values, self.step, kind)
+        held, raw = quantized or _quantize(values, self.step, kind)
         segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, self.step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cnr_codecs.kernels.lattice import sum_squares
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
-SUM_ROWS = 1 << 16
+SUM_ROWS, SUM_LANES = 1 << 16, 64
 # A sum of squares, and how many values are in it.
 Sum: TypeAlias = tuple[float, int]
 

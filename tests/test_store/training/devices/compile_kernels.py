@@ -59,6 +59,16 @@ JOBS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"dim": 64, "rows": 32, "block": 64, **SOME},
     ),
     (
+        lattice.sum_squares,
+        ("*fp32", "i64", "i64", "*fp64"),
+        {"dim": 64, "rows": 1 << 16, "lanes": 64, "in_one_piece": True, "as_bfloat16": False},
+    ),
+    (
+        lattice.sum_squares,
+        ("*i16", "i64", "i64", "*fp64"),
+        {"dim": 3, "rows": 1 << 16, "lanes": 64, "in_one_piece": False, "as_bfloat16": True},
+    ),
+    (
         decode.decode_rows,
         ("*u8", "*fp16", "*i64", "i64", "i64", "*fp32"),
         {"dim": 64, "bits": 4, "is_symmetric": False, "rows": 32, "block": 64, "as_bfloat16": False},

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_codecs import LatticeRows, LosslessRows, RowCodec, UniformRows, lattice_step
+from cnr_codecs import FloatingRows, LatticeRows, LosslessRows, RowCodec, UniformRows, lattice_step
 from cnr_store.training.devices import encode as encoding
-from cnr_store.training.devices import staging, support
+from cnr_store.training.devices import moving, staging, support
 from cnr_store.writing.plan import EncodedRows
 from tests.test_store.training.devices.device import DEVICE, kernels
 
@@ -123,6 +123,10 @@ CYCLES = [
     (UniformRows("asymmetric", 4), torch.bfloat16),
     (UniformRows("asymmetric", 3), torch.float16),
     (LatticeRows(step=lattice_step(0.01)), torch.bfloat16),
+    (LatticeRows(rms_step=0.1), torch.float32),
+    (LatticeRows(rms_step=0.1), torch.float16),
+    (LatticeRows(rms_step=0.1, relative=True), torch.float32),
+    (LatticeRows(step=lattice_step(0.01), relative=True), torch.bfloat16),
 ]
 
 
@@ -149,13 +153,10 @@ def test_what_no_kernel_takes_goes_by_the_host_which_is_logged_once(
 ) -> None:
     caplog.set_level(logging.DEBUG, "cnr_store")
     run(tmp_path / "lossless", LosslessRows())
-    run(tmp_path / "relative", LatticeRows(rms_step=0.1, relative=True))
+    run(tmp_path / "floating", FloatingRows(3))
     assert encoded == []
     told = [each.getMessage() for each in caplog.records if "the host quantizes" in each.getMessage()]
     assert len(told) == len(set(told)) == 4
-    # The step of a lattice is found by the host where the table is written whole.
-    run(tmp_path / "lattice", LatticeRows(rms_step=0.1))
-    assert encoded == WEIGHTS * 3
 
 
 @pytest.mark.gpu
@@ -230,6 +231,33 @@ def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
         bound = 0 if place == "gather" else 0.05
         for name, values in other.values().items():
             torch.testing.assert_close(values, wanted[name], rtol=0, atol=bound)
+
+
+def test_a_piece_that_is_lost_fails_the_save_and_no_row_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is lost while pieces leave it, when `save` has returned."""
+
+    def lost(*_: object) -> Any:
+        raise RuntimeError("CUDA error: device lost")
+
+    monkeypatch.setattr(moving, "PIECE_BYTES", 4 * (DIM + 13))
+    with Job(tmp_path, BY_8_BITS) as job:
+        job.train(0)
+        job.checkpointer.save(step=0).result()
+        job.train(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(moving._mover(job.model.items.weight.device)._lane, "copy", lost)
+            pending = job.checkpointer.save(step=1)
+            with pytest.raises(cnr_store.SaveError, match="device lost"):
+                pending.result()
+        job.train(2)
+        assert job.checkpointer.save(step=2).result().kind == "delta"
+        wanted = job.values()
+    with Job(tmp_path, BY_8_BITS) as other:
+        other.checkpointer.load()
+        for name, values in other.values().items():
+            torch.testing.assert_close(values, wanted[name], rtol=0, atol=0.05)
 
 
 def test_encoded_bytes_count_for_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_codecs import LatticeRows, RowCodec, RowsError, UniformRows, lattice_step, parse, row_codec
+from cnr_codecs.lattice import steps
 from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.quantized import QuantizedRows
+from cnr_store.training.devices import encode as encoding
+from cnr_store.training.devices import moving
 from cnr_store.training.devices.encode import can_encode, encode
+from cnr_store.writing.row_codes import RowCodes
 from tests.nightly import at_night
 from tests.test_codecs.hard_rows import ROW_MAKERS
 from tests.test_store.training.devices.device import DEVICE, kernels
@@ -125,11 +129,107 @@ def test_wide_rows(codec: RowCodec, dim: int) -> None:
     check(codec, table_of(20, dim, 1, "float32"), "float32", 1)
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [
+        UniformRows("asymmetric", 4),
+        UniformRows("symmetric", 3),
+        UniformRows("adaptive", 2, 5, 0.5),
+        LatticeRows(step=0.25),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_give_the_payloads_of_the_whole(
+    codec: RowCodec, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks begin and end within pieces, of which only some need float32 parameters."""
+    kernels()
+    monkeypatch.setattr(moving, "PIECE_BYTES", 7 * 25)
+    monkeypatch.setattr(moving, "LEAST_STAGED_BYTES", 2 * 7 * 25)
+    table = table_of(70, 9, seed, "float32")
+    table[:30] = torch.randn(30, 9)
+    check(codec, table, "float32", seed)
+
+
 def test_rows_of_a_part_of_the_columns() -> None:
     """As where ranks share a table by columns: rows are not next to each other."""
     kernels()
     whole = table_of(40, 24, 5, "float32")
     check(UniformRows("asymmetric", 4), whole[:, 8:17], "float32", 5)
+
+
+@given(
+    rows=st.integers(1, 50),
+    dim=st.sampled_from([1, 3, 17, 64, 70]),
+    element=ELEMENTS,
+    hard=st.booleans(),
+    is_part=st.booleans(),
+    block=st.integers(1, 60),
+    seed=SEEDS,
+)
+@settings(deadline=None, max_examples=40)
+def test_step_of_a_whole_table_is_the_one_that_the_host_finds(
+    rows: int, dim: int, element: str, hard: bool, is_part: bool, block: int, seed: int
+) -> None:
+    """The sums of squares are equal to the last bit, whatever lies between the rows, and is not finite in them."""
+    kernels()
+    if hard:
+        table = table_of(rows, dim + 2, seed, element)
+    else:
+        random = torch.Generator().manual_seed(seed)
+        table = torch.randn(rows, dim + 2, generator=random).to(DTYPES[element]).to(DEVICE)
+    table = table[:, 1 : dim + 1] if is_part else table[:, :dim].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "SUM_ROWS", block)
+        patch.setattr(steps, "SUM_ROWS", block)
+        host = table.cpu()
+        wanted = steps.block_sums((host.float() if element == "bfloat16" else host).numpy())
+        assert encoding._block_sums(table) == wanted
+        whole = LatticeRows(rms_step=0.25)
+        assert can_encode(whole, table, is_whole=True)
+        assert encode(whole, table, None).codec == whole.with_step(
+            whole.step_of(steps.root_mean_square(wanted))
+        )
+
+
+@given(
+    dim=st.sampled_from([1, 3, 17, 70]),
+    element=ELEMENTS,
+    scale=st.floats(-20, 20),
+    is_first=st.booleans(),
+    seed=SEEDS,
+)
+@settings(deadline=None, max_examples=40)
+def test_relative_rows_have_the_payloads_of_the_host(
+    dim: int, element: str, scale: float, is_first: bool, seed: int
+) -> None:
+    """Of known parents, unknown ones and none; and what is noted of their codes is the same."""
+    kernels()
+    random = np.random.default_rng(seed)
+    codec, table = LatticeRows(step=lattice_step(2.0**scale), relative=True), table_of(40, dim, seed, element)
+    written = np.flatnonzero(random.random(40) < 0.7)
+    parent = random.integers(-9, 9, (40, dim), np.int8)
+    parent[random.random(40) < 0.3, 0] = -128
+    known = (None, None) if is_first else (parent, written)
+    ours, theirs = (RowCodes(np.zeros((len(written), dim), np.int8), *known) for _ in range(2))
+    values = table.cpu()[written]
+    rows = (values.float() if element == "bfloat16" else values).numpy()
+    encoded = encode(codec, table, torch.from_numpy(written).to(DEVICE))
+    edges = np.unique(np.searchsorted(written, [0, 16, 32, 40])).tolist()
+    begin, end = edges[0], edges[-1]
+    seals = list(range(len(edges) - 1))
+    found = encoded.payloads(
+        begin, end, written % 16, [each - begin for each in edges], 16, seals=seals, codes=ours
+    )
+    wanted = [
+        theirs.encode(codec, rows[first:last], first, written[first:last] % 16, 16, element, seal)
+        for first, last, seal in zip(edges, edges[1:], seals, strict=False)
+    ]
+    assert found == wanted
+    assert ours.made is not None
+    assert theirs.made is not None
+    np.testing.assert_array_equal(ours.made, theirs.made)
 
 
 def test_one_row_and_none() -> None:

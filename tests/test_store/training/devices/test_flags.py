@@ -53,7 +53,9 @@ def test_rows_are_flagged_as_on_the_host(
     found = flags_of([rows for rows, _ in tables], by)
     for number, (_, ids) in enumerate(tables):
         half = len(ids) // 2
-        found.mark(torch.tensor(ids[:half], dtype=dtype), number)
+        found.mark(torch.tensor(ids[: half // 2], dtype=dtype), number)
+        pairs = torch.tensor([(each, 0) for each in ids[half // 2 : half]], dtype=dtype, device=DEVICE)
+        found.mark(pairs.reshape(-1, 2)[:, 0], number)
         found.mark(torch.tensor([ids[half:]] * 2, dtype=dtype, device=DEVICE).t(), number)
     wanted = [expected(*table) for table in tables]
     bits, has_outside = found.take()

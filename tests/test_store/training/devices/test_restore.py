@@ -1,0 +1,255 @@
+"""Rows that a load decodes on the device of their table equal those that the host decodes, bit for bit.
+
+Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cnr_store
+from cnr_backends import Transfer
+from cnr_codecs import KMeansRows, LatticeRows, LosslessRows, RowCodec, Scheme, Segment, UniformRows
+from cnr_store.catalog.catalog import open_record
+from cnr_store.chains import array_reader
+from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.training.devices import decode as decoding
+from cnr_store.training.devices import staging, support
+from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
+from cnr_store.training.tracking.bitmap import Bitmap
+from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
+from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
+from tests.test_store.support.rowwise_optimizers import OwnRowWise
+from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.test_encode import DTYPES, table_of
+
+ROWS = 300
+Values = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
+        launch = found.decode_uniform
+
+        def quiet(*arguments: Any) -> None:
+            with np.errstate(all="ignore"):  # on the threads of a load, too
+                launch(*arguments)
+
+        monkeypatch.setattr(found, "decode_uniform", quiet)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Scheme]:
+    """Schemes of the segments that were decoded on the device."""
+    schemes: list[Scheme] = []
+    write = decoding.DeviceRows.write
+
+    def noted(self: Any, segments: Sequence[Segment], first_row: int) -> list[Segment]:
+        left = write(self, segments, first_row)
+        schemes.extend({each.scheme for each in segments} - {each.scheme for each in left})
+        return left
+
+    monkeypatch.setattr(decoding.DeviceRows, "write", noted)
+    return schemes
+
+
+class Job:
+    """A table on the device, an optimizer with state for its rows, and their store."""
+
+    def __init__(self, folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
+        self.model = nn.Module()
+        self.table = nn.Embedding(len(values), values.shape[1], sparse=True, _weight=values.clone())
+        self.model.items = self.table
+        self.optimizer = optimizer(self.model.parameters())
+        options: dict[str, Any] = {
+            "policy": "consecutive",
+            "codec": {"*": codec},
+            "trusted_optimizers": [OwnRowWise],
+        }
+        self.checkpointer = cnr_store.Checkpointer(str(folder), self.model, self.optimizer, **options)
+
+    def rows(self) -> Values:
+        """The table, and what the optimizer keeps for its rows."""
+        slots = self.optimizer.state[self.table.weight].items()
+        return {"weight": self.table.weight.detach()} | {name: each for name, each in slots if each.ndim}
+
+
+def save(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
+    """A whole version, and two deltas whose rows overlap."""
+    rng = np.random.default_rng(len(values[0]))
+    job = Job(folder, values, codec, optimizer)
+    with job.checkpointer as checkpointer, torch.no_grad():
+        for step in range(3):
+            ids = torch.from_numpy(rng.permutation(ROWS)[: ROWS if step == 0 else 90]).to(DEVICE)
+            for each in job.rows().values():
+                each[ids] = each[ids.flip(0)]
+            checkpointer.touch("items", ids)
+            record = checkpointer.save(step=step).result()
+            assert record.kind == ("baseline" if step == 0 else "delta")
+
+
+def load(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> tuple[Values, list[Bitmap]]:
+    """What a model of zeros holds after a load, and the rows that the load found in deltas."""
+    changed, inner = [], AllRows.changed
+
+    def noted(self: AllRows) -> Bitmap:
+        changed.append(inner(self))
+        return changed[-1]
+
+    job = Job(folder, torch.zeros_like(values), codec, optimizer)
+    with job.checkpointer as checkpointer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllRows, "changed", noted)
+        checkpointer.load()
+    return {name: each.cpu() for name, each in job.rows().items()}, changed
+
+
+def check(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
+    """Loads by the device and by the host leave the same bits, and find the same rows in deltas."""
+    found, changed = load(folder, values, codec, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cnr_store.training.loading.row_fill.rows_there", lambda _: None)
+        wanted, same = load(folder, values, codec, optimizer)
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        assert each.any(), name
+        assert torch.equal(found[name].view(torch.uint8), each.view(torch.uint8)), name
+    assert [each.tolist() for each in changed] == [each.tolist() for each in same]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, initial_accumulator_value=0.25)
+
+
+def row_wise(parameters: Any) -> torch.optim.Optimizer:
+    return OwnRowWise(parameters, initial_accumulator_value=0.25)
+
+
+BY_4_BITS = UniformRows("asymmetric", 4)
+CODECS = [BY_4_BITS, UniformRows("symmetric", 3), LosslessRows()]
+
+
+@pytest.mark.parametrize("element", sorted(DTYPES))
+@pytest.mark.parametrize("dim", [1, 3, 17])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_chain_of_hard_rows(
+    dim: int, element: str, codec: RowCodec, tmp_path: Path, written: list[Scheme]
+) -> None:
+    values = table_of(ROWS, dim, 11 * dim, element)
+    save(tmp_path, values, codec, sgd)
+    check(tmp_path, values, codec, sgd)
+    assert Scheme.RAW in written  # rows with NaN are
+    if isinstance(codec, UniformRows) and codec.is_worthwhile(dim, element):
+        assert {Scheme.ASYMMETRIC, Scheme.SYMMETRIC} & {*written}
+
+
+@pytest.mark.parametrize("optimizer", [adagrad, row_wise])
+def test_state_that_follows_rows(optimizer: Any, tmp_path: Path, written: list[Scheme]) -> None:
+    values = table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1)
+    save(tmp_path, values, BY_4_BITS, optimizer)
+    check(tmp_path, values, BY_4_BITS, optimizer)
+    assert len(written) > 1
+
+
+def test_many_threads_with_a_part_of_the_rows_each(
+    tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = table_of(ROWS, 7, 5, "bfloat16").repeat(14, 1)
+    save(tmp_path, values, BY_4_BITS, sgd)
+    monkeypatch.setattr(array_reader, "region_rows", lambda *_: 700)
+    check(tmp_path, values, BY_4_BITS, sgd)
+    assert len(written) > 6
+
+
+def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank has them whose table is shared."""
+    values = table_of(ROWS, 6, 3, "float32")
+    save(tmp_path, values, BY_4_BITS, sgd)
+    whole, _ = load(tmp_path, values, BY_4_BITS, sgd)
+    monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
+    reader = ArrayReader(*open_record(str(tmp_path), "latest"), "tables/items/weight")
+    wide = torch.full((57, 9), 5.0, device=DEVICE)
+    fill = all_rows(reader, Target(101, 57, (ColumnPart(0, wide[:, 2:8]),)))
+    assert isinstance(fill, RowsThere)
+    with Transfer(2, 4) as transfer:
+        fill_all([fill], transfer)
+    assert torch.equal(wide[:, 2:8].cpu().view(torch.int32), whole["weight"][101:158].view(torch.int32))
+    assert (wide[:, [0, 1, 8]] == 5).all()
+
+
+@pytest.mark.parametrize("codec", [LatticeRows(rms_step=0.1, relative=True), KMeansRows(bits=4)], ids=str)
+def test_other_codecs_are_left_to_the_host(codec: RowCodec, tmp_path: Path, written: list[Scheme]) -> None:
+    values = table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1)
+    save(tmp_path, values, codec, sgd)
+    check(tmp_path, values, codec, sgd)
+    assert not written
+
+
+def test_segments_that_the_device_leaves(
+    tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "can_decode", lambda *_: False)
+    values = table_of(ROWS, 6, 3, "float16")
+    save(tmp_path, values, BY_4_BITS, sgd)
+    check(tmp_path, values, BY_4_BITS, sgd)
+    assert {*written} == {Scheme.RAW}
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_memory_that_is_short_leaves_rows_to_the_host(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = table_of(ROWS, 6, 3, "float32")
+    save(tmp_path, values, BY_4_BITS, sgd)
+    decode, calls = decoding.decode, []
+
+    def fail(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > after:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        decode(*arguments)
+
+    monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
+    monkeypatch.setattr(decoding, "decode", fail)
+    with caplog.at_level(logging.WARNING):
+        check(tmp_path, values, BY_4_BITS, sgd)
+    assert calls
+    assert "could not be decoded" in caplog.text
+
+
+def test_a_version_that_is_folded_while_it_is_loaded(
+    tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+    version = chained(str(tmp_path), "consecutive")
+    expected = cnr_store.state_dict(str(tmp_path), version)["weight"]
+    model = nn.Embedding(CHAINED_ROWS, 8, device=DEVICE)
+    cnr_store.load(folding_at_first_read(str(tmp_path), version), model, version=version)
+    assert model.weight.detach().cpu().numpy().tobytes() == expected.tobytes()
+    assert written
+
+
+def test_a_damaged_chunk_is_an_error(tmp_path: Path) -> None:
+    values = table_of(ROWS, 6, 3, "float32")
+    save(tmp_path, values, BY_4_BITS, sgd)
+    for path in tmp_path.rglob("c/0/0"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(cnr_store.CorruptionError, match="tables/items/weight"):
+        load(tmp_path, values, BY_4_BITS, sgd)
