@@ -31,6 +31,19 @@ class Behind(Callback):
         raise NotImplementedError
 
 
+class StopsError(Exception):
+    pass
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step >= self._step:
+            raise StopsError
+
+
 class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()

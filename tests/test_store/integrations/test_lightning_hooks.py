@@ -24,22 +24,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 import cnr_store
 from cnr_store import OptionError
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import (
+    BATCHES,
+    EPOCHS,
+    WARNINGS,
+    Module,
+    StopsAt,
+    StopsError,
+    fit,
+)
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS, "ignore:.*`training_step` returned `None`.*")
-
-
-class StopsError(Exception):
-    pass
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step >= self._step:
-            raise StopsError
 
 
 class LearningRates(Callback):

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import (
+    BATCHES,
+    EPOCHS,
+    WARNINGS,
+    Module,
+    StopsAt,
+    StopsError,
+    fit,
+)
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
@@ -41,19 +49,6 @@ class Scored(Module):
         self.log("score", score)
         weights = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         self.validated[self.global_step] = score, weights
-
-
-class StopsError(Exception):
-    pass
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step >= self._step:
-            raise StopsError
 
 
 def validated(folder: Path, *callbacks: Callback, module: Module | None = None, **options: Any) -> Any:
