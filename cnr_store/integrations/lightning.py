@@ -14,15 +14,14 @@ import torch
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.integrations.lightning_averages import accumulate_as_scheduled, averaging, restore_trained
-from cnr_store.integrations.lightning_hooks import HookBehind
+from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks
 from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
-from cnr_store.integrations.lightning_metrics import LoggedMetrics, will_validate
+from cnr_store.integrations.lightning_metrics import LoggedMetrics, goes_by_clock, will_validate
 from cnr_store.integrations.lightning_package import (
     Callback,
     LightningModule,
     SIGTERMException,
     Trainer,
-    callbacks,
 )
 from cnr_store.integrations.lightning_state import (
     TrainerState,
@@ -30,6 +29,7 @@ from cnr_store.integrations.lightning_state import (
     ends_by_hooks,
     forget_resumed,
     is_given,
+    is_loaded_last,
     warn_of_no_steps,
 )
 from cnr_store.integrations.metrics import figures
@@ -113,7 +113,7 @@ class CnrCheckpoint(Callback):
         self._checkpointer: Checkpointer | None = None
         self._saved_step: int | None = None  # the newest step saved or loaded
         self._moment: SavedMoment | None = None  # of that step, if the fit may end with it
-        self._last = _LastHooks(self)
+        self._last = LastHooks(self._begin, self._end_epoch)
         self._behind: list[HookBehind] = []
         self._step_before_batch = 0
         self._waits_for_validation = self._monitor is not None
@@ -186,15 +186,20 @@ class CnrCheckpoint(Callback):
         self._step_before_batch = trainer.global_step
 
     def _start_training(self, trainer: Trainer) -> None:
-        """Restore the random number generators again, because making the loaders, and other things, drew from them."""
+        """Restore the random number generators again, because making the loaders, and other things, drew from them.
+
+        Where a validation follows the batch that was saved, Lightning makes its iterator later, but does not run it.
+        """
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             accumulate_as_scheduled(trainer)
             self._trainer_state.restore_metrics()
             self._metrics.note()
-            if self._options.get("rng", True):
+            if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)
+                passing = trainer.fit_loop.epoch_loop.val_loop, "increment_progress_to_evaluation_end"
+                self._behind.append(HookBehind(*passing, partial(set_rng_state, state)))
 
     def _end_batch(self, trainer: Trainer) -> None:
         """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between.
@@ -206,14 +211,15 @@ class CnrCheckpoint(Callback):
         warn_of_no_steps(trainer)
         if self._monitor is not None:
             self._metrics.note()
-        if self._trainer_state.holds_loops:  # the validation that was to come behind the batch before did not
+        if self._trainer_state.holds_loops:  # no validation came behind the batch before
             self._trainer_state.release_loops()
-            self._waits_for_validation = False
-        has_stepped = trainer.global_step > self._step_before_batch
-        if self._waits_for_validation and has_stepped and will_validate(trainer):
-            self._trainer_state.hold_loops()
-        elif self._is_due(trainer) and not trainer.is_last_batch:
+            self._waits_for_validation = goes_by_clock(trainer)
+        may_wait = self._waits_for_validation and trainer.global_step > self._step_before_batch
+        validates = may_wait and will_validate(trainer)
+        if self._is_due(trainer) and not trainer.is_last_batch and not validates:
             self._save(trainer, ends="step")
+        if validates or (may_wait and goes_by_clock(trainer) and not trainer.is_last_batch):
+            self._trainer_state.hold_loops()
 
     def _end_validation(self, trainer: Trainer) -> None:
         """Save what was validated, if it has the metric or a save is due, with the loops as at the end of the batch."""
@@ -224,11 +230,14 @@ class CnrCheckpoint(Callback):
         if self._trainer_state.holds_loops:
             # Validation runs in inference mode, whose tensors training could not write.
             with torch.inference_mode(mode=False), torch.enable_grad():
-                if self._is_due(trainer) or self._validated_step == trainer.global_step:
+                if self._validated_step == trainer.global_step:
+                    self._saved_step = None  # if it is saved already, then without the metric
+                    self._save(trainer, ends="step")
+                elif self._is_due(trainer):
                     self._save(trainer, ends="step")
             self._trainer_state.release_loops()
 
-    def _end_epoch(self, trainer: Trainer) -> None:
+    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if due after the last batch.
 
         At the end of an epoch in which `fit` resumed, Lightning does not step schedulers by a metric.
@@ -327,20 +336,3 @@ class CnrCheckpoint(Callback):
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
-
-
-class _LastHooks(callbacks.Checkpoint):
-    """The hooks of `CnrCheckpoint` that must see what all other callbacks have done.
-
-    Lightning runs a `Checkpoint` behind those that monitor metrics, too. `CnrCheckpoint` itself is none, because a
-    trainer with ``enable_checkpointing=False`` refuses it.
-    """
-
-    def __init__(self, owner: CnrCheckpoint) -> None:
-        self._owner = owner
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._owner._begin(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._owner._end_epoch(trainer)

@@ -1,10 +1,35 @@
-"""Calls behind the hooks of a LightningModule, which Lightning runs after those of all callbacks."""
+"""Calls behind hooks: of a LightningModule, which Lightning runs after those of all callbacks, and of callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
+
+from cnr_store.integrations.lightning_package import LightningModule, Trainer, callbacks
+
+_Call = Callable[[Trainer, LightningModule], None]
+
+
+class LastHooks(callbacks.Checkpoint):
+    """A callback behind all others: Lightning runs a `Checkpoint` behind those that monitor metrics, too.
+
+    `CnrCheckpoint` itself is none, because a trainer with ``enable_checkpointing=False`` refuses it.
+
+    Parameters
+    ----------
+    on_fit_start, on_train_epoch_end
+        Called as these hooks.
+    """
+
+    def __init__(self, on_fit_start: _Call, on_train_epoch_end: _Call) -> None:
+        self._calls = on_fit_start, on_train_epoch_end
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._calls[0](trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._calls[1](trainer, pl_module)
 
 
 def _nothing() -> None:

@@ -52,3 +52,8 @@ def will_validate(trainer: Any) -> bool:
         and not loop._skip_next_val
         and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     )
+
+
+def goes_by_clock(trainer: Any) -> bool:
+    """Whether validations come by time. Then one may come that `will_validate` did not foresee a moment before."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None

@@ -263,6 +263,11 @@ def end_resumed_epoch(trainer: Any) -> None:
         resume_normalizing(trainer)
 
 
+def is_loaded_last(trainer: Any, state: TrainerState) -> bool:
+    """Whether no other callback has loaded a version since this one."""
+    return _RESUMED.get(trainer) is state
+
+
 def forget_resumed(trainer: Any) -> None:
     """Forget that a version was loaded: the fit has ended."""
     _RESUMED.pop(trainer, None)

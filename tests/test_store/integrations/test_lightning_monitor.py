@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
@@ -234,3 +236,64 @@ def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> 
         finder = LearningRateFinder(num_training_steps=5, update_attr=False)
         fit(tmp_path, CnrCheckpoint(url, BATCHES, resume=True), finder, module=WithRate(), max_epochs=epochs)
     assert [version.step for version in cnr_store.versions(url)] == [BATCHES, 2 * BATCHES]
+
+
+@pytest.mark.parametrize("stop", [5, 6, 13])
+def test_random_numbers_go_on_though_the_iterator_of_the_validation_draws(tmp_path: Path, stop: int) -> None:
+    validation = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)  # which draws from the global ones
+    options: dict[str, Any] = {"val_check_interval": 4, "validation": validation}
+    url, whole = str(tmp_path / "store"), validated(tmp_path, **options)
+    saves = CnrCheckpoint(url, 100, bits=32, monitor="score")
+    with pytest.raises(StopsError):
+        validated(tmp_path, saves, StopsAt(stop), **options)
+    loads = CnrCheckpoint(url, 100, bits=32, monitor="score", resume=True)
+    rest = validated(tmp_path, loads, module=Scored(SCORES[(stop - 1) // 4 :]), **options)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_the_position_is_that_of_the_callback_that_loaded_last(tmp_path: Path) -> None:
+    """The first one's newest version ends an epoch, the second one's stands in the middle of the next."""
+    urls = [str(tmp_path / name) for name in "ab"]
+
+    def both(resume: bool) -> list[Callback]:
+        every = (BATCHES, BATCHES + 2)
+        return [CnrCheckpoint(url, n, bits=32, resume=resume) for url, n in zip(urls, every, strict=True)]
+
+    whole, _ = fit(tmp_path)
+    with pytest.raises(StopsError):
+        fit(tmp_path, *both(resume=False), StopsAt(BATCHES + 3))
+    rest, _ = fit(tmp_path, *both(resume=True))
+    assert rest.seen == whole.seen[-len(rest.seen) :]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+class Slow(CSVLogger):
+    """Takes seconds between the end of a batch and the moment at which Lightning decides on a validation."""
+
+    def __init__(self, folder: Path, now: list[float]) -> None:
+        super().__init__(folder)
+        self._now = now
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._now[0] += 1
+
+
+def test_a_validation_that_comes_by_the_clock_is_saved_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lightning.pytorch.loops.training_epoch_loop.time.monotonic", lambda: now[0])
+    url = str(tmp_path / "store")
+    options: dict[str, Any] = {
+        "val_check_interval": timedelta(seconds=3),
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+    }
+    callback = CnrCheckpoint(url, 2, bits=32, monitor="score", mode="max", save_top_k=1, keep_last=1)
+    module = validated(tmp_path, callback, logger=Slow(tmp_path, now), **options)
+    assert len(module.validated) > 1
+    best = max(module.validated, key=lambda step: module.validated[step][0])
+    (kept,) = [one for one in cnr_store.versions(url) if one.metadata.get("score") == pytest.approx(0.9)]
+    assert kept.step == best
