@@ -194,7 +194,7 @@ class CnrCheckpoint(Callback):
         if state is not None:
             accumulate_as_scheduled(trainer)
             self._trainer_state.restore_metrics()
-            self._metrics.note()
+            self._metrics.note(is_of_now=False)
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)

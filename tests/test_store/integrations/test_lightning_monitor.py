@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
@@ -297,3 +300,29 @@ def test_a_validation_that_comes_by_the_clock_is_saved_behind(
     best = max(module.validated, key=lambda step: module.validated[step][0])
     (kept,) = [one for one in cnr_store.versions(url) if one.metadata.get("score") == pytest.approx(0.9)]
     assert kept.step == best
+
+
+def test_a_fit_that_resumes_at_its_end_claims_no_metric_of_before(tmp_path: Path) -> None:
+    class Ends(Callback):
+        def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == EPOCHS * BATCHES:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.received_sigterm:
+                raise SIGTERMException  # as Lightning does between batches
+
+    url = str(tmp_path / "store")
+    options: dict[str, Any] = {
+        "monitor": "score",
+        "mode": "max",
+        "save_top_k": 1,
+        "keep_last": 1,
+        "policy": "full",
+    }
+    with pytest.raises(SIGTERMException):
+        validated(tmp_path, CnrCheckpoint(url, 100, **options), Ends())
+    assert cnr_store.versions(url)[-1].step == EPOCHS * BATCHES
+    validated(tmp_path, CnrCheckpoint(url, 100, resume=True, **options))
+    scores = {one.step: one.metadata["score"] for one in cnr_store.versions(url) if "score" in one.metadata}
+    assert scores == {2 * BATCHES: pytest.approx(0.9)}
