@@ -13,8 +13,8 @@ import torch
 
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.integrations.lightning_averages import accumulate_as_scheduled, averaging, restore_trained
-from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks
+from cnr_store.integrations import lightning_averages as averages
+from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks, last_hook_of_validation
 from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
 from cnr_store.integrations.lightning_metrics import LoggedMetrics, goes_by_clock, will_validate
 from cnr_store.integrations.lightning_package import (
@@ -152,13 +152,14 @@ class CnrCheckpoint(Callback):
         for name, call in (
             ("on_train_start", self._start_training),
             ("on_train_batch_end", self._end_batch),
-            ("on_validation_end", self._end_validation),
+            (last_hook_of_validation(pl_module), self._end_validation),
             ("on_train_end", self._end_training),
         ):
             self._behind.append(HookBehind(pl_module, name, partial(self._call_behind, call, trainer)))
         options = {**self._options, "state": state}
         self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
         if self._resume:
+            own = rng_state()  # loaders are made from what the program has set, as at its first start
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
                 self._saved_step = self._checkpointer.load().step
                 if is_given(trainer.ckpt_path):  # Lightning would load it over what was loaded
@@ -167,6 +168,7 @@ class CnrCheckpoint(Callback):
                         f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
                     )
                 self._loaded_rng = rng_state()
+                set_rng_state(own)
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
         """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""
@@ -192,9 +194,9 @@ class CnrCheckpoint(Callback):
         """
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
-            accumulate_as_scheduled(trainer)
+            averages.accumulate_as_scheduled(trainer)
             self._trainer_state.restore_metrics()
-            self._metrics.note()
+            self._metrics.note(is_of_now=False)
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)
@@ -254,14 +256,17 @@ class CnrCheckpoint(Callback):
         Averages are written in a way that torch does not count, so they are saved whole.
         """
         self._trainer_state.is_end = True
-        self._save_last(trainer, full=bool(averaging(trainer)))
+        self._save_last(trainer, full=bool(averages.averaging(trainer)))
 
     def _save_last(self, trainer: Trainer, full: bool = False) -> None:
         """Save, also a step that is saved already, unless nothing has changed since: any hook may change any state."""
         module, beside = trainer.lightning_module, self._trainer_state.beside_model
+        was_saved = self._saved_step == trainer.global_step
         if full or self._has_hooks or self._moment is None or not self._moment.is_still(module, beside()):
             self._saved_step = None
-        self._save(trainer, overlap="wait", full=full)
+        # Hooks and averages may have made other weights than those that the metrics are of.
+        is_other = (was_saved or full) and not averages.validates_average(trainer)
+        self._save(trainer, overlap="wait", full=full, with_metrics=not is_other)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save under way, and stop tracking."""
@@ -274,7 +279,7 @@ class CnrCheckpoint(Callback):
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
-                restore_trained(trainer)
+                averages.restore_trained(trainer)
                 self._trainer_state.release_loops()
                 self._save_last(trainer)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
@@ -294,13 +299,18 @@ class CnrCheckpoint(Callback):
         return is_late or (every is not None and step // every > (self._saved_step or 0) // every)
 
     def _save(
-        self, trainer: Trainer, overlap: Overlap | None = None, full: bool = False, ends: str | None = None
+        self,
+        trainer: Trainer,
+        overlap: Overlap | None = None,
+        full: bool = False,
+        ends: str | None = None,
+        with_metrics: bool = True,
     ) -> None:
         step = trainer.global_step
         if self._checkpointer is None or step == self._saved_step:
             return
         self._trainer_state.ends = ends
-        metrics = self._metrics.of_this_step()
+        metrics = self._metrics.of_this_step() if with_metrics else {}
         if self._monitor is not None and self._monitor not in trainer.callback_metrics:
             log.warning(
                 "step %d is saved without the metric %r, so it can't be one of the best: the module has logged %s",

@@ -17,6 +17,11 @@ def averaging(trainer: Any) -> list[Any]:
     return [*_swapping(trainer), *others]
 
 
+def validates_average(trainer: Any) -> bool:
+    """Whether validation runs with the average that the model gets when training has ended."""
+    return bool(_swapping(trainer))
+
+
 def restore_trained(trainer: Any) -> None:
     """Give the model its trained weights again, if validation was broken off while the average was in their place."""
     if trainer.validating:

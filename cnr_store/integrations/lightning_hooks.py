@@ -32,6 +32,12 @@ class LastHooks(callbacks.Checkpoint):
         self._calls[1](trainer, pl_module)
 
 
+def last_hook_of_validation(module: LightningModule) -> str:
+    """The last hook of a module that Lightning calls in a validation. It calls that of the mode only if it is there."""
+    own = "on_validation_model_train"
+    return own if getattr(type(module), own) is not getattr(LightningModule, own) else "on_validation_end"
+
+
 def _nothing() -> None:
     return
 

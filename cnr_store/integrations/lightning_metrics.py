@@ -20,11 +20,14 @@ class LoggedMetrics:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._logged: dict[str, tuple[Tensor, int]] = {}
+        self._logged: dict[str, tuple[Tensor, int | None]] = {}
 
-    def note(self) -> set[str]:
-        """Note those that were logged since the last call as of the trainer's step, and return their names."""
-        step, new = self._trainer.global_step, set()
+    def note(self, is_of_now: bool = True) -> set[str]:
+        """Note those that were logged since the last call, and return their names.
+
+        They are of the trainer's step, or of no known one.
+        """
+        step, new = self._trainer.global_step if is_of_now else None, set()
         for name, value in self._trainer.callback_metrics.items():
             known = self._logged.get(name)
             # Each read makes another tensor over the same memory, and what is held is not used for a new value.

@@ -12,13 +12,14 @@ from zarr.abc.store import Store
 from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
-from cnr_backends import Transfer
+from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError
+from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
@@ -167,7 +168,9 @@ def _write_group(
         new_folder(target, overwrite, options) as place,
         Transfer(READ_WORKERS, READ_WORKERS) as transfer,
     ):
-        group = _new_group(place, overwrite, options)
+        if overwrite:
+            _remove_objects(place, options, transfer)
+        group = _new_group(place, options)
         for path in paths.values():
             if record.arrays[path].kind == "dense":
                 _copy_dense(catalog, record, path, group)
@@ -176,9 +179,19 @@ def _write_group(
         group.attrs.update({"names": names, "cnr_version": {"id": record.id, "step": record.step}})
 
 
-def _new_group(place: str | Store, overwrite: bool, options: dict[str, Any]) -> zarr.Group:
+def _remove_objects(place: str | Store, options: dict[str, Any], transfer: Transfer) -> None:
+    """Delete one by one what lies at a place: filesystems would take its name for a pattern."""
+    backend = open_backend(place, **options)
+    keys = [key for key, _ in backend.list_keys("")]
+    for root in (layout.ROOT_KEY,) if layout.ROOT_KEY in keys else ():  # the export is no longer complete
+        backend.delete(root)
+    for _ in transfer.map(backend.delete, [key for key in keys if key != layout.ROOT_KEY]):
+        pass
+
+
+def _new_group(place: str | Store, options: dict[str, Any]) -> zarr.Group:
     try:
-        return zarr.create_group(place, overwrite=overwrite, zarr_format=3, storage_options=options or None)
+        return zarr.create_group(place, zarr_format=3, storage_options=options or None)
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
     except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
 import cnr_store
 from cnr_store.integrations.lightning import CnrCheckpoint
@@ -297,3 +306,87 @@ def test_a_validation_that_comes_by_the_clock_is_saved_behind(
     best = max(module.validated, key=lambda step: module.validated[step][0])
     (kept,) = [one for one in cnr_store.versions(url) if one.metadata.get("score") == pytest.approx(0.9)]
     assert kept.step == best
+
+
+def test_a_fit_that_resumes_at_its_end_claims_no_metric_of_before(tmp_path: Path) -> None:
+    class Ends(Callback):
+        def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == EPOCHS * BATCHES:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.received_sigterm:
+                raise SIGTERMException  # as Lightning does between batches
+
+    url = str(tmp_path / "store")
+    options: dict[str, Any] = {
+        "monitor": "score",
+        "mode": "max",
+        "save_top_k": 1,
+        "keep_last": 1,
+        "policy": "full",
+    }
+    with pytest.raises(SIGTERMException):
+        validated(tmp_path, CnrCheckpoint(url, 100, **options), Ends())
+    assert cnr_store.versions(url)[-1].step == EPOCHS * BATCHES
+    validated(tmp_path, CnrCheckpoint(url, 100, resume=True, **options))
+    scores = {one.step: one.metadata["score"] for one in cnr_store.versions(url) if "score" in one.metadata}
+    assert scores == {2 * BATCHES: pytest.approx(0.9)}
+
+
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_the_end_of_an_average_has_no_metric_of_the_weights_before(tmp_path: Path) -> None:
+    url, scores = str(tmp_path / "store"), (0.1, 0.2, 0.9)
+    options: dict[str, Any] = {"monitor": "score", "mode": "max", "save_top_k": 1, "keep_last": 1, "bits": 32}
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+    module = Scored(scores)
+    validated(tmp_path, CnrCheckpoint(url, 100, policy="full", **options), average, module=module)
+    best, end = cnr_store.versions(url)
+    assert (best.metadata["score"], "score" in end.metadata) == (pytest.approx(0.9), False)
+    found = cnr_store.state_dict(url, best)["table.weight"]
+    assert torch.equal(torch.from_numpy(found), module.validated[EPOCHS * BATCHES][1]["table.weight"])
+
+
+def test_a_module_that_swaps_weights_for_validation_is_saved_with_its_own(tmp_path: Path) -> None:
+    class Swaps(Scored):
+        kept: torch.Tensor
+
+        def on_validation_model_eval(self) -> None:
+            self.kept = self.table.weight.detach().clone()
+            with torch.no_grad():
+                self.table.weight.mul_(0.5)
+            super().on_validation_model_eval()
+
+        def on_validation_model_train(self) -> None:
+            with torch.no_grad():
+                self.table.weight.copy_(self.kept)
+            super().on_validation_model_train()
+            trained[self.global_step] = self.kept
+
+    trained: dict[int, torch.Tensor] = {}
+    url = str(tmp_path / "store")
+    validated(
+        tmp_path, CnrCheckpoint(url, 100, bits=32, monitor="score"), module=Swaps(), val_check_interval=4
+    )
+    for version in cnr_store.versions(url):
+        found = cnr_store.state_dict(url, version)["table.weight"]
+        assert torch.equal(torch.from_numpy(found), trained[version.step]), version.step
+
+
+def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Path) -> None:
+    class Splits(Module):
+        def train_dataloader(self) -> Any:
+            self.split = torch.randperm(16).tolist()  # as random_split draws one
+            return StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16)
+
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+    url, splits = str(tmp_path / "store"), []
+    for epochs in (1, 2):
+        module = Splits()
+        options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": epochs}
+        saves = CnrCheckpoint(url, BATCHES, bits=32, resume=True)
+        Trainer(default_root_dir=tmp_path, callbacks=[saves], **options).fit(module)
+        splits.append(module.split)
+    assert splits[0] == splits[1]

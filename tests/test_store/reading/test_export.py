@@ -365,6 +365,20 @@ def test_no_export_elsewhere_replaces_a_store() -> None:
     assert len(cnr_store.versions(url)) == 1
 
 
+@pytest.mark.parametrize("name", ["x?", "x*", "x[1]", "[x]1"])
+def test_a_place_whose_name_is_a_pattern_is_itself(tmp_path: Path, name: str) -> None:
+    url, source = f"memory://{uuid.uuid4().hex}", tmp_path / "store"
+    cnr_store.save(source, nn.Embedding(5, 2))
+    for other in ("x1", "xy", "x"):
+        cnr_store.save(f"{url}/{other}", nn.Embedding(5, 2))
+    for _ in range(2):
+        cnr_store.export(source, f"{url}/{name}", format="zarr", overwrite=True)
+    for other in ("x1", "xy", "x"):
+        assert len(cnr_store.versions(f"{url}/{other}")) == 1
+    found = zarr.open_group(f"{url}/{name}", mode="r")
+    assert np.array_equal(values_of(found, "tables/weight/weight"), cnr_store.state_dict(source)["weight"])
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["safetensors", "parquet"])
 def test_what_others_put_since_a_listing_is_seen_on_s3(
