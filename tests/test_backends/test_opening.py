@@ -22,6 +22,7 @@ from cnr_backends import (
     BackendError,
     BackendStore,
     ObjectExistsError,
+    ObjectNotFoundError,
     ObjectTooShortError,
     OpenError,
     StorageError,
@@ -300,3 +301,38 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
             assert not isinstance(told.value, ObjectTooShortError)
         with pytest.raises(ObjectTooShortError):
             backend.get_range("folder/name", 2, 30)
+
+
+@pytest.mark.parametrize("options", [{}, {"encoded": True}, {"simple_links": False}])
+def test_keys_behind_a_web_server_are_names_of_files(tmp_path: Path, options: dict[str, bool]) -> None:
+    pytest.importorskip("aiohttp")
+    names = [
+        "plain",
+        "a b",
+        "a%20b",
+        "a%2520b",
+        "user:item",
+        "user%3Aitem",
+        "%41",
+        "A",
+        "~",
+        "%7E",
+        "a+b",
+        "é",
+        "#?;",
+    ]
+    local = open_backend(tmp_path / "the store")
+    for name in names:
+        local.put(f"folder of {name}/{name}", name.encode())
+        local.put(f"{name}/inner", b"")
+    with plain_http(tmp_path) as url:
+        backend = open_backend(f"{url}/the%20store", **options)
+        for name in names:
+            key = f"folder of {name}/{name}"
+            assert (backend.get(key), backend.size(key)) == (name.encode(), len(name.encode()))
+            assert backend.list_names(f"folder of {name}") == [name]
+            assert list(backend.list_keys(f"folder of {name}")) == [(key, len(name.encode()))]
+            with pytest.raises(ObjectNotFoundError):
+                backend.get(f"folder of {name}/other")
+        assert backend.list_names("") == local.list_names("")
+        assert sorted(backend.list_keys("")) == sorted(local.list_keys(""))
