@@ -224,7 +224,8 @@ class _Objects:
         more, as they should. Where a name looks like another one's encoding, there are two candidates.
         """
         raw: bytes = request.scope.get("raw_path") or b""
-        sent = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
+        mounted_at = request.scope.get("root_path", "")  # decoded, unlike `raw`
+        sent = raw.decode("latin-1").split("/", mounted_at.count("/") + 1)[-1]
         sizes = {
             key: self._overlay.nbytes(key) for key in (request.path_params["key"], _stored_spelling(sent))
         }

@@ -45,7 +45,8 @@ class ZarrBackend(Backend):
         self.atomic_create = isinstance(store, ObjectStore)
         is_url = isinstance(store, FsspecStore) and store.path.startswith(("http://", "https://"))
         # fsspec joins keys to such a path as they are, but servers decode URLs, as in HttpBackend
-        self._at, self._bare = (quote, unquote) if is_url else (str, str)
+        self._at: Callable[[str], str] = quote if is_url else str
+        self._bare: Callable[[str], str] = unquote if is_url else str
 
     def __reduce__(self) -> tuple[type[ZarrBackend], tuple[Store]]:
         return type(self), (self.store,)

@@ -12,22 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 import numpy as np
 import pytest
 import torch
-import zarr
 from torch import nn
-from zarr.storage import FsspecStore
 
 import cnr_store
 from cnr_store import Checkpointer
-from cnr_store.format.layout import dense_path, table_name, weight_path
 from cnr_store.reading.index_page import MAX_ARRAYS, index_page
 from cnr_store.reading.server import app, serving
 from tests.test_store.chains.test_relative import RELATIVE
-from tests.test_store.support.zarr_nodes import values_of
 
 
 class Model(nn.Module):
@@ -191,58 +186,6 @@ def test_a_url_that_may_be_two_objects_is_answered_with_neither(tmp_path: Path) 
         for method in ("GET", "HEAD"):
             assert ask(port, "/" + percent, method).status == 409
         assert b"this may be" in ask(port, "/" + percent).body
-
-
-REWRITTEN = [
-    *(f"a{character}b" for character in " :@!$'()*,;=&+~|^[]{}<>\"`\\#?%é\u0301"),
-    *("a%2Fb", "%41", "%3A", "user:item", "cross(a,b)", "__a", "zarr", "c"),
-]
-
-
-@pytest.fixture(scope="module")
-def rewritten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, int]]]:
-    """The URL of a server whose paths clients rewrite. All values of an array are one number, by the array's path."""
-    model = nn.ModuleDict({name: nn.Embedding(3, 2) for name in REWRITTEN})
-    model["zarr"].register_buffer("json", torch.zeros(3, 2))
-    numbers = {}
-    for number, (name, values) in enumerate(model.state_dict().items(), 1):
-        values.fill_(number)
-        is_dense = name == "zarr.json"
-        numbers[dense_path("model", name) if is_dense else weight_path(table_name(name))] = number
-    place = tmp_path_factory.mktemp("rewritten")
-    cnr_store.save(place, model, bits=32)
-    with serving(place) as url:
-        yield url, numbers
-
-
-def test_clients_that_rewrite_urls_read_every_array(rewritten: tuple[str, dict[str, int]]) -> None:
-    pytest.importorskip("aiohttp")
-    url, numbers = rewritten
-    group = zarr.open_group(FsspecStore.from_url(url, read_only=True), mode="r")
-    for path, number in numbers.items():
-        assert (values_of(group, path) == number).all(), path
-        parent, _, name = path.rpartition("/")
-        alone = zarr.open_group(FsspecStore.from_url(f"{url}/{parent}", read_only=True), mode="r")
-        assert (values_of(alone, name) == number).all(), path
-
-
-def test_every_spelling_of_a_key_is_answered(rewritten: tuple[str, dict[str, int]]) -> None:
-    url, numbers = rewritten
-    port = int(url.rpartition(":")[2])
-    for path, number in numbers.items():
-        names = [unquote(name) for name in path.split("/")]
-        spellings = {
-            path,
-            quote(path),
-            "/".join(quote(name, safe=":@!$'()*,;=&+") for name in names),
-            "/".join("".join(f"%{byte:02x}" for byte in name.encode()) for name in names),
-        }
-        for spelling in spellings:
-            assert ask(port, f"/{spelling}/zarr.json").status == 200, spelling
-            found = ask(port, f"/{spelling}/c/0/0")
-            assert found.status == 200, spelling
-            assert np.frombuffer(found.body[:24], "<f4").tolist() == [number] * 6, spelling
-            assert ask(port, f"/{spelling}x/c/0/0").status == 404, spelling
 
 
 @pytest.mark.parametrize(
