@@ -17,7 +17,7 @@ from typing import Any
 from cnr_backends import BackendError
 from cnr_store.catalog.catalog import Url, Version
 from cnr_store.errors import CheckpointError, OptionError
-from cnr_store.format.layout import NODE
+from cnr_store.format.layout import NODE, decode_name, encode_name
 from cnr_store.reading.index_page import POLICY, index_page
 from cnr_store.reading.opening import view
 from cnr_store.reading.overlay import Overlay
@@ -224,9 +224,24 @@ class _Objects:
         more, as they should. Where a name looks like another one's encoding, there are two candidates.
         """
         raw: bytes = request.scope.get("raw_path") or b""
-        sent = raw.decode("latin-1")[len(request.scope.get("root_path", "")) + 1 :]
-        sizes = {key: self._overlay.nbytes(key) for key in (request.path_params["key"], sent)}
+        mounted_at = request.scope.get("root_path", "")  # decoded, unlike `raw`
+        sent = raw.decode("latin-1").split("/", mounted_at.count("/") + 1)[-1]
+        sizes = {
+            key: self._overlay.nbytes(key) for key in (request.path_params["key"], _stored_spelling(sent))
+        }
         return {key: nbytes for key, nbytes in sizes.items() if nbytes is not None}
+
+
+def _stored_spelling(sent: str) -> str:
+    """The key that a reader put into a URL as it is, of the URL's path.
+
+    Clients rewrite a path: they decode ``%3A``, for one, as it means the same there.
+    """
+    *names, last = sent.split("/")
+    try:
+        return "/".join([*(encode_name(decode_name(name)) for name in names), decode_name(last)])
+    except ValueError:  # it is not valid Unicode, or too long for a key
+        return sent
 
 
 def _matches(header: str | None, tag: str) -> bool:

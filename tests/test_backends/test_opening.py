@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 import zarr
 from fsspec.registry import known_implementations
-from zarr.storage import LocalStore, MemoryStore, ZipStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ZipStore
 
 from cnr_backends import (
     ArgumentError,
+    Backend,
     BackendError,
     BackendStore,
     ObjectExistsError,
+    ObjectNotFoundError,
     ObjectTooShortError,
     OpenError,
     StorageError,
@@ -300,3 +302,47 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
             assert not isinstance(told.value, ObjectTooShortError)
         with pytest.raises(ObjectTooShortError):
             backend.get_range("folder/name", 2, 30)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        open_backend,
+        lambda url: open_backend(url, encoded=True),
+        lambda url: open_backend(url, simple_links=False),
+        lambda url: open_backend(FsspecStore.from_url(url, read_only=True)),
+    ],
+)
+def test_keys_behind_a_web_server_are_names_of_files(
+    tmp_path: Path, opened: Callable[[str], Backend]
+) -> None:
+    pytest.importorskip("aiohttp")
+    names = [
+        "plain",
+        "a b",
+        "a%20b",
+        "a%2520b",
+        "user:item",
+        "user%3Aitem",
+        "%41",
+        "A",
+        "~",
+        "%7E",
+        "a+b",
+        "é",
+    ]
+    local = open_backend(tmp_path / "the store")
+    for name in names:
+        local.put(f"folder of {name}/{name}", name.encode())
+        local.put(f"{name}/inner", b"")
+    with plain_http(tmp_path) as url:
+        backend = opened(f"{url}/the%20store")
+        for name in names:
+            key = f"folder of {name}/{name}"
+            assert (backend.get(key), backend.size(key)) == (name.encode(), len(name.encode()))
+            assert backend.list_names(f"folder of {name}") == [name]
+            assert list(backend.list_keys(f"folder of {name}")) == [(key, len(name.encode()))]
+            with pytest.raises(ObjectNotFoundError):
+                backend.get(f"folder of {name}/other")
+        assert backend.list_names("") == local.list_names("")
+        assert sorted(backend.list_keys("")) == sorted(local.list_keys(""))

@@ -16,12 +16,14 @@ from cnr_backends.clouds.gcs import GcsBackend
 from cnr_backends.clouds.s3 import S3Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.local import LocalBackend
-from cnr_backends.remote import FsspecBackend, MemoryBackend
+from cnr_backends.remote import FsspecBackend, HttpBackend, MemoryBackend
 from cnr_backends.urls import protocol_of
 from cnr_backends.zarr_backend import ZarrBackend
 
 _KINDS: dict[str, type[FsspecBackend]] = {
     "memory": MemoryBackend,
+    "http": HttpBackend,
+    "https": HttpBackend,
     "s3": S3Backend,
     "s3a": S3Backend,
     "gs": GcsBackend,

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
+from urllib.parse import quote, unquote
 from weakref import WeakSet
 
 from fsspec.asyn import sync
@@ -217,6 +218,19 @@ class FsspecBackend(Backend):
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object has the bytes that this caller wrote."""
         return self._get(key) == data
+
+
+class HttpBackend(FsspecBackend):
+    """Stores objects behind URLs, which servers decode: the key ``a%20b`` is at ``.../a%2520b``.
+
+    The pages that list a folder hold such URLs, too.
+    """
+
+    def _at(self, key: str) -> str:
+        return super()._at(quote(key))
+
+    def _bare(self, path: str) -> str:
+        return unquote(super()._bare(path))
 
 
 class MemoryBackend(FsspecBackend):

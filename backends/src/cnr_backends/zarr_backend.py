@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import TypeVar
+from urllib.parse import quote, unquote
 
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, default_buffer_prototype
@@ -42,18 +43,22 @@ class ZarrBackend(Backend):
         self.store = store
         self.url = str(store)
         self.atomic_create = isinstance(store, ObjectStore)
+        is_url = isinstance(store, FsspecStore) and store.path.startswith(("http://", "https://"))
+        # fsspec joins keys to such a path as they are, but servers decode URLs, as in HttpBackend
+        self._at: Callable[[str], str] = quote if is_url else str
+        self._bare: Callable[[str], str] = unquote if is_url else str
 
     def __reduce__(self) -> tuple[type[ZarrBackend], tuple[Store]]:
         return type(self), (self.store,)
 
     def _put(self, key: str, pieces: Pieces) -> None:
         data = b"".join(pieces)
-        _run(self.store.set(key, _buffer(data)), len(data))
+        _run(self.store.set(self._at(key), _buffer(data)), len(data))
 
     def _create(self, key: str, data: bytes) -> bool:
-        if _run(self.store.exists(key)):
+        if _run(self.store.exists(self._at(key))):
             return False
-        _run(self.store.set_if_not_exists(key, _buffer(data)), len(data))
+        _run(self.store.set_if_not_exists(self._at(key), _buffer(data)), len(data))
         return self._get(key) == data
 
     def _get(self, key: str) -> bytes:
@@ -73,30 +78,32 @@ class ZarrBackend(Backend):
 
     def _size(self, key: str) -> int:
         # FsspecStore says that a folder has 0 bytes. Only reading tells it from an empty object.
-        return _run(self.store.getsize(key)) or len(self._get(key))
+        return _run(self.store.getsize(self._at(key))) or len(self._get(key))
 
     def _list_names(self, prefix: str) -> list[str]:
-        names = [name.removesuffix("/") for name in _run(_collected(self.store.list_dir, prefix))]
+        found = _run(_collected(self.store.list_dir, self._at(prefix)))
+        names = [self._bare(name).removesuffix("/") for name in found]
         if names == [prefix] and next(self._list_keys(prefix), None) is None:
             return []  # FsspecStore lists an object as if it were below itself
         return names
 
     def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         below = f"{prefix}/" if prefix else ""
-        keys = [key for key in _run(_collected(self.store.list_prefix, below)) if key.startswith(below)]
+        found = map(self._bare, _run(_collected(self.store.list_prefix, self._at(below))))
+        keys = [key for key in found if key.startswith(below)]
         for key, size in zip(keys, _run(self._sizes(keys)), strict=True):
             if size is not None:
                 yield key, size
 
     def _delete(self, key: str) -> None:
         if not isinstance(self.store, FsspecStore) or self.store.read_only:
-            _run(self.store.delete(key))
+            _run(self.store.delete(self._at(key)))
             return
         with suppress(FileNotFoundError):  # the store's `delete` takes a key with a "*" as a pattern
-            _run(self.store.fs._rm_file(f"{self.store.path.rstrip('/')}/{key}"))
+            _run(self.store.fs._rm_file(f"{self.store.path.rstrip('/')}/{self._at(key)}"))
 
     def _read(self, key: str, byte_range: ByteRequest | None) -> bytes:
-        buffer = _run(self.store.get(key, default_buffer_prototype(), byte_range))
+        buffer = _run(self.store.get(self._at(key), default_buffer_prototype(), byte_range))
         if buffer is None:
             raise FileNotFoundError(key)
         return buffer.to_bytes()
@@ -108,7 +115,7 @@ class ZarrBackend(Backend):
         async def size(key: str) -> int | None:
             async with gate:
                 try:
-                    return await self.store.getsize(key)
+                    return await self.store.getsize(self._at(key))
                 except self._failures as error:
                     if self._is_missing(error):
                         return None
