@@ -211,8 +211,7 @@ class CnrCheckpoint(Callback):
         self._trainer_state.is_epoch_end = False
         self._log_figures(trainer)
         warn_of_no_steps(trainer)
-        if self._monitor is not None:
-            self._metrics.note()
+        self._metrics.note()  # also if nothing is saved: the next version is of other weights
         if self._trainer_state.holds_loops:  # no validation came behind the batch before
             self._trainer_state.release_loops()
             self._waits_for_validation = goes_by_clock(trainer)

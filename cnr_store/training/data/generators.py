@@ -14,6 +14,8 @@ from cnr_store.training.model.rng_state import check_numpy, check_python, check_
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
+_WRAPPED = "_sampler"
+"""The attribute in which Fabric's dataset holds a sampler."""
 # Numbers that numpy's bit generators don't check: positions in a buffer, and values kept in fixed widths.
 _UPPER_BOUNDS = {
     "pos": 625,
@@ -25,14 +27,18 @@ _UPPER_BOUNDS = {
 }
 
 
-def find_generators(loader: object) -> dict[str, Generator]:
-    """Generators that a loader, its samplers and its dataset hold as attributes, by path."""
+def find_generators(loader: object, named: Mapping[str, Generator]) -> dict[str, Generator]:
+    """Generators that a loader, its samplers and its dataset hold as attributes, by path, and those that are named.
+
+    Those of samplers within Fabric's go by one name alone: older states, which lack the path, may have the name.
+    """
     generators: dict[str, Generator] = {}
     for path, part in _parts(loader, "loader", []):
+        others = named.values() if f".{_WRAPPED}" in path else ()
         for name, value in getattr(part, "__dict__", {}).items():
-            if _is_generator(value) and not any(value is known for known in generators.values()):
+            if _is_generator(value) and not any(value is known for known in (*generators.values(), *others)):
                 generators[f"{path}.{name}"] = value
-    return generators
+    return generators | named
 
 
 def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, object]]:
@@ -43,6 +49,12 @@ def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, o
     yield path, part
     for name in _PARTS:
         yield from _parts(getattr(part, "__dict__", {}).get(name), f"{path}.{name}", seen)
+    yield from _parts(wrapped_sampler(part), f"{path}.{_WRAPPED}", seen)
+
+
+def wrapped_sampler(dataset: object) -> Any:
+    """The sampler whose samples Fabric deals out to ranks as if they were a dataset; None for other datasets."""
+    return getattr(dataset, _WRAPPED) if type(dataset).__name__ == "_DatasetSamplerWrapper" else None
 
 
 def _is_generator(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnr_store.errors import OptionError
-from cnr_store.training.data.generators import is_same_state
+from cnr_store.training.data.generators import is_same_state, wrapped_sampler
 from cnr_store.training.data.shared_epoch import sharding_of
 
+log = logging.getLogger("cnr_store")
 _States = Callable[[], Mapping[str, Any]]
 
 
@@ -34,8 +36,8 @@ def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
         raise OptionError(
             f"the {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"
         )
-    if type(loader).__name__ == "_FabricDataLoader":
-        return FabricSource(loader, states)
+    if type(loader).__name__ == "_FabricDataLoader" and isinstance(loader._dataloader, DataLoader):
+        return FabricSource(loader, replay, states)
     if not isinstance(loader, Iterable):
         raise OptionError(
             f"a loader of type {type(loader).__name__} can't be iterated; give a DataLoader or another iterable"
@@ -70,6 +72,17 @@ class Source:
     def kind(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same batch."""
         return {"kind": "iterable"}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that the position in a reader's state means the same batch here.
+
+        Raises
+        ------
+        ValueError
+            It is one of another loader; as an `OptionError`, it can't be known.
+        """
+        if state["loader"] != self.kind():
+            raise ValueError(f"its loader is {state['loader']!r:.300}, this one {self.kind()!r}")
 
     def sharding(self) -> dict[str, Any] | None:
         """How the loader deals an epoch out to ranks; None if that is not known."""
@@ -107,24 +120,6 @@ class Source:
         self._begun = True
         self.draws_late = _drop_batches(live, batches, self._states)
         return live
-
-
-class FabricSource(Source):
-    """The loader that `setup_dataloaders` of Lightning Fabric returned.
-
-    It tells its samplers its own count of iterations as the epoch, and none knows of the iterations before a resume.
-    """
-
-    _loader: Any
-
-    def sharding(self) -> dict[str, Any] | None:
-        """As of the loader within."""
-        return sharding_of(self._loader.batch_sampler or self._loader.sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the loader go on counting from this epoch."""
-        self._loader._num_iter_calls = epoch
-        _tell_epoch(epoch, self._loader.batch_sampler or self._loader.sampler, self._loader.dataset)
 
 
 def _drop_batches(batches: Iterator[Any], taken: int, states: _States) -> set[str]:
@@ -170,7 +165,7 @@ class LoaderSource(Source):
 
     @property
     def has_workers(self) -> bool:
-        return self._copy._iterator is not None
+        return self._copy.persistent_workers and self._copy._iterator is not None
 
     def kind(self) -> dict[str, Any]:
         batch, drop = self._copy.batch_size, self._copy.drop_last
@@ -220,17 +215,66 @@ class LoaderSource(Source):
             self._set("generator", generator)
 
 
+class FabricSource(LoaderSource):
+    """The `DataLoader` in the loader that `setup_dataloaders` of Lightning Fabric returned, which moves its batches."""
+
+    def __init__(self, loader: Any, replay: bool, states: _States) -> None:
+        super().__init__(loader._dataloader, replay, states)
+        self._fabric = loader
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Take what was stored before the loader within was known, if it can only mean one batch.
+
+        Fabric's loader counted the epochs of its process, so later ones of a resumed process had the orders of others.
+        """
+        if state["loader"] != Source.kind(self):
+            super().check(state)
+            return
+        is_within = state["batch"] and state["batch"] != length_of(self._copy)
+        if is_within and state["epoch"] and (self._copy.persistent_workers or self._goes_by_epoch()):
+            raise OptionError(
+                f"the position of the reader is in the middle of epoch {state['epoch']}, and the version of cnr-store "
+                "that saved it did not note in which order Fabric's loader went through that epoch: load a version "
+                "that was saved between two epochs, or in the first one, or load without reader="
+            )
+        if state["batch"]:
+            log.warning(
+                "an older version of cnr-store saved the position of the reader, after %d batches of epoch %d, without "
+                "their size: the loader must have the batch size, the data and the workers of the saved run",
+                *(state["batch"], state["epoch"]),
+            )
+
+    def _goes_by_epoch(self) -> bool:
+        parts = _parts_of(self._sampler.sampler, self._copy.dataset)
+        return any(callable(getattr(part, "set_epoch", None)) for part in parts)
+
+    def begin(self, reused: bool) -> Iterator[Any]:
+        return self._moved(super().begin(reused))
+
+    def resume(self, batches: int, reused: bool) -> Iterator[Any]:
+        return self._moved(super().resume(batches, reused))
+
+    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches on the device of Fabric's loader, by a copy of it that goes over them."""
+        moving = copy.copy(self._fabric)
+        moving._dataloader = batches
+        return iter(moving)
+
+
 def _tell_epoch(epoch: int, sampler: Any, dataset: Any) -> None:
     """Tell it to a sampler, those within it, and a dataset."""
+    for part in _parts_of(sampler, dataset):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
+def _parts_of(sampler: Any, dataset: Any) -> Iterator[Any]:
     while sampler is not None:
-        _set_epoch(sampler, epoch)
-        sampler = getattr(sampler, "__dict__", {}).get("sampler")  # asked now: set_epoch may have replaced it
-    _set_epoch(dataset, epoch)
-
-
-def _set_epoch(part: Any, epoch: int) -> None:
-    if callable(getattr(part, "set_epoch", None)):
-        part.set_epoch(epoch)
+        yield sampler
+        parts = getattr(sampler, "__dict__", {})  # asked now: set_epoch may have replaced it
+        within = parts.get("sampler")
+        sampler = wrapped_sampler(parts.get("dataset")) if within is None else within
+    yield dataset
 
 
 def length_of(batches: Any) -> int | None:

@@ -62,7 +62,7 @@ class TrackedReader(Generic[T]):
     def __init__(
         self, loader: Iterable[T], *, replay: bool = False, generators: Mapping[str, Any] | None = None
     ) -> None:
-        self._own = find_generators(loader) | check_generators(generators or {})
+        self._own = find_generators(loader, check_generators(generators or {}))
         self._source = open_source(loader, replay, partial(_flat_states, self._own))
         self._epoch = 0
         self._taken = 0
@@ -249,6 +249,8 @@ class TrackedReader(Generic[T]):
             raise OptionError("None is not a state of this reader: the version was saved without reader=")
         try:
             self._check(state)
+        except OptionError:
+            raise
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise OptionError(
                 f"not a state of this reader: {error}; give it the loader that was saved"
@@ -266,8 +268,7 @@ class TrackedReader(Generic[T]):
         for field in ("epoch", "batch"):
             if type(state[field]) is not int or state[field] < 0:
                 raise ValueError(f"its {field} is no count")
-        if state["loader"] != self._source.kind():
-            raise ValueError(f"its loader is {state['loader']!r:.300}, this one {self._source.kind()!r}")
+        self._source.check(state)
         if type(state["reused"]) is not bool:
             raise ValueError("it does not say whether workers were reused")
         start = state["start"]

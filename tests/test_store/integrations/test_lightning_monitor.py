@@ -97,6 +97,22 @@ def test_a_version_has_no_metric_of_other_weights(tmp_path: Path) -> None:
         assert found is None or (found == pytest.approx(score) and version.step % BATCHES == 0)
 
 
+def test_a_metric_that_is_logged_now_and_then_is_of_the_step_that_logged_it(tmp_path: Path) -> None:
+    class Now(Module):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if batch_idx % 4 == 0:
+                self.log("now", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 3), module=Now(), max_epochs=1)
+    assert [(one.step, one.metadata.get("now")) for one in cnr_store.versions(url)] == [
+        (3, None),
+        (6, None),
+        (8, None),
+    ]
+
+
 def test_the_step_of_each_save_is_saved_once(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     validated(tmp_path, CnrCheckpoint(url, 2, monitor="score"), val_check_interval=4)
