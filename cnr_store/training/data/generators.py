@@ -38,7 +38,7 @@ def find_generators(loader: object, named: Mapping[str, Generator]) -> dict[str,
         for name, value in getattr(part, "__dict__", {}).items():
             if _is_generator(value) and not any(value is known for known in (*generators.values(), *others)):
                 generators[f"{path}.{name}"] = value
-    return generators | named
+    return {**generators, **named}
 
 
 def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, object]]:

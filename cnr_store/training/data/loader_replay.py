@@ -36,7 +36,9 @@ def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
         raise OptionError(
             f"the {type(loader).__name__} has a state_dict of its own: give it to `save` as it is, reader=loader"
         )
-    if type(loader).__name__ == "_FabricDataLoader" and isinstance(loader._dataloader, DataLoader):
+    if type(loader).__name__ == "_FabricDataLoader" and isinstance(
+        getattr(loader, "_dataloader", None), DataLoader
+    ):
         return FabricSource(loader, replay, states)
     if not isinstance(loader, Iterable):
         raise OptionError(

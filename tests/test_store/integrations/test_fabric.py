@@ -195,7 +195,9 @@ def test_batches_are_on_the_device_of_fabrics_loader(stop: int) -> None:
     assert [batch[0].device.type for batch in second] == ["meta"] * (8 - stop)
 
 
-@pytest.mark.parametrize("other", [DataLoader(DATA, 10), DataLoader(Stream(), 5), DataLoader(range(30), 5)])
+@pytest.mark.parametrize(
+    "other", [DataLoader(DATA, 10), DataLoader(Stream(), 5), DataLoader(TensorDataset(torch.arange(30)), 5)]
+)
 def test_a_position_in_other_batches_is_refused(other: DataLoader[Any]) -> None:
     first = reader(DataLoader(DATA, 5))
     taken(first, 3)
