@@ -64,13 +64,34 @@ def with_early_return(value: int) -> Any:
     return clipped(scaled(value))
 
 
+def behind_tests(value: int) -> Any:
+    """Calls that Python may not make, or makes more than once."""
+    found = value > 1 and element(value - 2)
+    found += 0 if value < 1 else element(value - 1)
+    chained = 1 < value < element(value - 2)
+    while element(value) < 9:
+        value += 1
+    return found, chained, value
+
+
+@Helper
+def element(place: int) -> int:
+    """Fails outside of what it reads, as a kernel would."""
+    reached.append(place)
+    assert place >= 0
+    return place * 3
+
+
+reached: list[int] = []
+
+
 def is_helper(value: object) -> bool:
     return isinstance(value, Helper)
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "calls"),
-    [(two_calls, range(4), 0), (nested, range(5), 0), (with_early_return, range(4), 4)],
+    [(two_calls, range(4), 3), (nested, range(5), 0), (with_early_return, range(4), 4)],
 )
 def test_a_merged_function_computes_the_same(
     function: Callable[[int], Any], arguments: range, calls: int
@@ -82,6 +103,14 @@ def test_a_merged_function_computes_the_same(
     assert [made(each) for each in arguments] == expected
     assert sum(each.calls for each in (scaled, fill, clipped)) == calls
     assert (made.__name__, made.__module__) == (function.__name__, function.__module__)
+
+
+@pytest.mark.parametrize("value", range(5))
+def test_a_helper_is_called_where_python_calls_it(value: int) -> None:
+    reached.clear()
+    expected = behind_tests(value), [*reached]
+    reached.clear()
+    assert (merged(behind_tests, is_helper)(value), [*reached]) == expected
 
 
 def test_without_sources_calls_stay_calls() -> None:

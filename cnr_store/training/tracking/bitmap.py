@@ -187,7 +187,7 @@ def _combined(words: AnyArray, first: int, last: int) -> Any:
 
 @kernel
 def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
-    # The memory of eight rows that are all set is not read.
+    # The memory of eight rows that are all set is not read. Most blocks of eight rows are zero.
     for table in range(bitmaps.size):
         count, size = rows[table], row_words[table]
         bitmap = carray(_pointer(bitmaps[table]), (count + 7) >> 3, np.uint8)
@@ -196,10 +196,10 @@ def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_word
         for index in range(bitmap.size):
             if bitmap[index] == 0xFF:
                 continue
-            # Most blocks of eight rows are zero.
-            if 8 * index + 8 <= count and _combined(pairs, index * 4 * size, (index + 1) * 4 * size) == 0:
-                continue
-            for row in range(8 * index, min(8 * index + 8, count)):
+            seen = np.uint64(1)
+            if 8 * index + 8 <= count:
+                seen = _combined(pairs, index * 4 * size, (index + 1) * 4 * size)
+            for row in range(8 * index, min(8 * index + 8, count) if seen != 0 else 0):
                 if _combined(words, row * size, (row + 1) * size) != 0:
                     _or(bitmaps[table] + index, np.uint8(1 << (row & 7)))
 

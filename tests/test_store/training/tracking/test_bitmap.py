@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -208,3 +211,34 @@ def test_threads_that_mark_one_bitmap_undo_nothing() -> None:
             bitmap.mark(marked, 64, odd)
             assert {*odd} <= {*bitmap.rows_of(marked.copy(), 64)}
         thread.join()
+
+
+READS_AT_THE_END_OF_MEMORY = """
+import ctypes, mmap
+import numpy as np
+from cnr_store.training.tracking import bitmap
+
+for _ in bitmap.compile_kernels():
+    pass
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 2 * page)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(start + page), ctypes.c_size_t(page), 0) == 0
+for rows in (1, 7, 8, 9, 20):
+    for size in (1, 3, 8):
+        flags = bitmap.empty_bitmap(rows)
+        one = [np.array([each]) for each in (flags.ctypes.data, rows, start + page - 4 * rows * size, size)]
+        bitmap.mark_nonzero_of_tables(*one)
+        assert not flags.any()
+print("read")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="mprotect is POSIX")
+def test_no_memory_behind_a_gradient_is_read() -> None:
+    """A page behind it may belong to nobody: reading it ends the process, which is thus another one."""
+    done = subprocess.run(
+        [sys.executable, "-c", READS_AT_THE_END_OF_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr

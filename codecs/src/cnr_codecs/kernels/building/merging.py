@@ -21,7 +21,8 @@ Function = Callable[..., Any]
 def merged(function: Function, is_helper: Callable[[object], bool]) -> Function:
     """The function, with the bodies of the helpers that it calls in place of the calls.
 
-    Helpers that return before their end stay calls. Without sources, as in some bundles, all of them do.
+    A helper stays a call if it returns before its end, or where Python may not call it, or more than once: behind
+    ``and``, ``or`` and ``if``, in the test of a ``while``. Without sources, as in some bundles, all of them do.
     """
     try:
         merger = _Merger(function, is_helper)
@@ -76,7 +77,9 @@ class _Merger:
             if field in ("body", "orelse"):
                 setattr(statement, field, self.merge(value, space, renamed))
             elif isinstance(value, ast.AST):
-                setattr(statement, field, rewriter.visit(value))
+                is_repeated = isinstance(statement, ast.While) and field == "test"
+                visit = rewriter.visit_uncertain if is_repeated else rewriter.visit
+                setattr(statement, field, visit(value))
             elif isinstance(value, list):
                 setattr(statement, field, [rewriter.visit(each) for each in value])
         for each in before:
@@ -131,11 +134,35 @@ class _Rewriter(ast.NodeTransformer):
         self, merger: _Merger, space: dict[str, Any], renamed: dict[str, ast.expr], before: list[ast.stmt]
     ) -> None:
         self._merger, self._space, self._renamed, self._before = merger, space, renamed, before
+        self._is_certain = True
+
+    def visit_uncertain(self, node: ast.AST) -> Any:
+        """Visit what may be evaluated never, or often. A statement before it is executed once."""
+        was_certain, self._is_certain = self._is_certain, False
+        visited = self.visit(node)
+        self._is_certain = was_certain
+        return visited
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        first, *others = node.values
+        node.values = [self.visit(first), *(self.visit_uncertain(each) for each in others)]
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        node.left = self.visit(node.left)
+        first, *others = node.comparators
+        node.comparators = [self.visit(first), *(self.visit_uncertain(each) for each in others)]
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        node.test = self.visit(node.test)
+        node.body, node.orelse = self.visit_uncertain(node.body), self.visit_uncertain(node.orelse)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self._space.get(node.func.id) if isinstance(node.func, ast.Name) else None
         node.args = [self.visit(each) for each in node.args]
-        if self._merger.is_helper(called):
+        if self._is_certain and self._merger.is_helper(called):
             result = self._merger.inline(called, node.args, self._before)
             if result is not None:
                 return result
