@@ -44,13 +44,14 @@ def draw_again(trainer: Any, is_epoch_end: bool) -> None:
     """
     loaders = list(_flat(trainer.train_dataloader))
     if is_epoch_end:
-        for (
-            loader
-        ) in loaders:  # torchdata's samplers take a seed when they are made, in many programs always the same
+        for loader in loaders:
+            # torchdata's samplers take a seed when they are made, in many programs always the same.
             generator = getattr(getattr(loader, "sampler", None), "generator", None)
             if generator is not None and getattr(loader, "generator", None) is None:
                 generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    if is_epoch_end or not any(callable(getattr(loader, "state_dict", None)) for loader in loaders):
+        # Lightning then makes the iterators itself, behind the hooks that start an epoch: these may draw, too.
+        trainer.fit_loop._resuming_from_checkpoint = False
+    elif not any(callable(getattr(loader, "state_dict", None)) for loader in loaders):
         iter(trainer.fit_loop._data_fetcher)
 
 

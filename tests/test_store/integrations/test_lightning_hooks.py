@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
 import cnr_store
 from cnr_store import OptionError
@@ -241,29 +240,6 @@ def test_two_callbacks_leave_no_hook_behind(tmp_path: Path) -> None:
         loaded = Module()
         cnr_store.load(url, loaded)
         assert_equal(module, loaded)
-
-
-def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
-    class Noisy(TensorDataset):
-        def __getitem__(self, row: int) -> Any:
-            return self.tensors[0][row], self.tensors[1][row] + torch.rand(())
-
-    def trained(*callbacks: Callback) -> Module:
-        torch.manual_seed(3)
-        module, ids = Module(), torch.arange(BATCHES * 16) * 3 % 200
-        options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = Trainer(
-            max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, callbacks=list(callbacks), **options
-        )
-        trainer.fit(module, StatefulDataLoader(Noisy(ids, ids / 200), batch_size=16))
-        return module
-
-    url = str(tmp_path / "store")
-    undisturbed = trained()
-    for stop in (3, BATCHES + 2):
-        with pytest.raises(StopsError):
-            trained(CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(stop))
-    assert_equal(undisturbed, trained(CnrCheckpoint(url, 1, bits=32, resume=True)))
 
 
 def test_a_checkpoint_of_lightnings_own_and_a_version_are_not_mixed(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
 import cnr_store
 from cnr_store.integrations.lightning import CnrCheckpoint
@@ -205,53 +204,6 @@ def test_what_hooks_change_at_the_end_is_saved_whatever_it_is(tmp_path: Path) ->
     assert loaded.seen == [0, 1]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
-def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
-    tmp_path: Path, stop: int, workers: int
-) -> None:
-    ids = torch.arange(BATCHES * 16) * 3 % 200
-
-    def plain(*callbacks: Callback) -> Module:
-        loader = DataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True, num_workers=workers)
-        module = Module()
-        options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-        options |= {"enable_progress_bar": False, "enable_model_summary": False}
-        Trainer(max_epochs=4, default_root_dir=tmp_path, callbacks=list(callbacks), **options).fit(
-            module, loader
-        )
-        return module
-
-    url, whole = str(tmp_path / "store"), plain()
-    with pytest.raises(StopsError):
-        plain(CnrCheckpoint(url, BATCHES, bits=32), StopsAt(stop))
-    rest = plain(CnrCheckpoint(url, BATCHES, bits=32, resume=True))
-    assert rest.seen == whole.seen[-len(rest.seen) :]
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(rest.state_dict()[name], tensor), name
-
-
-def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_themselves(
-    tmp_path: Path,
-) -> None:
-    url, whole = (
-        str(tmp_path / "store"),
-        fit(tmp_path)[0],
-    )  # a Module sets the seed, and its loader is made behind it
-    with pytest.raises(StopsError):
-        fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32), StopsAt(BATCHES + 2))
-    rest, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=4)
-    again, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=5)
-    epoch = len(whole.seen) // EPOCHS
-    orders = [
-        tuple(seen[at : at + epoch])
-        for seen in (whole.seen[:epoch], rest.seen, again.seen)
-        for at in range(0, len(seen), epoch)
-    ]
-    assert len(orders) == 1 + 3 + 1
-    assert len(set(orders)) == len(orders)
-
-
 def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> None:
     class WithRate(Module):
         lr = 0.1
@@ -388,21 +340,3 @@ def test_a_module_that_swaps_weights_for_validation_is_saved_with_its_own(tmp_pa
     for version in cnr_store.versions(url):
         found = cnr_store.state_dict(url, version)["table.weight"]
         assert torch.equal(torch.from_numpy(found), trained[version.step]), version.step
-
-
-def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Path) -> None:
-    class Splits(Module):
-        def train_dataloader(self) -> Any:
-            self.split = torch.randperm(16).tolist()  # as random_split draws one
-            return StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16)
-
-    ids = torch.arange(BATCHES * 16) * 3 % 200
-    url, splits = str(tmp_path / "store"), []
-    for epochs in (1, 2):
-        module = Splits()
-        options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-        options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": epochs}
-        saves = CnrCheckpoint(url, BATCHES, bits=32, resume=True)
-        Trainer(default_root_dir=tmp_path, callbacks=[saves], **options).fit(module)
-        splits.append(module.split)
-    assert splits[0] == splits[1]

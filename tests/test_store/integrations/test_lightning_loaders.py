@@ -1,0 +1,121 @@
+"""Resumed fits read the samples that are left, in the order that they would have had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
+
+from cnr_store.integrations.lightning import CnrCheckpoint
+from tests.test_store.integrations.lightning_fit import (
+    BATCHES,
+    EPOCHS,
+    WARNINGS,
+    Module,
+    StopsAt,
+    StopsError,
+    fit,
+)
+from tests.test_store.integrations.test_lightning_hooks import assert_equal
+
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
+@pytest.mark.parametrize("hook", [None, "on_train_epoch_start", "on_train_epoch_end"])
+def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
+    tmp_path: Path, stop: int, workers: int, hook: str | None
+) -> None:
+    class Draws(Callback):
+        """Draws random numbers before the order of an epoch is drawn."""
+
+    if hook is not None:
+        setattr(Draws, hook, lambda *_: torch.rand(3))
+
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+
+    def plain(*callbacks: Callback) -> Module:
+        loader = DataLoader(TensorDataset(ids, ids / 200), batch_size=16, shuffle=True, num_workers=workers)
+        module = Module()
+        options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(max_epochs=4, default_root_dir=tmp_path, callbacks=[Draws(), *callbacks], **options).fit(
+            module, loader
+        )
+        return module
+
+    url, whole = str(tmp_path / "store"), plain()
+    with pytest.raises(StopsError):
+        plain(CnrCheckpoint(url, BATCHES, bits=32), StopsAt(stop))
+    rest = plain(CnrCheckpoint(url, BATCHES, bits=32, resume=True))
+    assert rest.seen == whole.seen[-len(rest.seen) :]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], tensor), name
+
+
+def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_themselves(
+    tmp_path: Path,
+) -> None:
+    url, whole = (
+        str(tmp_path / "store"),
+        fit(tmp_path)[0],
+    )  # a Module sets the seed, and its loader is made behind it
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32), StopsAt(BATCHES + 2))
+    rest, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=4)
+    again, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=5)
+    epoch = len(whole.seen) // EPOCHS
+    orders = [
+        tuple(seen[at : at + epoch])
+        for seen in (whole.seen[:epoch], rest.seen, again.seen)
+        for at in range(0, len(seen), epoch)
+    ]
+    assert len(orders) == 1 + 3 + 1
+    assert len(set(orders)) == len(orders)
+
+
+def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Path) -> None:
+    class Splits(Module):
+        def train_dataloader(self) -> Any:
+            self.split = torch.randperm(16).tolist()  # as random_split draws one
+            return StatefulDataLoader(TensorDataset(ids, ids / 200), batch_size=16)
+
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+    url, splits = str(tmp_path / "store"), []
+    for epochs in (1, 2):
+        module = Splits()
+        options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": epochs}
+        saves = CnrCheckpoint(url, BATCHES, bits=32, resume=True)
+        Trainer(default_root_dir=tmp_path, callbacks=[saves], **options).fit(module)
+        splits.append(module.split)
+    assert splits[0] == splits[1]
+
+
+def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, row: int) -> Any:
+            return self.tensors[0][row], self.tensors[1][row] + torch.rand(())
+
+    def trained(*callbacks: Callback) -> Module:
+        torch.manual_seed(3)
+        module, ids = Module(), torch.arange(BATCHES * 16) * 3 % 200
+        options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(
+            max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, callbacks=list(callbacks), **options
+        )
+        trainer.fit(module, StatefulDataLoader(Noisy(ids, ids / 200), batch_size=16))
+        return module
+
+    url = str(tmp_path / "store")
+    undisturbed = trained()
+    for stop in (3, BATCHES + 2):
+        with pytest.raises(StopsError):
+            trained(CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(stop))
+    assert_equal(undisturbed, trained(CnrCheckpoint(url, 1, bits=32, resume=True)))
