@@ -19,7 +19,18 @@ from torch import nn
 import cnr_store
 from cnr_store import CorruptionError
 from tests.test_store.format.wrong_values import NO_LIST, NO_MEMBER, NO_NUMBER, NO_OBJECT, NO_SHAPE, Forge
-from tests.test_store.support.tampering import ABSENT, DENSE, HUGE, ROWS, WEIGHT, Json, put, read_all, refused
+from tests.test_store.support.tampering import (
+    ABSENT,
+    DENSE,
+    DIM,
+    HUGE,
+    ROWS,
+    WEIGHT,
+    Json,
+    put,
+    read_all,
+    refused,
+)
 
 NO_DELTAS: list[Any] = [1, {}, [1], [["baseline"]], [["later", 1]], [["previous", -1]], [["previous", 1]] * 2]
 NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
@@ -314,3 +325,18 @@ def test_arrays_called_as_chunks_are(tmp_path: Path) -> None:
         array: Any = cnr_store.open(tmp_path / name)[name]
         weight = one.state_dict()["c.weight" if "tables" in name else "c"].numpy()
         assert np.array_equal(array[...], weight)
+
+
+def test_a_whole_array_without_some_rows(forge: Forge) -> None:
+    """It loads with no row of the memory that happened to be there."""
+    forgery = forge()
+    forgery.entry(WEIGHT).update(kind="whole", base=None)
+    forgery.sign()
+    for read in (
+        lambda: np.asarray(cnr_store.open(forgery.url)[WEIGHT]),
+        lambda: cnr_store.state_dict(forgery.url),
+        lambda: cnr_store.rows(forgery.url, "emb", range(ROWS)),
+        lambda: cnr_store.load(forgery.url, nn.ModuleDict({"emb": nn.Embedding(ROWS, DIM)}), strict="ignore"),
+    ):
+        with pytest.raises(CorruptionError, match=rf"{ROWS - 4} rows from row 2 on are in no link"):
+            read()
