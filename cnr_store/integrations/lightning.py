@@ -14,9 +14,9 @@ import torch
 from cnr_store.catalog.catalog import Url
 from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.integrations import lightning_averages as averages
+from cnr_store.integrations import lightning_metrics as logged
 from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks, last_hook_of_validation
 from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
-from cnr_store.integrations.lightning_metrics import LoggedMetrics, goes_by_clock, will_validate
 from cnr_store.integrations.lightning_package import (
     Callback,
     LightningModule,
@@ -136,7 +136,7 @@ class CnrCheckpoint(Callback):
             )
         self._step_before_batch = trainer.global_step
         self._trainer_state = TrainerState(trainer)
-        self._metrics = LoggedMetrics(trainer)
+        self._metrics = logged.LoggedMetrics(trainer)
         state = {
             **(self._options.get("state") or {}),
             "lightning.precision": trainer.precision_plugin,
@@ -214,12 +214,12 @@ class CnrCheckpoint(Callback):
         self._metrics.note()  # also if nothing is saved: the next version is of other weights
         if self._trainer_state.holds_loops:  # no validation came behind the batch before
             self._trainer_state.release_loops()
-            self._waits_for_validation = goes_by_clock(trainer)
+            self._waits_for_validation = logged.goes_by_clock(trainer)
         may_wait = self._waits_for_validation and trainer.global_step > self._step_before_batch
-        validates = may_wait and will_validate(trainer)
+        validates = may_wait and logged.will_validate(trainer)
         if self._is_due(trainer) and not trainer.is_last_batch and not validates:
             self._save(trainer, ends="step")
-        if validates or (may_wait and goes_by_clock(trainer) and not trainer.is_last_batch):
+        if validates or (may_wait and logged.goes_by_clock(trainer) and not trainer.is_last_batch):
             self._trainer_state.hold_loops()
 
     def _end_validation(self, trainer: Trainer) -> None:
@@ -278,6 +278,7 @@ class CnrCheckpoint(Callback):
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
+                logged.warn_of_validation(trainer)
                 averages.restore_trained(trainer)
                 self._trainer_state.release_loops()
                 self._save_last(trainer)

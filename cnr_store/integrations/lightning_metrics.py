@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
+
+log = logging.getLogger("cnr_store")
 
 
 class LoggedMetrics:
@@ -55,6 +58,18 @@ def will_validate(trainer: Any) -> bool:
         and not loop._skip_next_val
         and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     )
+
+
+def warn_of_validation(trainer: Any) -> None:
+    """Log if a validation is due behind the batch that a SIGTERM ended, or was broken off by it."""
+    loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
+    is_due = epochs.processed < epochs.ready and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+    if trainer.validating or is_due:
+        log.warning(
+            "a SIGTERM came before the validation behind step %d had ended. A resumed fit may not run it: then "
+            "schedulers and callbacks that follow its metrics miss it",
+            trainer.global_step,
+        )
 
 
 def goes_by_clock(trainer: Any) -> bool:

@@ -29,7 +29,7 @@ from cnr_store.integrations.lightning_package import Callback, LightningModule, 
 log = logging.getLogger("cnr_store")
 
 # Beside the loops, under names that no loop has.
-_KEY, _PLATEAUS, _METRICS, _EPOCH_END = "checkpoint", "plateaus", "metrics", "epoch_end"
+_KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
 _BATCHES_TO_STEP = 1000
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
@@ -76,7 +76,7 @@ class TrainerState:
             _PLATEAUS: self._plateaus(self.ends),
             _METRICS: metrics,
         }
-        own[_EPOCH_END] = self.is_epoch_end
+        own[_EPOCH_END], own[_STOPPED] = self.is_epoch_end, bool(self._trainer.should_stop)
         return {**loops, **own}
 
     @property
@@ -136,7 +136,14 @@ class TrainerState:
         stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
         self._metrics = loops.pop(_METRICS, {})
         self.is_epoch_end = loops.pop(_EPOCH_END, False)
+        was_stopped = loops.pop(_STOPPED, False)
         self._trainer.fit_loop.load_state_dict(loops)
+        if was_stopped:
+            log.warning(
+                "the fit was told to stop, as EarlyStopping does; this one trains on until it is told again"
+            )
+        if self.is_epoch_end:
+            _begin_next_epoch(self._trainer.fit_loop)
         _RESUMED[self._trainer] = self
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
@@ -253,6 +260,17 @@ class TrainerState:
                 "the average into the model",
                 ", ".join(one.state_key for one in left),
             )
+
+
+def _begin_next_epoch(loop: Any) -> None:
+    """Begin behind an epoch that was processed.
+
+    Lightning does so for trainers without `max_steps`. With them, it takes the epoch for one to restart, and then
+    trains no batch of the next one.
+    """
+    epochs = loop.epoch_progress.current
+    if epochs.ready == epochs.started == epochs.processed:
+        loop._restarting = loop.epoch_loop.restarting = False
 
 
 def end_resumed_epoch(trainer: Any) -> None:

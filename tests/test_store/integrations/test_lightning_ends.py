@@ -81,6 +81,38 @@ def test_no_sample_is_lost_if_a_sigterm_comes_behind_the_batches_of_an_epoch(
     assert epochs == [sorted(first.seen)] * EPOCHS
 
 
+@pytest.mark.parametrize(
+    ("hook", "step", "is_missed"),
+    [
+        ("on_train_batch_end", BATCHES, True),
+        ("on_validation_batch_end", BATCHES, True),
+        ("on_train_batch_end", BATCHES - 1, False),
+        ("on_train_epoch_end", BATCHES, False),
+    ],
+)
+def test_a_validation_that_a_sigterm_forestalls_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, step: int, is_missed: bool
+) -> None:
+    told_to_end(tmp_path, hook, step)
+    told = [one.getMessage() for one in caplog.records if "SIGTERM came before" in one.getMessage()]
+    assert [f"behind step {step} " in one for one in told] == [True] * is_missed
+
+
+def test_a_fit_that_was_told_to_stop_says_that_it_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stops(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    url = str(tmp_path / "store")
+    for number in (1, 2):
+        _, trainer = fit(tmp_path, CnrCheckpoint(url, 100, resume=True), Stops())
+        assert trainer.global_step == number * BATCHES
+        told = [one.levelname for one in caplog.records if "told to stop" in one.getMessage()]
+        assert told == ["WARNING"] * (number - 1)
+
+
 def test_a_sigterm_in_the_middle_of_an_accumulation_saves_nothing(tmp_path: Path) -> None:
     first, second, saved = told_to_end(tmp_path, "on_train_batch_start", step=2, accumulate_grad_batches=3)
     assert saved == []

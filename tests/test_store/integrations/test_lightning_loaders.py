@@ -119,3 +119,35 @@ def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
         with pytest.raises(StopsError):
             trained(CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(stop))
     assert_equal(undisturbed, trained(CnrCheckpoint(url, 1, bits=32, resume=True)))
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_steps": 30},
+        {"max_steps": 100, "max_epochs": 4},
+        {"max_steps": 100, "max_epochs": 4, "limit_train_batches": BATCHES - 1},
+    ],
+)
+def test_a_limit_of_steps_skips_no_epoch_and_repeats_no_batch(
+    tmp_path: Path, kind: Any, limits: dict[str, Any]
+) -> None:
+    """Lightning takes an epoch that has ended for one to restart if there is a limit of steps."""
+    ids = torch.arange(BATCHES * 16) * 3 % 200
+    batches = limits.get("limit_train_batches", BATCHES)
+
+    def trained(*callbacks: Callback) -> tuple[Module, int]:
+        options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        module, trainer = Module(), Trainer(callbacks=list(callbacks), **limits, **options)
+        trainer.fit(module, kind(TensorDataset(ids, ids / 200), batch_size=16))
+        return module, trainer.global_step
+
+    url, (whole, steps) = str(tmp_path / "store"), trained()
+    for stop in (batches, 2 * batches):
+        with pytest.raises(StopsError):
+            trained(CnrCheckpoint(url, batches, bits=32, resume=True), StopsAt(stop))
+    rest, last = trained(CnrCheckpoint(url, batches, bits=32, resume=True))
+    assert (last, rest.seen) == (steps, whole.seen[-len(rest.seen) :])
+    assert_equal(rest, whole)
