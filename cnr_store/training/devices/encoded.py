@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cnr_codecs.lattice.lattice import Codes, LatticeRows, Mask
+from cnr_codecs.lattice.lattice import LatticeRows
+from cnr_codecs.lattice.segments import Codes, Mask
 from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows

@@ -276,5 +276,5 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         LatticeRows(step=1.0).encode_codes(
             codes, marks, raw[:0], None, [0, 2], 2, element="float32", seals=[0]
         )
-    with pytest.raises(RowsError, match="on the step None"):
+    with pytest.raises(RowsError, match="on a known step only"):
         LatticeRows().encode_codes(codes, marks, raw, None, [0, 2], 2, element="float32", seals=[0])
