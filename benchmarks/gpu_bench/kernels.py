@@ -11,7 +11,7 @@ import torch
 from benchmarks.codec_bench.target import Target
 from benchmarks.gpu_bench import aims
 from benchmarks.gpu_bench.place import Place
-from cnr_codecs import LatticeRows, RowCodec, UniformRows, lattice_step
+from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, lattice_step
 from cnr_store.training.devices.encode import quantize
 from cnr_store.training.devices.support import kernels_on
 
@@ -21,6 +21,7 @@ _CODECS: dict[str, RowCodec] = {
     "asymmetric, 8 bits": UniformRows("asymmetric", 8),
     "asymmetric, 4 bits": UniformRows("asymmetric", 4),
     "lattice": LatticeRows(step=lattice_step(0.35)),
+    "floating, 3 bits": FloatingRows(3),
 }
 _DECODED = ("asymmetric, 8 bits", "asymmetric, 4 bits")
 _CHANGED = 0.25

@@ -90,7 +90,7 @@ class RowCodes:
 
     def encode_made(
         self,
-        codec: LatticeRows,
+        codec: LatticeRows | FloatingRows,
         made: tuple[npt.NDArray[np.int16], Mask, Array],
         begin: int,
         offsets: Array | None,

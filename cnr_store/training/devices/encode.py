@@ -16,16 +16,18 @@ import torch
 
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows, most_code
 from cnr_codecs.lattice.steps import SUM_LANES, SUM_ROWS, Sum, add_sums, root_mean_square
+from cnr_codecs.payload.coded import MANTISSA_BITS, code_range
 from cnr_codecs.payload.payload import ParameterType, Scheme, row_bytes
 from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
 from cnr_store.training.devices import moving
 from cnr_store.training.devices.encoded import (
-    LatticeEncoded,
-    LatticePiece,
+    IntegersEncoded,
+    IntegersPiece,
     Piece,
     UniformEncoded,
     UniformPiece,
@@ -49,11 +51,12 @@ def can_encode(codec: RowCodec, values: torch.Tensor, is_whole: bool = False) ->
     if element is None or values.ndim != 2 or values.stride(1) != 1 or values.stride(0) < values.shape[1]:
         return False
     # A subclass may encode rows in a way of its own.
-    is_known = (
-        codec.is_worthwhile(int(values.shape[1]), element)
-        if type(codec) is UniformRows
-        else type(codec) is LatticeRows and (is_whole or codec.step is not None)
-    )
+    if type(codec) is UniformRows:
+        is_known = codec.is_worthwhile(int(values.shape[1]), element)
+    elif type(codec) is LatticeRows:
+        is_known = is_whole or codec.step is not None
+    else:
+        is_known = type(codec) is FloatingRows
     return is_known and kernels_on(values.device) is not None
 
 
@@ -82,12 +85,12 @@ def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> E
         width = row_bytes(SCHEMES[codec.scheme], codec.bits, source.dim)
         pieces = _in_pieces(source, width + _PARAMETER_BYTES, lambda each: _uniform(codec, each))
         return UniformEncoded(codec, element, pieces, values.device)
-    assert isinstance(codec, LatticeRows)
-    stepped = codec
-    if codec.step is None:
-        stepped = codec.with_step(codec.step_of(root_mean_square(_block_sums(source.values))))
-    moved = _in_pieces(source, 2 * source.dim + 1, lambda each: _lattice(stepped, each))
-    return LatticeEncoded(stepped, element, moved, values.device)
+    assert isinstance(codec, LatticeRows | FloatingRows)
+    known = codec
+    if isinstance(codec, LatticeRows) and codec.step is None:
+        known = codec.with_step(codec.step_of(root_mean_square(_block_sums(source.values))))
+    moved = _in_pieces(source, 2 * source.dim + 1, lambda each: _integers(known, each))
+    return IntegersEncoded(known, element, moved, values.device)
 
 
 def _in_pieces(source: Any, staged_bytes: int, made: Callable[[Any], Made]) -> list[Made]:
@@ -128,16 +131,22 @@ def quantize(codec: RowCodec, source: Any) -> tuple[torch.Tensor, ...]:
 
     Returns
     -------
-    For n rows on a lattice: int16 (n, dim), the codes; uint8 (n,), which rows have none. Else parameters as float32 and
-    as float16 (2, n); uint8 (n,), the kinds of parameters; uint8 (n, bytes a row), packed codes.
+    For n rows on a lattice or a floating grid: int16 (n, dim), the codes; uint8 (n,), which rows have none, whose codes
+    are anything. Else parameters as float32 and as float16 (2, n); uint8 (n,), the kinds of parameters; uint8
+    (n, bytes a row), packed codes.
     """
     kernels, count, empty = kernels_on(source.values.device), source.count, source.values.new_empty
     element = element_named(_ELEMENTS[source.values.dtype])
-    if isinstance(codec, LatticeRows):
-        assert codec.step is not None
-        codes = empty((count, source.dim), dtype=torch.int16), empty(count, dtype=torch.uint8)
-        kernels.quantize_lattice(source, codec.step, most_code(codec.step, element), *codes)
-        return codes
+    if isinstance(codec, LatticeRows | FloatingRows):
+        integers = empty((count, source.dim), dtype=torch.int16), empty(count, dtype=torch.uint8)
+        if isinstance(codec, FloatingRows):
+            mantissa = codec.mantissa_bits
+            limits = code_range(mantissa, element.name)
+            kernels.quantize_floating(source, MANTISSA_BITS - mantissa, *limits, *integers)
+        else:
+            assert codec.step is not None
+            kernels.quantize_lattice(source, codec.step, most_code(codec.step, element), *integers)
+        return integers
     assert isinstance(codec, UniformRows)
     bits, scheme = codec.bits, SCHEMES[codec.scheme]
     floats, halves = (empty((2, count), dtype=dtype) for dtype in (torch.float32, torch.float16))
@@ -168,12 +177,12 @@ def _uniform(codec: UniformRows, source: Any) -> UniformPiece:
     return UniformPiece(np.flatnonzero(raw), values, arriving, count, nbytes, kinds)
 
 
-def _lattice(codec: LatticeRows, source: Any) -> LatticePiece:
+def _integers(codec: LatticeRows | FloatingRows, source: Any) -> IntegersPiece:
     codes, raw = quantize(codec, source)
     arriving, is_raw = start_copy((codes,)), raw.cpu().numpy().view(np.bool_)
     values, count = _values(source, is_raw), source.count
     nbytes = count * (2 * source.dim + 1) + values.nbytes
-    return LatticePiece(np.flatnonzero(is_raw), values, arriving, count, nbytes, is_raw)
+    return IntegersPiece(np.flatnonzero(is_raw), values, arriving, count, nbytes, is_raw)
 
 
 def _block_sums(values: torch.Tensor) -> list[Sum]:

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cnr_codecs.lattice.lattice import Codes, LatticeRows, Mask
+from cnr_codecs.lattice.floating import FloatingRows
+from cnr_codecs.lattice.lattice import LatticeRows
+from cnr_codecs.lattice.segments import Codes, Mask
 from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
@@ -20,7 +22,7 @@ from cnr_store.training.devices.moving import Arrays
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.writing.row_codes import RowCodes
 
-Codec = TypeVar("Codec", UniformRows, LatticeRows)
+Codec = TypeVar("Codec", bound=UniformRows | LatticeRows | FloatingRows)
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class UniformPiece(Piece):
 
 
 @dataclass(frozen=True)
-class LatticePiece(Piece):
-    """Rows on a lattice; `is_raw`, (count,), marks the raw ones."""
+class IntegersPiece(Piece):
+    """Rows as integers, on one step or a floating grid; `is_raw`, (count,), marks the raw ones."""
 
     is_raw: Mask
 
@@ -132,8 +134,8 @@ class UniformEncoded(Encoded[UniformRows]):
         )
 
 
-class LatticeEncoded(Encoded[LatticeRows]):
-    """Rows on a lattice."""
+class IntegersEncoded(Encoded[LatticeRows | FloatingRows]):
+    """Rows as integers, on one step or a floating grid."""
 
     def payloads(
         self,

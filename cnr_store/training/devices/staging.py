@@ -39,6 +39,8 @@ def encode_staged(
     """
     if not support.is_elsewhere(tensor.device):
         return None
+    if tensor.ndim == 1:  # state of one number a row
+        tensor = tensor[:, None]
     if codec is None:
         return _left_to_host(path, "ranks share its rows, and it is whole or in columns")
     if not can_encode(codec, tensor, ids is None):

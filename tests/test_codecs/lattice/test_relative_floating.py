@@ -30,7 +30,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_codecs.entropy import reference
 from cnr_codecs.lattice.floating import floating_codes
-from cnr_codecs.lattice.lattice import segments_over
+from cnr_codecs.lattice.segments import segments_over
 from cnr_codecs.payload.coded import floating_values
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories

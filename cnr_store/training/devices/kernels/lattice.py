@@ -1,4 +1,4 @@
-"""Finds the integers of rows on one step, and the sums of squares that steps come from."""
+"""Finds the integers of rows on one step or a floating grid, and the sums of squares that steps come from."""
 
 import triton
 import triton.language as tl
@@ -43,6 +43,45 @@ def encode_lattice(
         tl.store(codes + number[:, None] * dim + columns[None, :], code.to(tl.int16), mask=mask)
         most = tl.maximum(most, tl.max(tl.where(mask, tl.abs(code), 0), axis=1))
     tl.store(raw + number, (most > limit).to(tl.uint8), mask=held)
+
+
+@triton.jit(do_not_specialize=["count", "least", "most"])
+def encode_floating(
+    source,
+    ids,
+    count,
+    stride,
+    least,
+    most,
+    codes,
+    raw,
+    dim: tl.constexpr,
+    shift: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    all_rows: tl.constexpr,
+    as_bfloat16: tl.constexpr,
+):
+    """Write int16 codes of `count` rows: the bits of float32 above the lowest `shift`, rounded half even.
+
+    A row with a magnitude that is neither that of 0 nor from `least` to `most` is marked in `raw`.
+    """
+    start, held, number = rows_of_program(ids, count, stride, rows, all_rows)
+    beyond = tl.zeros((rows,), tl.int32)
+    for column in range(0, dim, block):
+        columns = column + tl.arange(0, block)
+        mask = held[:, None] & (columns < dim)[None, :]
+        values = load_values(source, start[:, None] + columns[None, :], mask, as_bfloat16)
+        bits = values.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # The lowest bits are rounded by themselves: the sum with all bits of a NaN is beyond int32.
+        upper, lowest = size >> shift, size & ((1 << shift) - 1)
+        magnitude = upper + ((lowest + ((1 << (shift - 1)) - 1) + (upper & 1)) >> shift)
+        outside = (size != 0) & ((magnitude < least) | (magnitude > most))
+        code = tl.where(bits < 0, -magnitude, magnitude)
+        tl.store(codes + number[:, None] * dim + columns[None, :], code.to(tl.int16), mask=mask)
+        beyond = tl.maximum(beyond, tl.max(outside.to(tl.int32), axis=1))
+    tl.store(raw + number, beyond.to(tl.uint8), mask=held)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -160,6 +160,19 @@ def quantize_lattice(source: Source, step: float, limit: int, found: torch.Tenso
     )
 
 
+def quantize_floating(
+    source: Source, shift: int, least: int, most: int, found: torch.Tensor, raw: torch.Tensor
+) -> None:
+    """Write the codes of rows on a floating grid; `found` and `raw` are those of `quantize_lattice`.
+
+    Of a float32 the lowest `shift` bits are left out. Magnitudes other than 0 are from `least` to `most`.
+    """
+    tile = _tile(source.dim)
+    arguments = (*source.place, least, most, found, raw)
+    options = {"dim": source.dim, "shift": shift, **tile, **source.kinds}
+    _run(lattice.encode_floating, source.count, tile["rows"], *arguments, **options)
+
+
 def sum_squares(values: torch.Tensor, block_rows: int, sums: torch.Tensor) -> None:
     """Write the sums of squares of each block of rows of a table to `sums`, float64 (blocks, lanes)."""
     (count, dim), stride = values.shape, values.stride(0)

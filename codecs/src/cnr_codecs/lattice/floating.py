@@ -5,6 +5,7 @@ A value's code depends on that value alone. The bytes of a row depend on the row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating
-from cnr_codecs.lattice.lattice import Codes, Mask, segments_over
+from cnr_codecs.lattice.segments import Codes, Grid, Mask, payloads_of, segments_of, segments_over
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_MANTISSA,
@@ -22,10 +23,9 @@ from cnr_codecs.payload.coded import (
     code_range,
     has_floating_codes,
 )
-from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
-from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.payload.payload import build
 from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_rows, raw_segment
+from cnr_codecs.rows import check_rows
 
 DEFAULT_MANTISSA_BITS = 3
 # What signs, exponents and models were measured to take beside the mantissa, in rows of a trained accumulator.
@@ -87,7 +87,8 @@ class FloatingRows:
     ) -> bytes:
         """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
         kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
-        segments = self._segments(values, offsets, rows, kind) if len(values) else []
+        held, raw = floating_codes(values, self.mantissa_bits, kind.name)
+        segments = segments_of(held, raw, values[raw], offsets, rows, kind, self._grid)
         return build(rows, values.shape[1], kind, segments, seal)
 
     def encode_over(
@@ -100,6 +101,7 @@ class FloatingRows:
         *,
         element: str,
         seal: int = 0,
+        quantized: tuple[Codes, Mask] | None = None,
     ) -> tuple[bytes, Codes, Mask]:
         """Return the payload of a chunk whose rows are relative to older ones; see `LatticeRows.encode_over`.
 
@@ -108,7 +110,7 @@ class FloatingRows:
 
         Parameters
         ----------
-        values, offsets, rows, parent, known, element, seal
+        values, offsets, rows, parent, known, element, seal, quantized
             As there. The codes of parents are those of the same grid.
 
         Raises
@@ -117,25 +119,51 @@ class FloatingRows:
             An argument is not as there.
         """
         kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
-        held, raw = floating_codes(values, self.mantissa_bits, kind.name)
-        grid, near = (self.mantissa_bits, 0.0), known & ~raw
+        held, raw = quantized or floating_codes(values, self.mantissa_bits, kind.name)
+        near = known & ~raw
         if near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
-        segments, codes = segments_over(values, offsets, rows, parent, near, held, raw, kind, grid)
+        segments, codes = segments_over(values, offsets, rows, parent, near, held, raw, kind, self._grid)
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 
-    def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        codes, raw = floating_codes(values, self.mantissa_bits, element.name)
-        segments = []
-        if len(codes):
-            chosen = offsets if not raw.any() else offsets[~raw]
-            row_set = RowSet.of(chosen, rows, gaps=True)
-            no_step, stored = np.zeros((1, 1), np.float32), codes.view(np.uint8)
-            kinds = Scheme.LATTICE, self.mantissa_bits, ParameterType.FLOAT32
-            segments.append(Segment(*kinds, row_set, no_step, stored))
-        if raw.any():
-            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
-        return segments
+    def encode_codes(
+        self,
+        codes: Codes,
+        raw: Mask,
+        raw_values: Rows,
+        offsets: Offsets | None,
+        edges: Sequence[int],
+        rows: int,
+        *,
+        element: str,
+        seals: Sequence[int],
+    ) -> list[bytes]:
+        """Return the payloads of several chunks whose codes were computed elsewhere, as `encode_rows` returns each.
+
+        Parameters
+        ----------
+        codes
+            int16 (n, dim): the codes of the rows of all chunks, as `floating_codes` has them; anything where `raw`.
+        raw
+            bool (n,): rows that `floating_codes` has none of.
+        raw_values
+            (m, dim), of the element type's array dtype: these rows.
+        offsets, edges, rows, element, seals
+            As for `ChunksCodec.encode_chunks`.
+
+        Raises
+        ------
+        RowsError
+            An argument is not as above.
+        """
+        kind = _floating_element(element)
+        return payloads_of(
+            codes, raw, raw_values, offsets, edges, rows, self._grid, element=kind.name, seals=seals
+        )
+
+    @property
+    def _grid(self) -> Grid:
+        return self.mantissa_bits, 0.0
 
 
 def floating_codes(

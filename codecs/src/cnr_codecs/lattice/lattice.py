@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,13 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
+from cnr_codecs.lattice.segments import Codes, Mask, payloads_of, segments_of, segments_over
 from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
-from cnr_codecs.payload.coded import MAX_CODE, CodedRows
-from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
-from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.payload.coded import MAX_CODE
+from cnr_codecs.payload.payload import Segment, build
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_offsets, check_rows, check_values, raw_segment
+from cnr_codecs.rows import check_rows
 
 DEFAULT_RMS_STEP = 0.35
 MIN_RMS_STEP, MAX_RMS_STEP = 1e-3, 16.0
@@ -33,9 +32,6 @@ _MAX_CODE_OF_16_BITS = 127
 _NORMAL_WIDTH = math.sqrt(2 * math.pi * math.e)
 # What rows that differ in size add to that.
 _CLASSES_BITS = 0.4
-
-Codes: TypeAlias = npt.NDArray[np.int16]
-Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -149,11 +145,10 @@ class LatticeRows:
         payload, codes, coded
             The payload; int16 (n, dim), the codes; bool (n,), the rows that have codes: those of others are 0.
         """
-        if self.step is None:
-            raise RowsError("rows can be relative to others on a known step only: give one by with_step")
+        step = self._known_step()
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        held, raw = quantized or _quantize(values, self.step, kind)
-        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, self.step))
+        held, raw = quantized or _quantize(values, step, kind)
+        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 
     def encode_codes(
@@ -186,27 +181,8 @@ class LatticeRows:
         RowsError
             An argument is not as above, or the codec has no `step`.
         """
-        kind, raw_values = check_values(raw_values, rows, quantizable_element(element).name)
-        dim, at = raw_values.shape[1], np.flatnonzero(raw)
-        if self.step is None or codes.shape != (len(raw), dim) or len(at) != len(raw_values):
-            raise RowsError(
-                f"codes of {len(raw)} rows of {dim} values on the step {self.step} can't have the shape {codes.shape}, "
-                f"{len(at)} raw rows and values of {len(raw_values)}"
-            )
-        payloads = []
-        for (begin, end), seal in zip(pairwise(edges), seals, strict=True):
-            places = np.arange(end - begin) if offsets is None else offsets[begin:end]
-            check_offsets(places, end - begin, rows)
-            first, last = np.searchsorted(at, (begin, end))
-            segments, is_raw = [], raw[begin:end]
-            if last - first < end - begin:
-                held = codes[begin:end] if first == last else codes[begin:end][~is_raw]
-                segments.append(_segment(held, places[~is_raw], rows, (0, self.step)))
-            if first < last:
-                values = raw_values[first:last]
-                segments.append(raw_segment(values, places[is_raw], rows, np.arange(len(values)), kind))
-            payloads.append(build(rows, dim, kind, segments, seal))
-        return payloads
+        kind, grid = quantizable_element(element), (0, self._known_step())
+        return payloads_of(codes, raw, raw_values, offsets, edges, rows, grid, element=kind.name, seals=seals)
 
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.
@@ -231,6 +207,13 @@ class LatticeRows:
         assert self.rms_step is not None
         return lattice_step(self.rms_step * rms)
 
+    def _known_step(self) -> float:
+        if self.step is None:
+            raise RowsError(
+                "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
+            )
+        return self.step
+
     def _options(self) -> dict[str, Any]:
         values = {"rms_step": self.rms_step, "step": self.step}
         return {name: value for name, value in values.items() if value is not None}
@@ -239,15 +222,8 @@ class LatticeRows:
         step = self.step
         if step is None:
             step = self.step_of(root_mean_square(block_sums(_wide(values))))
-        codes, raw = _quantize(values, step, element)
-        segments = []
-        if len(codes):
-            segments.append(
-                _segment(codes, offsets if len(codes) == len(raw) else offsets[~raw], rows, (0, step))
-            )
-        if len(codes) < len(raw):
-            segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
-        return segments
+        held, raw = _quantize(values, step, element)
+        return segments_of(held, raw, values[raw], offsets, rows, element, (0, step))
 
 
 def _wide(values: Rows) -> npt.NDArray[np.float32]:
@@ -264,70 +240,6 @@ def _quantize(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]
         _wide(values).reshape(-1), dim, 1 / step, most_code(step, element), codes.reshape(-1), raw
     )
     return codes[:held], raw.view(np.bool_)
-
-
-def segments_over(
-    values: Rows,
-    offsets: Offsets,
-    rows: int,
-    parent: npt.NDArray[np.signedinteger[Any]],
-    known: Mask,
-    held: Codes,
-    raw: Mask,
-    element: Element,
-    grid: tuple[int, float],
-) -> tuple[list[Segment], Codes]:
-    """Return the segments of `encode_over`, and the codes of all rows, 0 for those without.
-
-    Parameters
-    ----------
-    values, offsets, rows, parent, known
-        As for `encode_over`.
-    held, raw
-        The codes of the rows that have any, and which have none.
-    element
-        The element type.
-    grid
-        The bits of a floating grid and 0; or 0 and the step.
-
-    Raises
-    ------
-    RowsError
-        `parent` or `known` does not fit the rows.
-    """
-    if parent.shape != values.shape or known.shape != values.shape[:1]:
-        raise RowsError(
-            f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
-        )
-    codes = held
-    if len(held) < len(raw):
-        codes = np.zeros(values.shape, np.int16)
-        codes[~raw] = held
-    segments = []
-    for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
-        if chosen.any():
-            base = parent[chosen] if is_relative else None
-            segments.append(_segment(codes[chosen], offsets[chosen], rows, grid, base))
-    if raw.any():
-        segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
-    return segments, codes
-
-
-def _segment(
-    codes: Codes,
-    offsets: Offsets,
-    rows: int,
-    grid: tuple[int, float],
-    parent: npt.NDArray[np.signedinteger[Any]] | None = None,
-) -> Segment:
-    """Return the segment of rows of these codes, relative to those of the same rows in `parent` if there is one."""
-    mantissa, step = grid
-    row_set, parameters = RowSet.of(offsets, rows, gaps=True), np.full((1, 1), step, np.float32)
-    kinds = mantissa, ParameterType.FLOAT32, row_set, parameters
-    if parent is None:
-        return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
-    coded = CodedRows.encode(codes, mantissa, codes.astype(np.int32) - parent)
-    return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
 
 
 def most_code(step: float, element: Element) -> int:

@@ -59,6 +59,21 @@ JOBS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"dim": 64, "rows": 32, "block": 64, **SOME},
     ),
     (
+        lattice.encode_floating,
+        (*ROWS, "i32", "i32", "*i16", "*u8"),
+        {"dim": 64, "shift": 20, "rows": 32, "block": 64, **SOME},
+    ),
+    (
+        lattice.encode_floating,
+        ("*fp16", *ROWS[1:], "i32", "i32", "*i16", "*u8"),
+        {"dim": 17, "shift": 16, "rows": 64, "block": 32, **SOME},
+    ),
+    (
+        lattice.encode_floating,
+        ("*i16", *ROWS[1:], "i32", "i32", "*i16", "*u8"),
+        {"dim": 1, "shift": 22, "rows": 128, "block": 1, **ALL},
+    ),
+    (
         lattice.sum_squares,
         ("*fp32", "i64", "i64", "*fp64"),
         {"dim": 64, "rows": 1 << 16, "lanes": 64, "in_one_piece": True, "as_bfloat16": False},

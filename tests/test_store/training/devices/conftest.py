@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cnr_store.training.devices import staging
+from cnr_store.writing.plan import EncodedRows
 from tests.test_store.training.devices.device import DEVICE
 
 
@@ -23,3 +26,18 @@ def _like_a_device() -> Iterator[None]:
     """The interpreter computes by numpy, which warns of NaN and overflows; devices don't."""
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the arrays that were quantized on their device, in order."""
+    paths: list[str] = []
+    encode_staged = staging.encode_staged
+
+    def noted(path: str, *others: Any) -> EncodedRows | None:
+        found = encode_staged(path, *others)
+        paths.extend([path] * (found is not None))
+        return found
+
+    monkeypatch.setattr("cnr_store.training.saving.snapshot.encode_staged", noted)
+    return paths

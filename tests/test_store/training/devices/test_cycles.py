@@ -14,10 +14,17 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_codecs import FloatingRows, LatticeRows, LosslessRows, RowCodec, UniformRows, lattice_step
+from cnr_codecs import (
+    FloatingRows,
+    LatticeRows,
+    LosslessRows,
+    RowCodec,
+    UniformRows,
+    lattice_step,
+    row_codec,
+)
 from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices import moving, staging, support
-from cnr_store.writing.plan import EncodedRows
 from tests.test_store.training.devices.device import DEVICE, kernels
 
 ROWS, DIM = 40, 6
@@ -30,21 +37,6 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     staging._left_to_host.cache_clear()
     if DEVICE.type == "cpu":
         monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type in ("cpu", "cuda"))
-
-
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths of the arrays that were quantized on their device, in order."""
-    paths: list[str] = []
-    encode_staged = staging.encode_staged
-
-    def noted(path: str, *others: Any) -> EncodedRows | None:
-        found = encode_staged(path, *others)
-        paths.extend([path] * (found is not None))
-        return found
-
-    monkeypatch.setattr("cnr_store.training.saving.snapshot.encode_staged", noted)
-    return paths
 
 
 class Model(nn.Module):
@@ -127,6 +119,8 @@ CYCLES = [
     (LatticeRows(rms_step=0.1), torch.float16),
     (LatticeRows(rms_step=0.1, relative=True), torch.float32),
     (LatticeRows(step=lattice_step(0.01), relative=True), torch.bfloat16),
+    (FloatingRows(3), torch.float16),
+    (FloatingRows(5, relative=True), torch.float32),
 ]
 
 
@@ -153,7 +147,7 @@ def test_what_no_kernel_takes_goes_by_the_host_which_is_logged_once(
 ) -> None:
     caplog.set_level(logging.DEBUG, "cnr_store")
     run(tmp_path / "lossless", LosslessRows())
-    run(tmp_path / "floating", FloatingRows(3))
+    run(tmp_path / "kmeans", row_codec("cnr_kmeans"))
     assert encoded == []
     told = [each.getMessage() for each in caplog.records if "the host quantizes" in each.getMessage()]
     assert len(told) == len(set(told)) == 4

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_codecs import LatticeRows, RowCodec, RowsError, UniformRows, lattice_step, parse, row_codec
+from cnr_codecs import (
+    FloatingRows,
+    LatticeRows,
+    RowCodec,
+    RowsError,
+    UniformRows,
+    lattice_step,
+    parse,
+    row_codec,
+)
 from cnr_codecs.lattice import steps
+from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_store.training.devices import encode as encoding
@@ -111,6 +124,41 @@ def test_rows_on_a_lattice(dim: int, element: str, scale: float, seed: int) -> N
     check(LatticeRows(step=lattice_step(2.0**scale)), table_of(40, dim, seed, element), element, seed)
 
 
+@given(dim=st.sampled_from([1, 3, 17, 70]), mantissa=st.integers(1, 7), element=ELEMENTS, seed=SEEDS)
+@settings(deadline=None, max_examples=60)
+def test_rows_on_a_floating_grid(dim: int, mantissa: int, element: str, seed: int) -> None:
+    kernels()
+    check(FloatingRows(mantissa), table_of(40, dim, seed, element), element, seed)
+
+
+def edges_of(mantissa: int) -> Rows:
+    """Bits of float32 at which a code, or whether there is any, changes: of both signs, and of each exponent."""
+    half = 1 << (22 - mantissa)
+    codes = np.unique(np.r_[np.arange(256) << mantissa, (np.arange(256) << mantissa) + 1, 0 : 2 << mantissa])
+    near = (codes[:, None] * 2 * half + np.r_[-half, 0, half][:, None, None] + np.arange(-2, 3)).reshape(-1)
+    bits = near[(near >= 0) & (near < 1 << 31)]
+    bits = np.r_[bits, bits | 1 << 31, 1, 0x007FFFFF, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    return np.unique(bits).astype(np.uint32).view(np.float32)[:, None]
+
+
+@pytest.mark.parametrize("element", sorted(DTYPES))
+@pytest.mark.parametrize("mantissa", [1, 3, 7])
+def test_numbers_where_codes_change(mantissa: int, element: str) -> None:
+    """Ties, the least normal number and those below, the largest with a code, infinities and NaN."""
+    kernels()
+    if element == "float16":
+        values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)[:, None]
+        rows = torch.from_numpy(values).to(DEVICE)
+    else:
+        rows = torch.from_numpy(edges_of(mantissa)).to(DTYPES[element]).to(DEVICE)
+    codes, raw = encoding.quantize(FloatingRows(mantissa), kernels().Source(rows, None))
+    host = rows.cpu()
+    values = (host.float() if element == "bfloat16" else host).numpy()
+    wanted, none = floating_codes(values, mantissa, element)
+    np.testing.assert_array_equal(raw.cpu().numpy().view(np.bool_), none)
+    np.testing.assert_array_equal(codes.cpu().numpy()[~none], wanted)
+
+
 @pytest.mark.parametrize(
     ("codec", "dim"),
     [
@@ -118,6 +166,7 @@ def test_rows_on_a_lattice(dim: int, element: str, scale: float, seed: int) -> N
         (UniformRows("symmetric", 3), 1024),
         (UniformRows("adaptive", 4), 2049),  # not searched
         (LatticeRows(step=0.25), 1500),
+        (FloatingRows(), 1500),
         (UniformRows("adaptive", 4), 64),
         at_night(UniformRows("adaptive", 4), 128),
         at_night(UniformRows("adaptive", 2, 25, 0.99), 64),
@@ -136,6 +185,7 @@ def test_wide_rows(codec: RowCodec, dim: int) -> None:
         UniformRows("symmetric", 3),
         UniformRows("adaptive", 2, 5, 0.5),
         LatticeRows(step=0.25),
+        FloatingRows(),
     ],
     ids=str,
 )
@@ -193,26 +243,45 @@ def test_step_of_a_whole_table_is_the_one_that_the_host_finds(
         )
 
 
+def relative_rows(
+    table: torch.Tensor, element: str, scale: float, mantissa: int | None, random: np.random.Generator
+) -> tuple[LatticeRows | FloatingRows, npt.NDArray[Any]]:
+    """A codec, and codes that rows had before; on a floating grid some that are near those of now."""
+    shape = table.shape
+    if mantissa is None:
+        codec = LatticeRows(step=lattice_step(2.0**scale), relative=True)
+        return codec, random.integers(-9, 9, shape, np.int8)
+    host = table.cpu()
+    values = (host.float() if element == "bfloat16" else host).numpy()
+    held, raw = floating_codes(values, mantissa, element)
+    parent = np.full(shape, 127 << mantissa, np.int16)
+    parent[~raw] = held
+    is_near = random.random(len(parent)) < 0.7
+    parent += np.where(is_near[:, None], random.integers(-2, 3, shape), random.integers(-99, 99, shape))
+    return FloatingRows(mantissa, relative=True), parent
+
+
 @given(
     dim=st.sampled_from([1, 3, 17, 70]),
     element=ELEMENTS,
     scale=st.floats(-20, 20),
+    mantissa=st.sampled_from([None, 1, 3, 7]),
     is_first=st.booleans(),
     seed=SEEDS,
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=80)
 def test_relative_rows_have_the_payloads_of_the_host(
-    dim: int, element: str, scale: float, is_first: bool, seed: int
+    dim: int, element: str, scale: float, mantissa: int | None, is_first: bool, seed: int
 ) -> None:
     """Of known parents, unknown ones and none; and what is noted of their codes is the same."""
     kernels()
     random = np.random.default_rng(seed)
-    codec, table = LatticeRows(step=lattice_step(2.0**scale), relative=True), table_of(40, dim, seed, element)
+    table = table_of(40, dim, seed, element)
+    codec, parent = relative_rows(table, element, scale, mantissa, random)
     written = np.flatnonzero(random.random(40) < 0.7)
-    parent = random.integers(-9, 9, (40, dim), np.int8)
-    parent[random.random(40) < 0.3, 0] = -128
+    parent[random.random(40) < 0.3, 0] = np.iinfo(parent.dtype).min
     known = (None, None) if is_first else (parent, written)
-    ours, theirs = (RowCodes(np.zeros((len(written), dim), np.int8), *known) for _ in range(2))
+    ours, theirs = (RowCodes(np.zeros((len(written), dim), parent.dtype), *known) for _ in range(2))
     values = table.cpu()[written]
     rows = (values.float() if element == "bfloat16" else values).numpy()
     encoded = encode(codec, table, torch.from_numpy(written).to(DEVICE))
@@ -248,6 +317,7 @@ def test_one_row_and_none() -> None:
         (row_codec("cnr_kmeans"), torch.ones(4, 8)),
         (LatticeRows(), torch.ones(4, 8)),  # without a step
         (UniformRows(), torch.ones(4, 8, dtype=torch.float64)),
+        (FloatingRows(), torch.ones(4, 8, dtype=torch.float64)),
         (UniformRows(), torch.ones(4)),
         (UniformRows(), torch.ones(8, 4).t()),
         (UniformRows(), torch.ones(1, 8).expand(4, 8)),
@@ -272,9 +342,8 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         with pytest.raises(RowsError, match="quantized rows"):
             codec.encode_codes(made, values, None, [0, 2], 2, element="float32", seals=[0])
     codes, marks = np.zeros((2, 8), np.int16), np.array([True, False])
-    with pytest.raises(RowsError, match="codes of 2 rows"):
-        LatticeRows(step=1.0).encode_codes(
-            codes, marks, raw[:0], None, [0, 2], 2, element="float32", seals=[0]
-        )
-    with pytest.raises(RowsError, match="on the step None"):
+    for known in (LatticeRows(step=1.0), FloatingRows()):
+        with pytest.raises(RowsError, match="codes of 2 rows"):
+            known.encode_codes(codes, marks, raw[:0], None, [0, 2], 2, element="float32", seals=[0])
+    with pytest.raises(RowsError, match="on a known step only"):
         LatticeRows().encode_codes(codes, marks, raw, None, [0, 2], 2, element="float32", seals=[0])

@@ -87,6 +87,7 @@ def run(url: str, codec: dict[str, Any]) -> Truth:
         ({"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, 3),
         ({"id": "cnr_lattice", "step": 0.1875}, 3),
         ({"id": "cnr_lattice", "step": 0.1875, "relative": True}, 3),
+        ({"id": "cnr_floating", "mantissa_bits": 3, "relative": True}, 3),
         # Ranks add up the squares of their values on the host, for the whole version.
         ({"id": "cnr_lattice", "rms_step": 0.1}, 2),
     ],

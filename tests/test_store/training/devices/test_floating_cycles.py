@@ -1,0 +1,134 @@
+"""Optimizer state on floating grids that a device quantizes is stored in the bytes that the host would have written.
+
+Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cnr_store
+from cnr_store.training.devices import staging, support
+from tests.test_store.chains.test_relative import RELATIVE, count_relative
+from tests.test_store.support.rowwise_optimizers import OwnRowWise
+from tests.test_store.training.devices.device import DEVICE, kernels
+
+ROWS, DIM = 4096, 3
+SUM = "tables/items/sum"
+
+
+class OneSum(OwnRowWise):
+    """Keeps one number a row, without a second dimension."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, initial_accumulator_value=0.25)
+        for state in self.state.values():
+            state["sum"] = state["sum"].flatten()
+
+    def update(self, parameter: Any, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        super().update(parameter, gradient, {**state, "sum": state["sum"][:, None]}, group)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, initial_accumulator_value=0.25, eps=1e-4)
+
+
+class Job:
+    """A table on the device, its optimizer, and their store."""
+
+    def __init__(self, folder: Path, optimizer: Any, dtype: torch.dtype, codec: Any) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Module()
+        self.items = nn.Embedding(ROWS, DIM, dtype=dtype, device=DEVICE)
+        self.model.add_module("items", self.items)
+        self.optimizer = optimizer(self.model.parameters())
+        self.sums.copy_(torch.randn(self.sums.shape).exp())
+        self.sums[::5] = torch.finfo(dtype).max  # such rows are stored as they are
+        options: dict[str, Any] = {"policy": "consecutive", "codec": {"*": codec}, "state_bits": "m3"}
+        self.checkpointer = cnr_store.Checkpointer(
+            str(folder), self.model, self.optimizer, trusted_optimizers=[OneSum], **options
+        )
+
+    @property
+    def sums(self) -> torch.Tensor:
+        found: torch.Tensor = self.optimizer.state[self.items.weight]["sum"]
+        return found
+
+    def train(self, seed: int) -> None:
+        ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))[:400]
+        self.items(ids.to(DEVICE)).float().square().sum().div(9).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def run(folder: Path, optimizer: Any, dtype: torch.dtype, codec: Any) -> torch.Tensor:
+    """Save a whole version and two deltas, load them into another model, go on, and save once more."""
+    job = Job(folder, optimizer, dtype, codec)
+    with job.checkpointer as checkpointer:
+        for step in range(3):
+            job.train(step % 2)
+            record = checkpointer.save(step=step).result()
+            assert record.kind == ("baseline" if step == 0 else "delta")
+    other = Job(folder, optimizer, dtype, codec)
+    with other.checkpointer as checkpointer:
+        assert checkpointer.load().step == 2
+        found = other.sums.cpu().clone()
+        other.train(7)
+        assert checkpointer.save(step=3).result().kind == "delta"
+    return found
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """All objects that hold rows, by their place."""
+    files = [each for each in folder.rglob("c/**/*") if each.is_file()]
+    return {str(each.relative_to(folder)): each.read_bytes() for each in files}
+
+
+def counted() -> Callable[[int], str]:
+    """What stands for random names: the same ones in each run."""
+    numbers = count()
+    return lambda size: f"{next(numbers):0{2 * size}x}"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
+
+
+@pytest.mark.parametrize("codec", [{"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, RELATIVE])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [(adagrad, torch.float32), (adagrad, torch.bfloat16), (adagrad, torch.float16), (OneSum, torch.float32)],
+)
+def test_state_is_stored_in_the_bytes_of_the_host(
+    optimizer: Any,
+    dtype: torch.dtype,
+    codec: dict[str, Any],
+    tmp_path: Path,
+    encoded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values, objects = list[torch.Tensor](), list[dict[str, bytes]]()
+    for name in ("device", "host"):
+        if name == "host":
+            monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+        monkeypatch.setattr(secrets, "token_hex", counted())  # names of versions, which seal their rows
+        values.append(run(tmp_path / name, optimizer, dtype, codec))
+        objects.append(stored(tmp_path / name))
+    assert encoded.count(SUM) == 4
+    assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
+    assert any(f"{SUM}/c/" in place for place in objects[0])
+    assert objects[0] == objects[1]
+    url = str(tmp_path / "device")
+    relative = [count_relative(url, each.id, SUM) for each in cnr_store.versions(url)]
+    assert [each > 0 for each in relative] == [False, *["relative" in codec] * 2, False]
