@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -22,6 +23,12 @@ Target = str | os.PathLike[str] | Store
 _FILE = "file://"
 _LEVELS = 6
 PARQUET_ENDING = ".parquet"
+UNFINISHED = "cnr_export"
+"""The attribute of a Zarr group that is being exported. A complete one has ``cnr_version``."""
+_PARQUET_NOTE = b"\x18\x03cnr\x18"
+"""How the key ``cnr`` stands in the footer of a Parquet file."""
+_PARQUET_TAIL = 8
+"""Bytes of the footer's length and of the format's name, with which a Parquet file ends."""
 
 
 @contextmanager
@@ -168,12 +175,39 @@ def _check_replaced(target: Target, options: Mapping[str, Any]) -> None:
             folder = Path(url.removeprefix(_FILE))
             names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         else:
-            names = {key for key, _ in backend.list_keys("")}
-        if layout.NODE not in names and not all(name.endswith(PARQUET_ENDING) for name in names):
-            raise OptionError(
-                f"{target} is a folder of other things than an export, which overwrite=True (--overwrite) would "
-                "remove: choose another target, or empty this folder"
-            )
+            names = {key.partition("/")[0] for key, _ in backend.list_keys("")}
+        if layout.NODE in names:
+            is_export = names <= {layout.NODE, "tables", "dense"} and _is_group(backend)
+        else:
+            is_export = all(_is_table(backend, name) for name in names)
+        if not is_export:
+            raise _other_things(target)
+
+
+def _other_things(target: object) -> OptionError:
+    return OptionError(
+        f"{target} is a folder of other things than an export, which overwrite=True (--overwrite) would "
+        "remove: choose another target, or empty this folder"
+    )
+
+
+def _is_group(backend: Backend) -> bool:
+    """Whether the Zarr group at a place was exported, or is being exported."""
+    try:
+        attributes = json.loads(backend.get(layout.NODE))["attributes"]
+        return "cnr_version" in attributes or UNFINISHED in attributes
+    except (BackendError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_table(backend: Backend, name: str) -> bool:
+    """Whether a Parquet file was exported: its footer has the note."""
+    try:
+        tail = backend.get_suffix(name, _PARQUET_TAIL) if name.endswith(PARQUET_ENDING) else b""
+        length = int.from_bytes(tail[:4], "little")
+        return tail[4:] == b"PAR1" and _PARQUET_NOTE in backend.get_suffix(name, length + _PARQUET_TAIL)
+    except (BackendError, ValueError):
+        return False
 
 
 def _is_store(backend: Backend, folder: str) -> bool:
@@ -205,6 +239,9 @@ def _remove_files(url: str, ending: str, overwrite: bool, options: Mapping[str, 
     except FileNotFoundError:
         return
     _refuse(url, bool(found) and not overwrite)
+    backend = open_backend(url, **options)
+    if not all(_is_table(backend, name.rpartition("/")[2]) for name in found):
+        raise _other_things(url)
     for name in found:
         filesystem.rm_file(name)  # rm would take a name for a pattern
 

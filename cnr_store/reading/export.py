@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -22,10 +23,11 @@ from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
-from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
+from cnr_store.reading.atomic_output import UNFINISHED, Target, check_apart, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
 
 ZARR_CHUNK_BYTES = 4 << 20
+_UNFINISHED_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {UNFINISHED: "unfinished"}}
 _EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
 """zarr omits chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
 
@@ -67,7 +69,8 @@ def export(
         By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, ``parquet`` if it ends in ``.parquet``,
         otherwise ``safetensors``.
     overwrite
-        Whether to replace an existing file, or a folder that holds an export and nothing else.
+        Whether to replace an existing file, or an empty folder or one of an earlier export, also of one that was cut
+        off. A folder in which anything else lies beside the export is refused.
     target_options
         For the target's filesystem.
 
@@ -176,22 +179,26 @@ def _write_group(
                 _copy_dense(catalog, record, path, group)
             else:
                 _copy_rows(ArrayReader(catalog, record, path), path, group, transfer)
-        group.attrs.update({"names": names, "cnr_version": {"id": record.id, "step": record.step}})
+        group.attrs.put({"names": names, "cnr_version": {"id": record.id, "step": record.step}})
 
 
 def _remove_objects(place: str | Store, options: dict[str, Any], transfer: Transfer) -> None:
     """Delete one by one what lies at a place: filesystems would take its name for a pattern."""
     backend = open_backend(place, **options)
     keys = [key for key, _ in backend.list_keys("")]
-    for root in (layout.ROOT_KEY,) if layout.ROOT_KEY in keys else ():  # the export is no longer complete
-        backend.delete(root)
+    if keys:  # the export is no longer complete, and what is left of it is known for one
+        backend.put(layout.ROOT_KEY, json.dumps(_UNFINISHED_GROUP).encode())
     for _ in transfer.map(backend.delete, [key for key in keys if key != layout.ROOT_KEY]):
         pass
+    if keys:
+        backend.delete(layout.ROOT_KEY)
 
 
 def _new_group(place: str | Store, options: dict[str, Any]) -> zarr.Group:
     try:
-        return zarr.create_group(place, zarr_format=3, storage_options=options or None)
+        return zarr.create_group(
+            place, attributes={UNFINISHED: "unfinished"}, zarr_format=3, storage_options=options or None
+        )
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
     except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open
