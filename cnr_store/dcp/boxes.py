@@ -96,6 +96,10 @@ def local_items(plan: SavePlan, planner: SavePlanner, rank: int) -> LocalItems:
             found.values[name] = _encoded(name, _value(planner, item.index), rank, found.beside)
             continue
         assert item.tensor_data is not None  # only values have none
+        if not name:
+            raise StateError(
+                "a tensor of the state dict has the name '', which no array can have: rename its key"
+            )
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != item.tensor_data.chunk.sizes:
             raise StateError(

@@ -31,6 +31,7 @@ from cnr_store.dcp.boxes import (
 )
 from cnr_store.dcp.contents import Contents, StoredTensor
 from cnr_store.dcp.gathering import gather_split
+from cnr_store.dcp.named_step import NamedStep
 from cnr_store.dcp.writes import dense_write, placeholder, rows_write
 from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
@@ -128,7 +129,7 @@ class Writer(StorageWriter):
             self._last = catalog.find(previous)
             self._restores = self._last.restores + 1
             self._writer.restart(self._last.id, seen)
-        self._named_step: int | None = None
+        self._named_step = NamedStep()
         self._number = 0  # of saves that all ranks began
         self._saving = threading.Lock()
         self._group = Alone(timeout_seconds) if no_dist else job_group(process_group, timeout_seconds)
@@ -161,13 +162,17 @@ class Writer(StorageWriter):
         OptionError
             It is not a step in digits.
         """
-        self._named_step = None
+        self._named_step.next = None
         if checkpoint_id is not None:
             if not self.validate_checkpoint_id(str(checkpoint_id)):
                 raise OptionError(
                     f"checkpoint_id={checkpoint_id!r}: give the step in digits, such as '600'; the writer has the URL"
                 )
-            self._named_step = check_count("checkpoint_id", int(str(checkpoint_id)), minimum=0)
+            self._named_step.next = check_count("checkpoint_id", int(str(checkpoint_id)), minimum=0)
+
+    def storage_meta(self) -> None:
+        """Take the step that was named for the save that begins here: it may fail before its plan is made."""
+        self._named_step.begin()
 
     # DCP passes on what it was called with only to a method that has `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +244,6 @@ class Writer(StorageWriter):
             self._last = self._write(plan, planner)
             self._restores = self._last.restores
         finally:
-            self._named_step = None
             self._saving.release()
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -282,15 +286,12 @@ class Writer(StorageWriter):
 
     def _where(self) -> Document:
         """What the ranks go by beside their state. The outcome of a save may have been lost on the way to some."""
-        last = self._last
+        last, named = self._last, self._named_step.now
+        step = named if named is not None else 0 if last is None else last.step + 1
         return {
             "number": self._number,
-            "checkpoint_id": self._named_step,
-            "step": self._named_step
-            if self._named_step is not None
-            else 0
-            if last is None
-            else last.step + 1,
+            "checkpoint_id": named,
+            "step": step,
             "previous": None if last is None else last.id,
             "parent_paths": {} if last is None or self._group.rank > 0 else last.stored_paths,
             "restores": self._restores,

@@ -222,15 +222,30 @@ def test_saves_do_not_overlap(tmp_path: Path) -> None:
 
     writer = Writer(tmp_path)
     thread = threading.Thread(
-        target=save, args=({"x": torch.ones(2)}, writer), kwargs={"planner": Waiting(), "no_dist": True}
+        target=save,
+        args=({"x": torch.ones(2)}, writer),
+        kwargs={"planner": Waiting(), "no_dist": True, "checkpoint_id": "100"},
     )
     thread.start()
     assert reached.wait(60)
     with pytest.raises(CheckpointException, match="another save of this writer is under way"):
-        save({"x": torch.ones(2)}, writer)
+        save({"x": torch.ones(2)}, writer, checkpoint_id="200")
     go_on.set()
     thread.join()
-    assert len(cnr_store.versions(tmp_path)) == 1
+    assert [version.step for version in cnr_store.versions(tmp_path)] == [100]
+
+
+def test_the_step_of_a_save_that_dcp_could_not_plan_is_of_no_other_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    save({"x": 1}, writer, checkpoint_id="1")
+    with pytest.raises(CheckpointException, match="duplicate"):
+        save({"a.b": torch.ones(3), "a": {"b": torch.ones(3)}}, writer, checkpoint_id="500")
+    assert save({"x": 2}, writer).step == 2
+
+
+def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="rename its key"):
+        save({"": torch.ones(3)}, Writer(tmp_path))
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
