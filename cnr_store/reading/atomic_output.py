@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -15,20 +15,23 @@ from typing import IO, Any
 import fsspec
 from zarr.abc.store import Store
 
-from cnr_backends import Backend, BackendError, StorageError, StorageFullError, open_backend
+from cnr_backends import (
+    Backend,
+    BackendError,
+    KeyNameError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    open_backend,
+)
 from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format import layout
 
 Target = str | os.PathLike[str] | Store
 _FILE = "file://"
 _LEVELS = 6
-PARQUET_ENDING = ".parquet"
-UNFINISHED = "cnr_export"
-"""The attribute of a Zarr group that is being exported. A complete one has ``cnr_version``."""
-_PARQUET_NOTE = b"\x18\x03cnr\x18"
-"""How the key ``cnr`` stands in the footer of a Parquet file."""
-_PARQUET_TAIL = 8
-"""Bytes of the footer's length and of the format's name, with which a Parquet file ends."""
+IsEarlier = Callable[[Backend, Collection[str]], bool]
+"""Whether objects at a place, by their keys, are an earlier export and nothing else."""
 
 
 @contextmanager
@@ -68,45 +71,61 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
 
 @contextmanager
 def new_folder(
-    target: Target, overwrite: bool, options: Mapping[str, Any], ending: str | None = None
+    target: Target,
+    overwrite: bool,
+    options: Mapping[str, Any],
+    is_earlier: IsEarlier,
+    ending: str | None = None,
 ) -> Iterator[str | Store]:
     """A folder to write. On this machine it appears at `target` when the block ends without an error.
 
-    Elsewhere it is the target itself. Files there whose names have this `ending` are those of an earlier export, and
-    are removed first.
+    Elsewhere it is the target itself. Files there whose names have this `ending` are removed first.
 
     Raises
     ------
-    OptionError, StorageError
+    OptionError
+        As from `new_file`, or what is to be replaced is no earlier export.
+    StorageError
         As from `new_file`.
     """
     path = _local_path(target, options)
     with _storage_errors(target):
         if path is None:
             if ending is not None and not isinstance(target, Store):
-                _remove_files(os.fspath(target), ending, overwrite, options)
+                _remove_files(os.fspath(target), ending, overwrite, options, is_earlier)
             elif overwrite:
-                _check_replaced(target, options)
+                _check_elsewhere(target, options, is_earlier)
             yield target if isinstance(target, Store) else os.fspath(target)
             return
+        path = path.resolve()  # of a link, the folder
         if not overwrite or path.is_file():
             _refuse(path, path.is_file() or (path.is_dir() and any(path.iterdir())))
-        if overwrite:
-            _check_replaced(path, options)
+        _check_folder(path, target, is_earlier)
         temporary, old = _beside(path), _beside(path)
         try:
             yield str(temporary)
-            if path.exists():
-                path.rename(old)
-            try:
-                temporary.rename(path)
-            except OSError:
-                if old.exists():
-                    old.rename(path)
-                raise
+            _replace(
+                path,
+                temporary,
+                old,
+                lambda: _check_folder(old, target, is_earlier if overwrite else _is_none),
+            )
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(path: Path, temporary: Path, old: Path, check: Callable[[], None]) -> None:
+    """Give a folder its name. What has it now is moved away first, and comes back if the `check` of it fails."""
+    if path.exists():
+        path.rename(old)
+    try:
+        check()
+        temporary.rename(path)
+    except (OSError, OptionError):
+        if old.exists():
+            old.rename(path)
+        raise
 
 
 def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[str, Any]) -> None:
@@ -166,54 +185,40 @@ def _find_store(backend: Backend) -> bool:
     return any(_is_store(backend, folder) for folder in folders)
 
 
-def _check_replaced(target: Target, options: Mapping[str, Any]) -> None:
-    """Refuse a folder, all of which is to be replaced, that holds other things than an export."""
-    with suppress(BackendError):  # the writer says what is wrong with the place
-        backend = open_backend(target, **options)
-        url = _place(backend.url)
-        if url.startswith(_FILE):  # a backend leaves out what no key can name
-            folder = Path(url.removeprefix(_FILE))
-            names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        else:
-            names = {key.partition("/")[0] for key, _ in backend.list_keys("")}
-        if layout.NODE in names:
-            is_export = names <= {layout.NODE, "tables", "dense"} and _is_group(backend)
-        else:
-            is_export = all(_is_table(backend, name) for name in names)
-        if not is_export:
-            raise _other_things(target)
+def _check_folder(folder: Path, target: Target, is_earlier: IsEarlier) -> None:
+    """Refuse a folder of this machine that has other files than those of an earlier export."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    keys = [path.relative_to(folder).as_posix() for path in found]
+    is_plain = not any(path.is_symlink() for path in found)
+    if found and not (is_plain and is_earlier(open_backend(folder), keys)):
+        raise _other_things(target)
+
+
+def _check_elsewhere(target: Target, options: Mapping[str, Any], is_earlier: IsEarlier) -> None:
+    backend = open_backend(target, **options)
+    if backend.url.startswith(_FILE):  # a backend leaves out what no key can name
+        _check_folder(Path(backend.url.removeprefix(_FILE)), target, is_earlier)
+        return
+    keys = [key for key, _ in backend.list_keys("")]
+    if keys and not is_earlier(backend, keys):
+        raise _other_things(target)
+
+
+def _is_none(_backend: Backend, _keys: Collection[str]) -> bool:
+    return False
 
 
 def _other_things(target: object) -> OptionError:
     return OptionError(
-        f"{target} is a folder of other things than an export, which overwrite=True (--overwrite) would "
-        "remove: choose another target, or empty this folder"
+        f"{target} holds other things than an earlier export of this format, and they would be removed: choose another "
+        "target, or empty this folder"
     )
-
-
-def _is_group(backend: Backend) -> bool:
-    """Whether the Zarr group at a place was exported, or is being exported."""
-    try:
-        attributes = json.loads(backend.get(layout.NODE))["attributes"]
-        return "cnr_version" in attributes or UNFINISHED in attributes
-    except (BackendError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _is_table(backend: Backend, name: str) -> bool:
-    """Whether a Parquet file was exported: its footer has the note."""
-    try:
-        tail = backend.get_suffix(name, _PARQUET_TAIL) if name.endswith(PARQUET_ENDING) else b""
-        length = int.from_bytes(tail[:4], "little")
-        return tail[4:] == b"PAR1" and _PARQUET_NOTE in backend.get_suffix(name, length + _PARQUET_TAIL)
-    except (BackendError, ValueError):
-        return False
 
 
 def _is_store(backend: Backend, folder: str) -> bool:
     try:
         return b'"cnr"' in backend.get(f"{folder}/{layout.NODE}".lstrip("/"))
-    except (BackendError, CheckpointError):
+    except (ObjectNotFoundError, KeyNameError):
         return False
 
 
@@ -232,15 +237,16 @@ def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _remove_files(url: str, ending: str, overwrite: bool, options: Mapping[str, Any]) -> None:
+def _remove_files(
+    url: str, ending: str, overwrite: bool, options: Mapping[str, Any], is_earlier: IsEarlier
+) -> None:
     filesystem, path = _filesystem(url, options)
     try:
         found = [name for name in filesystem.ls(path, detail=False) if name.endswith(ending)]
     except FileNotFoundError:
         return
     _refuse(url, bool(found) and not overwrite)
-    backend = open_backend(url, **options)
-    if not all(_is_table(backend, name.rpartition("/")[2]) for name in found):
+    if found and not is_earlier(open_backend(url, **options), [name.rpartition("/")[2] for name in found]):
         raise _other_things(url)
     for name in found:
         filesystem.rm_file(name)  # rm would take a name for a pattern
@@ -262,6 +268,10 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
         if not target or not isinstance(target, str | os.PathLike):
             raise OptionError(f"can't write to {target!r}: give a path or a URL")
         text = os.fspath(target).removeprefix("file://").removeprefix("local://")
+        if slip := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)", text):
+            raise OptionError(
+                f"can't write to {text!r}: after {slip[1]}: there must be two slashes (or './' before a path)"
+            )
         try:
             path = None if "://" in text else Path(text).expanduser().absolute()
         except FileNotFoundError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from zarr.abc.store import Store
 from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
 
-from cnr_backends import Transfer, open_backend
+from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import Array
@@ -23,11 +24,13 @@ from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
-from cnr_store.reading.atomic_output import UNFINISHED, Target, check_apart, new_file, new_folder
+from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
 
 ZARR_CHUNK_BYTES = 4 << 20
-_UNFINISHED_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {UNFINISHED: "unfinished"}}
+_COMPLETE, _UNFINISHED = "cnr_version", "cnr_export"
+"""Attributes of a group that was exported, and of one that is being exported: the latter has its arrays' paths."""
+_CHUNK = re.compile(r"(/[0-9]+)*")
 _EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
 """zarr omits chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
 
@@ -69,8 +72,8 @@ def export(
         By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, ``parquet`` if it ends in ``.parquet``,
         otherwise ``safetensors``.
     overwrite
-        Whether to replace an existing file, or an empty folder or one of an earlier export, also of one that was cut
-        off. A folder in which anything else lies beside the export is refused.
+        Whether to replace an existing file, or the folder of an earlier export in this format, also of one that was
+        cut off. A folder with anything else in it is refused.
     target_options
         For the target's filesystem.
 
@@ -168,36 +171,61 @@ def _write_group(
     paths = model_arrays(record)
     names = {alias: path for name, path in paths.items() for alias in (name, *record.arrays[path].aliases)}
     with (
-        new_folder(target, overwrite, options) as place,
+        new_folder(target, overwrite, options, _is_earlier) as place,
         Transfer(READ_WORKERS, READ_WORKERS) as transfer,
     ):
         if overwrite:
             _remove_objects(place, options, transfer)
-        group = _new_group(place, options)
+        group = _new_group(place, options, list(paths.values()))
         for path in paths.values():
             if record.arrays[path].kind == "dense":
                 _copy_dense(catalog, record, path, group)
             else:
                 _copy_rows(ArrayReader(catalog, record, path), path, group, transfer)
-        group.attrs.put({"names": names, "cnr_version": {"id": record.id, "step": record.step}})
+        group.attrs.put({"names": names, _COMPLETE: {"id": record.id, "step": record.step}})
+
+
+def _exported_paths(backend: Backend) -> set[str]:
+    """The paths of the arrays in the group at a place, which an export made or begins to make; none if none did."""
+    try:
+        attributes = json.loads(backend.get(layout.ROOT_KEY))["attributes"]
+        return set(attributes["names"].values() if _COMPLETE in attributes else attributes[_UNFINISHED])
+    except (ObjectNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _is_earlier(backend: Backend, keys: Collection[str]) -> bool:
+    """Whether all keys are of groups and arrays that an export made."""
+    paths = _exported_paths(backend)
+    groups = {path[:place] for path in paths for place, letter in enumerate(path) if letter == "/"}
+    documents = {layout.ROOT_KEY, *(f"{each}/{layout.NODE}" for each in (*paths, *groups))}
+
+    def is_chunk(key: str) -> bool:
+        path, _, numbers = key.rpartition("/c")
+        return path in paths and _CHUNK.fullmatch(numbers) is not None
+
+    return all(key in documents or is_chunk(key) for key in keys)
 
 
 def _remove_objects(place: str | Store, options: dict[str, Any], transfer: Transfer) -> None:
     """Delete one by one what lies at a place: filesystems would take its name for a pattern."""
     backend = open_backend(place, **options)
     keys = [key for key, _ in backend.list_keys("")]
-    if keys:  # the export is no longer complete, and what is left of it is known for one
-        backend.put(layout.ROOT_KEY, json.dumps(_UNFINISHED_GROUP).encode())
+    if not keys:
+        return
+    # The export is no longer complete, and what is left of it is known for one.
+    paths = sorted(_exported_paths(backend))
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {_UNFINISHED: paths}}
+    backend.put(layout.ROOT_KEY, json.dumps(group).encode())
     for _ in transfer.map(backend.delete, [key for key in keys if key != layout.ROOT_KEY]):
         pass
-    if keys:
-        backend.delete(layout.ROOT_KEY)
+    backend.delete(layout.ROOT_KEY)
 
 
-def _new_group(place: str | Store, options: dict[str, Any]) -> zarr.Group:
+def _new_group(place: str | Store, options: dict[str, Any], paths: list[str]) -> zarr.Group:
     try:
         return zarr.create_group(
-            place, attributes={UNFINISHED: "unfinished"}, zarr_format=3, storage_options=options or None
+            place, attributes={_UNFINISHED: paths}, zarr_format=3, storage_options=options or None
         )
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import IO, Any
 
 import numpy as np
@@ -10,14 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from zarr.abc.store import Store
 
-from cnr_backends import Transfer
+from cnr_backends import Backend, KeyNameError, ObjectTooShortError, Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import OptionError
 from cnr_store.format.record import Record
 from cnr_store.format.stored_paths import place
-from cnr_store.reading.atomic_output import PARQUET_ENDING, Target, new_file, new_folder
+from cnr_store.reading.atomic_output import Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
+
+_ENDING = ".parquet"
+_MAGIC = b"PAR1"
+_TAIL = 8
+"""Bytes of the footer's length and of the format's name, with which a file ends."""
 
 
 def write_tables(
@@ -36,16 +42,34 @@ def write_tables(
     # No two of these names meet on disks that fold case, and none is a device's.
     stored = place(sorted(paths), {})
     with (
-        new_folder(target, overwrite, options, PARQUET_ENDING) as folder,
+        new_folder(target, overwrite, options, _is_earlier, _ENDING) as folder,
         Transfer(READ_WORKERS, READ_WORKERS) as transfer,
     ):
         assert isinstance(folder, str)  # the target is no store
         for path, name in paths.items():
-            file = f"{folder.rstrip('/')}/{stored[path].split('/')[1]}{PARQUET_ENDING}"
-            aliases = record.arrays[path].aliases
+            file = f"{stored[path].split('/')[1]}{_ENDING}"
+            reader, aliases = ArrayReader(catalog, record, path), record.arrays[path].aliases
             note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
-            with new_file(file, overwrite, options) as opened:
-                _write_rows(ArrayReader(catalog, record, path), note, opened, transfer)
+            note |= {"file": file, "rows": reader.shape[0]}
+            with new_file(f"{folder.rstrip('/')}/{file}", overwrite, options) as opened:
+                _write_rows(reader, note, opened, transfer)
+
+
+def _is_earlier(backend: Backend, keys: Collection[str]) -> bool:
+    """Whether all are files that an export made: what is derived from one may have its note, but not all else."""
+    return all(_is_table(backend, key) for key in keys)
+
+
+def _is_table(backend: Backend, key: str) -> bool:
+    try:
+        tail = backend.get_suffix(key, _TAIL)
+        footer = backend.get_suffix(key, min(int.from_bytes(tail[:4], "little") + _TAIL, backend.size(key)))
+        found = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+        note = json.loads((found.metadata or {})[b"cnr"])
+        names = [found.schema.column(column).path.partition(".")[0] for column in range(found.num_columns)]
+        return names == ["row", "weight"] and (note["file"], note["rows"]) == (key, found.num_rows)
+    except (ObjectTooShortError, KeyNameError, ValueError, KeyError, TypeError, pa.ArrowException):
+        return False
 
 
 def _write_rows(reader: ArrayReader, note: dict[str, Any], file: IO[bytes], transfer: Transfer) -> None:

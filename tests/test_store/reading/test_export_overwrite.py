@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import fsspec
@@ -16,7 +16,9 @@ import zarr
 from torch import nn
 
 import cnr_store
+from cnr_backends import StorageError, Transfer
 from cnr_store import OptionError
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.reading import export
 from tests.s3_server import S3Server
 from tests.test_store.support.zarr_nodes import values_of
@@ -52,20 +54,22 @@ def test_only_an_export_is_replaced(tmp_path: Path, name: str, kind: Literal["za
     mine.write_text("weeks of work")
     target = tmp_path / "target"
     for place in (target, zarr.storage.LocalStore(target)) if kind == "zarr" else (target,):
-        with pytest.raises(OptionError, match="other things than an export"):
+        with pytest.raises(OptionError, match="other things than an earlier export"):
             cnr_store.export(tmp_path / "store", place, format=kind, overwrite=True)
     assert mine.read_text() == "weeks of work"
     url = f"memory://{uuid.uuid4().hex}"
     with fsspec.open(f"{url}/{name}/mine", "wb") as file:
         file.write(b"0")
     if name == "a" and kind == "zarr":
-        with pytest.raises(OptionError, match="other things than an export"):
+        with pytest.raises(OptionError, match="other things than an earlier export"):
             cnr_store.export(tmp_path / "store", url, format=kind, overwrite=True)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("kind", ["zarr", "parquet"])
-@pytest.mark.parametrize("mine", ["zarr", "array", "parquet", "beside zarr", "beside parquet"])
+@pytest.mark.parametrize(
+    "mine", ["zarr", "array", "parquet", "beside zarr", "within zarr", "beside parquet", "derived"]
+)
 def test_data_of_the_formats_of_exports_is_not_replaced(
     tmp_path: Path, kind: Literal["zarr", "parquet"], mine: str, elsewhere: bool
 ) -> None:
@@ -78,20 +82,27 @@ def test_data_of_the_formats_of_exports_is_not_replaced(
         zarr.create_group(target).create_array("a", data=np.arange(3))
     elif mine == "array":
         zarr.create_array(target, data=np.arange(3))
-    elif mine == "beside zarr":
+    elif "zarr" in mine:
         cnr_store.export(store, target, format="zarr")
-        zarr.open_group(target).create_array("a", data=np.arange(3))
+        name = "a" if mine == "beside zarr" else "tables/weight/ann"
+        zarr.open_group(target).create_array(name, data=np.arange(3))
     else:
-        if mine == "beside parquet":
+        table = pa.table({"cnr": [1, 2]})
+        if mine != "parquet":
             cnr_store.export(store, target, format="parquet")
+            with fsspec.open(f"{target}/weight.parquet") as file:
+                derived = pq.read_table(file)  # with the schema's metadata
+            table = derived if mine == "derived" else table
         with fsspec.open(f"{target}/mine.parquet", "wb", auto_mkdir=True) as file:
-            pq.write_table(pa.table({"cnr": [1, 2]}), file)
+            pq.write_table(table, file)
     filesystem, path = fsspec.core.url_to_fs(target)
     before = {name: filesystem.cat(name) for name in filesystem.find(path)}
-    if kind == "parquet" and elsewhere and "parquet" not in mine:  # each file stands for itself there
+    if (
+        kind == "parquet" and elsewhere and ("zarr" in mine or mine == "array")
+    ):  # each file stands for itself there
         cnr_store.export(store, target, format=kind, overwrite=True)
     else:
-        with pytest.raises(OptionError, match="other things than an export"):
+        with pytest.raises(OptionError, match="other things than an earlier export"):
             cnr_store.export(store, target, format=kind, overwrite=True)
     filesystem.invalidate_cache()
     assert {name: filesystem.cat(name) for name in before} == before
@@ -107,6 +118,72 @@ def test_an_export_that_was_cut_off_is_replaced(tmp_path: Path, monkeypatch: pyt
         assert "cnr_version" not in zarr.open_group(url).attrs if name == "_copy_rows" else True
     cnr_store.export(tmp_path / "store", url, format="zarr", overwrite=True)
     assert dict(zarr.open_group(url, mode="r").attrs).keys() == {"names", "cnr_version"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["zarr", "parquet"])
+def test_a_folder_that_came_during_an_export_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["zarr", "parquet"], overwrite: bool
+) -> None:
+    store, target = tmp_path / "store", tmp_path / "target"
+    cnr_store.save(store, nn.Embedding(5, 2))
+    read = ArrayReader.read_regions
+
+    def comes(reader: ArrayReader, transfer: Transfer) -> Any:
+        target.mkdir()
+        (target / "mine").write_text("weeks of work")
+        return read(reader, transfer)
+
+    monkeypatch.setattr(ArrayReader, "read_regions", comes)
+    with pytest.raises(OptionError, match="other things than an earlier export"):
+        cnr_store.export(store, target, format=kind, overwrite=overwrite)
+    assert (target / "mine").read_text() == "weeks of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "target"]
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3, 5])
+def test_nothing_is_removed_where_a_look_fails(tmp_path: Path, failures: int) -> None:
+    """A server that does not answer for a moment might hold anything."""
+    source, left = tmp_path / "source", failures
+    cnr_store.save(source, nn.Embedding(5, 2))
+    held = zarr.storage.MemoryStore()
+    cnr_store.save(held, nn.Embedding(5, 2))
+
+    class Failing(zarr.storage.WrapperStore[Any]):
+        async def get(self, *arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise ConnectionError("no answer")
+            return await super().get(*arguments, **options)
+
+    before = dict(held._store_dict)
+    with pytest.raises((OptionError, StorageError)):
+        cnr_store.export(source, Failing(held), format="zarr", overwrite=True)
+    assert held._store_dict == before
+
+
+def test_a_link_to_an_export_stays_one(tmp_path: Path) -> None:
+    store, link = tmp_path / "store", tmp_path / "link"
+    for step in (1, 2):
+        cnr_store.save(store, nn.Embedding(5, 2), step=step)
+        cnr_store.export(
+            store, tmp_path / "target" if step == 1 else link, format="zarr", overwrite=step == 2
+        )
+        if step == 1:
+            link.symlink_to(tmp_path / "target")
+    assert link.is_symlink()
+    assert zarr.open_group(tmp_path / "target", mode="r").attrs["cnr_version"]["step"] == 2  # type: ignore[index, call-overload]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "store", "target"]
+
+
+def test_a_slip_in_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cnr_store.save("store", nn.Embedding(5, 2))
+    for format_ in ("zarr", "parquet", "safetensors"):
+        with pytest.raises(OptionError, match="two slashes"):
+            cnr_store.export("store", "s3:/bucket/x", format=format_)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_no_store_object_replaces_a_part_of_a_store(tmp_path: Path) -> None:
