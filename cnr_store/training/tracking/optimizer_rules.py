@@ -59,9 +59,11 @@ def may_move_untouched_rows(
     for setting in ("momentum", "weight_decay"):
         if group.get(setting, 0) != 0:
             return f"{where}: {setting}={float(group[setting])} moves rows without a gradient"
-    # A step adds -lr * 0.0 to a row without a gradient. Only -0.0 leaves every value as it is: 0.0 turns -0.0 into 0.0.
-    if group.get("maximize") or math.copysign(1, group["lr"]) < 0:
-        return f"{where}: maximize or lr={float(group['lr'])} turns -0.0 in rows without a gradient into 0.0"
+    # A step adds -lr * 0.0 to a row without a gradient. Only -0.0 leaves every value as it is: 0.0 turns -0.0 into 0.0,
+    # and so does the integer 0, whose negative has no sign.
+    rate = group["lr"] if isinstance(group["lr"], int) else float(group["lr"])
+    if group.get("maximize") or math.copysign(1, -rate) > 0:
+        return f"{where}: maximize or lr={rate} turns -0.0 in rows without a gradient into 0.0"
     if not abs(group["lr"]) <= torch.finfo(dtype).max:
         return f"{where}: lr={float(group['lr'])} times a zero gradient is NaN in {dtype}"
     return _adagrad_moves(group, where, dtype) if adagrad else None

@@ -114,6 +114,8 @@ def changed(optimizer: Optimizer, **settings: object) -> Optimizer:
         (lambda p: SGD(p, lr=0.1, weight_decay=0.5), r"weight_decay=0\.5"),
         (lambda p: SGD(p, lr=float("inf")), "lr=inf"),
         (lambda p: SGD(p, lr=-0.0), r"maximize or lr=-0\.0 turns -0\.0"),
+        (lambda p: SGD(p, lr=0), r"maximize or lr=0 turns -0\.0"),
+        (lambda p: Adagrad(p, lr=0), r"maximize or lr=0 turns -0\.0"),
         (lambda p: SGD(p, lr=torch.tensor(-0.0)), r"maximize or lr=-0\.0 turns -0\.0"),
         (lambda p: SGD(p, lr=0.1, maximize=True), r"maximize or lr=0\.1 turns -0\.0"),
         (lambda p: Adagrad(p), None),
@@ -145,6 +147,10 @@ IMPLEMENTATIONS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True},
 SETTINGS: dict[str, Make] = {
     "sgd": lambda params: SGD(params, lr=0.1),
     "sgd of no rate": lambda params: SGD(params, lr=0.0),
+    "sgd of no rate, an integer, whose negative has no sign": lambda params: SGD(params, lr=0),
+    "adagrad of no rate, an integer, whose negative has no sign": lambda params: Adagrad(
+        params, lr=0, eps=1e-3
+    ),
     "sgd of a tensor's rate": lambda params: SGD(params, lr=torch.tensor(0.1)),
     "sgd with dampening": lambda params: SGD(params, lr=0.1, dampening=0.5),
     "sgd of a negative rate": lambda params: SGD(params, lr=0.1),
