@@ -56,7 +56,8 @@ def test_a_chain_of_several_codecs(tmp_path: Path, written: list[Scheme]) -> Non
     job = Job(tmp_path, values, RELATIVE, sgd)
     with job.checkpointer as checkpointer, torch.no_grad():
         checkpointer.save(step=0).result()
-    for step, codec in enumerate([BY_4_BITS, RELATIVE], 1):
+    later: list[RowCodec] = [BY_4_BITS, RELATIVE]
+    for step, codec in enumerate(later, 1):
         job = Job(tmp_path, torch.zeros_like(values), codec, sgd)
         with job.checkpointer as checkpointer, torch.no_grad():
             checkpointer.load()
