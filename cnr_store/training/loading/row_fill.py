@@ -16,7 +16,7 @@ from cnr_codecs import Payload, Segment, decode_into
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import FormatError
-from cnr_store.training.devices.decode import DECODED, DeviceRows, rows_there
+from cnr_store.training.devices.decode import DeviceRows, rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tensors import (
@@ -148,8 +148,8 @@ def all_rows(reader: Reader, target: Target) -> AllRows:
     if not isinstance(reader, ArrayReader) or len(target.parts) != 1:
         return AllRows(reader, target)
     (part,) = target.parts
-    are_taken = all((link.entry.codec or {}).get("id") in DECODED for link in reader.links)
-    there = rows_there(part.tensor) if are_taken and part.columns == reader.columns else None
+    codecs = {str((link.entry.codec or {}).get("id")) for link in reader.links}
+    there = rows_there(part.tensor, codecs) if part.columns == reader.columns else None
     return AllRows(reader, target) if there is None else RowsThere(reader, target, DeviceRows(there))
 
 

@@ -196,3 +196,17 @@ def decode_uniform(
     arguments = (packed, parameters, ids, count, values.stride(0), values)
     options = {"dim": dim, "bits": bits, "is_symmetric": is_symmetric, **tile, "as_bfloat16": as_bfloat16}
     _run(decode.decode_rows, count, tile["rows"], *arguments, **options)
+
+
+def decode_integers(
+    found: torch.Tensor, step: float, shift: int, ids: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Write rows `ids` of `target`, (rows, dim), from their codes, int16 (n, dim), on one step.
+
+    A `shift` other than 0 is that of `quantize_floating`, and codes are on a floating grid.
+    """
+    dim, count, values = int(target.shape[1]), len(ids), _bits_of(target)
+    tile, as_bfloat16 = _tile(dim), target.dtype is torch.bfloat16
+    arguments = (found, ids, count, values.stride(0), step, values)
+    options = {"dim": dim, "shift": shift, **tile, "as_bfloat16": as_bfloat16}
+    _run(decode.decode_integers, count, tile["rows"], *arguments, **options)

@@ -132,7 +132,8 @@ def _row_set(segment: Segment, places: npt.NDArray[np.integer[Any]], rows: int) 
 
 
 def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None) -> Segment | None:
-    if segment.coded is not None:
+    is_coded = segment.coded is not None
+    if is_coded:
         places = segment.row_set.offsets() - first_row
         begin, end = np.searchsorted(places, (0, len(need)))
         if not need[places[begin:end]].any():
@@ -148,7 +149,9 @@ def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None)
         wanted = np.flatnonzero(need[place])
         if len(wanted):
             taken[place[wanted]] = True
-            part = _stored(segment, wanted + (start + int(begin)))
+            # Codes that were decoded here are nobody else's: they need no copy where all rows are wanted.
+            is_whole = is_coded and len(wanted) == segment.row_set.count
+            part = _stored(segment, slice(None) if is_whole else wanted + (start + int(begin)))
             if pending is not None and segment.scheme is Scheme.LATTICE:
                 _settle(part[0], place[wanted], need, segment.grid, pending)
             parts.append(part)

@@ -93,6 +93,21 @@ JOBS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         ("*u8", "*fp32", "*i64", "i64", "i64", "*i16"),
         {"dim": 17, "bits": 3, "is_symmetric": True, "rows": 64, "block": 32, "as_bfloat16": True},
     ),
+    (
+        decode.decode_integers,
+        ("*i16", "*i64", "i64", "i64", "fp32", "*fp16"),
+        {"dim": 64, "shift": 0, "rows": 32, "block": 64, "as_bfloat16": False},
+    ),
+    (
+        decode.decode_integers,
+        ("*i16", "*i64", "i64", "i64", "fp32", "*fp32"),
+        {"dim": 1, "shift": 20, "rows": 128, "block": 1, "as_bfloat16": False},
+    ),
+    (
+        decode.decode_integers,
+        ("*i16", "*i64", "i64", "i64", "fp32", "*i16"),
+        {"dim": 17, "shift": 16, "rows": 64, "block": 32, "as_bfloat16": True},
+    ),
 ]
 _FLOATING = re.compile(r"\b[a-z]+\.[a-z0-9.]*f(?:32|64)\b")
 _LOADS = re.compile(r"(?:ld|st|mov|atom|shfl|selp)\.")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store.training.devices import staging
+from cnr_codecs import Scheme, Segment
+from cnr_store.training.devices import decode as decoding
+from cnr_store.training.devices import staging, support
 from cnr_store.writing.plan import EncodedRows
-from tests.test_store.training.devices.device import DEVICE
+from tests.test_store.training.devices.device import DEVICE, kernels
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,3 +44,33 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("cnr_store.training.saving.snapshot.encode_staged", noted)
     return paths
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables on the CPU are taken for those of a device, where there is none."""
+    found = kernels()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
+
+        def quiet(launch: Callable[..., None], *arguments: Any) -> None:
+            with np.errstate(all="ignore"):  # on the threads of a load, too
+                launch(*arguments)
+
+        for name in ("decode_uniform", "decode_integers"):
+            monkeypatch.setattr(found, name, partial(quiet, getattr(found, name)))
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Scheme]:
+    """Schemes of the segments that were decoded on the device."""
+    schemes: list[Scheme] = []
+    write = decoding.DeviceRows.write
+
+    def noted(self: Any, segments: Sequence[Segment], first_row: int) -> list[Segment]:
+        left = write(self, segments, first_row)
+        schemes.extend({each.scheme for each in segments} - {each.scheme for each in left})
+        return left
+
+    monkeypatch.setattr(decoding.DeviceRows, "write", noted)
+    return schemes

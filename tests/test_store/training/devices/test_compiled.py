@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 _PROGRAM = "tests.test_store.training.devices.compile_kernels"
 _KERNELS = {"flag_rows", "flag_bags", "encode_ranges", "search_lines", "walk_ranges", "encode_given"}
-_KERNELS |= {"encode_lattice", "encode_floating", "sum_squares", "decode_rows"}
+_KERNELS |= {"encode_lattice", "encode_floating", "sum_squares", "decode_rows", "decode_integers"}
 _EXACT = re.compile(
     r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)|(?:abs|neg|min|max|setp|set|testp|copysign|cvt)\..*"
 )

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_codecs import Scheme, UniformRows, array_dtype, decode_into, parse
+from cnr_codecs import (
+    LatticeRows,
+    Scheme,
+    Segment,
+    UniformRows,
+    array_dtype,
+    decode_into,
+    parse,
+    take_rows,
+)
+from cnr_codecs.lattice.reference import values_of
+from cnr_codecs.payload.coded import MAX_CODE, code_range, floating_values
+from cnr_codecs.payload.payload import ParameterType
+from cnr_codecs.payload.rowset import RowSet
 from cnr_store.training.devices.decode import can_decode, decode
 from tests.test_codecs.hard_rows import rows_of
 from tests.test_store.training.devices.device import DEVICE, kernels
@@ -52,6 +68,61 @@ def test_decoded_rows(dim: int, scheme: str, bits: int, element: str, seed: int)
             to[rows_of(segment)] = -1
     assert (wide[:, :2] == 5).all()
     assert (wide[:, 2 + dim :] == 5).all()
+
+
+@pytest.mark.parametrize("element", sorted(DTYPES))
+@pytest.mark.parametrize("mantissa", range(1, 8))
+def test_each_code_of_a_floating_grid(mantissa: int, element: str) -> None:
+    kernels()
+    least, most = code_range(mantissa)  # those beyond float16, too
+    sizes = np.arange(least, most + 1)
+    codes = np.concatenate([-sizes[::-1], [0], sizes]).astype(np.int16)
+    wanted = floating_values(codes, mantissa, element)
+    np.testing.assert_array_equal(_bits(_decoded(codes, mantissa, 0.0, element)), _bits(wanted))
+
+
+@pytest.mark.parametrize("element", sorted(DTYPES))
+@pytest.mark.parametrize("step", [2.0**-100, 2.0**-38, 3 * 2.0**-24, 0.115234375, 1.0, 255.0, 2.0**100])
+def test_each_code_of_a_lattice(step: float, element: str) -> None:
+    kernels()
+    codes = np.arange(-MAX_CODE, MAX_CODE + 1).astype(np.int16)
+    with np.errstate(all="ignore"):
+        wanted = values_of(codes.astype(np.int32), step, element)
+    np.testing.assert_array_equal(_bits(_decoded(codes, 0, step, element)), _bits(wanted))
+
+
+def _decoded(codes: npt.NDArray[np.int16], bits: int, step: float, element: str) -> npt.NDArray[Any]:
+    """Decode codes as rows of 3, some of them not wanted, into rows of a wider table."""
+    held = np.resize(codes, (-(-len(codes) // 3), 3))
+    parameters = np.full((1, 1), step, np.float32)
+    row_set = RowSet.first(len(held), len(held))
+    packed = np.ascontiguousarray(held).view(np.uint8)
+    segment = Segment(Scheme.LATTICE, bits, ParameterType.FLOAT32, row_set, parameters, packed)
+    wide = torch.full((len(held) + 2, 5), 5, dtype=DTYPES[element], device=DEVICE)
+    target, places = wide[:, 1:4], np.arange(len(held))[::-1] + 2
+    is_left_out = np.arange(len(held)) % 5 == 4
+    assert can_decode(segment, target)
+    decode(segment, np.where(is_left_out, -1, places), target)
+    assert (wide[:, [0, 4]] == 5).all()
+    assert (wide[places[is_left_out]] == 5).all()
+    decode(segment, np.where(is_left_out, places, -1), target)
+    found = target[2:].flip(0).cpu()
+    return (found.float() if element == "bfloat16" else found).numpy().reshape(-1)[: len(codes)]
+
+
+def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(values).view(f"u{values.itemsize}")
+
+
+def test_coded_integers_are_left_to_the_host() -> None:
+    kernels()
+    values = np.eye(4, 8, dtype="f4")
+    payload = parse(LatticeRows(step=0.5).encode_rows(values, None, 4, element="float32"))
+    target = torch.zeros(4, 8, device=DEVICE)
+    assert not can_decode(payload.segments[0], target)
+    (segment,) = take_rows(payload, np.ones(4, np.uint8))
+    decode(segment, np.arange(4), target)
+    np.testing.assert_array_equal(target.cpu().numpy(), values)
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:

@@ -6,7 +6,8 @@ Where there is no GPU, tables on the CPU are taken for those of a device, and ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +18,42 @@ from torch import nn
 
 import cnr_store
 from cnr_backends import Transfer
-from cnr_codecs import KMeansRows, LatticeRows, LosslessRows, RowCodec, Scheme, Segment, UniformRows
+from cnr_codecs import (
+    FloatingRows,
+    KMeansRows,
+    LatticeRows,
+    LosslessRows,
+    RowCodec,
+    Scheme,
+    UniformRows,
+)
 from cnr_store.catalog.catalog import open_record
 from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import decode as decoding
-from cnr_store.training.devices import staging, support
+from cnr_store.training.devices import staging
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
 from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
 from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
+from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
-from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import DTYPES, table_of
+from tests.test_store.training.devices.test_floating_cycles import OneSum
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 ROWS = 300
 Values = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = kernels()
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
-        launch = found.decode_uniform
-
-        def quiet(*arguments: Any) -> None:
-            with np.errstate(all="ignore"):  # on the threads of a load, too
-                launch(*arguments)
-
-        monkeypatch.setattr(found, "decode_uniform", quiet)
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[Scheme]:
-    """Schemes of the segments that were decoded on the device."""
-    schemes: list[Scheme] = []
-    write = decoding.DeviceRows.write
-
-    def noted(self: Any, segments: Sequence[Segment], first_row: int) -> list[Segment]:
-        left = write(self, segments, first_row)
-        schemes.extend({each.scheme for each in segments} - {each.scheme for each in left})
-        return left
-
-    monkeypatch.setattr(decoding.DeviceRows, "write", noted)
-    return schemes
 
 
 class Job:
     """A table on the device, an optimizer with state for its rows, and their store."""
 
-    def __init__(self, folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
+    def __init__(
+        self, folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any, **others: Any
+    ) -> None:
         self.model = nn.Module()
         self.table = nn.Embedding(len(values), values.shape[1], sparse=True, _weight=values.clone())
         self.model.items = self.table
@@ -76,8 +61,8 @@ class Job:
         options: dict[str, Any] = {
             "policy": "consecutive",
             "codec": {"*": codec},
-            "trusted_optimizers": [OwnRowWise],
-        }
+            "trusted_optimizers": [OwnRowWise, OneSum],
+        } | others
         self.checkpointer = cnr_store.Checkpointer(str(folder), self.model, self.optimizer, **options)
 
     def rows(self) -> Values:
@@ -86,21 +71,30 @@ class Job:
         return {"weight": self.table.weight.detach()} | {name: each for name, each in slots if each.ndim}
 
 
-def save(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
+def save(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any, **options: Any) -> None:
     """A whole version, and two deltas whose rows overlap."""
     rng = np.random.default_rng(len(values[0]))
-    job = Job(folder, values, codec, optimizer)
+    job = Job(folder, values, codec, optimizer, **options)
     with job.checkpointer as checkpointer, torch.no_grad():
+        for name, each in job.rows().items():
+            if name != "weight":
+                each.copy_(torch.from_numpy(rng.lognormal(size=each.shape)))
         for step in range(3):
             ids = torch.from_numpy(rng.permutation(ROWS)[: ROWS if step == 0 else 90]).to(DEVICE)
-            for each in job.rows().values():
-                each[ids] = each[ids.flip(0)]
+            for name, each in job.rows().items():
+                if name == "weight":
+                    each[ids[::2]] = each[ids[::2].flip(0)]
+                    each[ids[1::2]] *= 1.25
+                else:
+                    each[ids] *= (1 + ids.view(-1, *[1] * (each.ndim - 1)) % 7 / 20).to(each)
             checkpointer.touch("items", ids)
             record = checkpointer.save(step=step).result()
             assert record.kind == ("baseline" if step == 0 else "delta")
 
 
-def load(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> tuple[Values, list[Bitmap]]:
+def load(
+    folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any, **options: Any
+) -> tuple[Values, list[Bitmap]]:
     """What a model of zeros holds after a load, and the rows that the load found in deltas."""
     changed, inner = [], AllRows.changed
 
@@ -108,19 +102,25 @@ def load(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) ->
         changed.append(inner(self))
         return changed[-1]
 
-    job = Job(folder, torch.zeros_like(values), codec, optimizer)
+    job = Job(folder, torch.zeros_like(values), codec, optimizer, **options)
     with job.checkpointer as checkpointer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(AllRows, "changed", noted)
         checkpointer.load()
     return {name: each.cpu() for name, each in job.rows().items()}, changed
 
 
-def check(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any) -> None:
-    """Loads by the device and by the host leave the same bits, and find the same rows in deltas."""
-    found, changed = load(folder, values, codec, optimizer)
+@contextmanager
+def by_the_host() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cnr_store.training.loading.row_fill.rows_there", lambda _: None)
-        wanted, same = load(folder, values, codec, optimizer)
+        patch.setattr("cnr_store.training.loading.row_fill.rows_there", lambda *_: None)
+        yield
+
+
+def check(folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any, **options: Any) -> None:
+    """Loads by the device and by the host leave the same bits, and find the same rows in deltas."""
+    found, changed = load(folder, values, codec, optimizer, **options)
+    with by_the_host():
+        wanted, same = load(folder, values, codec, optimizer, **options)
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
         assert each.any(), name
@@ -133,15 +133,27 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, initial_accumulator_value=0.25)
+    return torch.optim.Adagrad(parameters, initial_accumulator_value=0.25, eps=1e-4)
 
 
 def row_wise(parameters: Any) -> torch.optim.Optimizer:
     return OwnRowWise(parameters, initial_accumulator_value=0.25)
 
 
+def one_sum(parameters: Any) -> torch.optim.Optimizer:
+    return OneSum(parameters)
+
+
 BY_4_BITS = UniformRows("asymmetric", 4)
-CODECS = [BY_4_BITS, UniformRows("symmetric", 3), LosslessRows()]
+RELATIVE = LatticeRows(rms_step=0.1, relative=True)
+INTEGERS = [LatticeRows(rms_step=0.1), RELATIVE, FloatingRows(5), FloatingRows(3, relative=True)]
+CODECS = [BY_4_BITS, UniformRows("symmetric", 3), LosslessRows(), *INTEGERS]
+TABLE, SUM = "tables/items/weight", "tables/items/sum"
+
+
+def relative_rows(folder: Path, path: str = TABLE) -> list[int]:
+    """How many rows of each version are relative."""
+    return [count_relative(str(folder), each.id, path) for each in cnr_store.versions(str(folder))]
 
 
 @pytest.mark.parametrize("element", sorted(DTYPES))
@@ -151,9 +163,16 @@ def test_a_chain_of_hard_rows(
     dim: int, element: str, codec: RowCodec, tmp_path: Path, written: list[Scheme]
 ) -> None:
     values = table_of(ROWS, dim, 11 * dim, element)
+    if isinstance(codec, LatticeRows):  # its step is for all rows
+        values[::2] = torch.randn(ROWS // 2, dim).to(values)
+        values[1::2] = values[1::2].where(values[1::2].abs() < 9, torch.nan)
     save(tmp_path, values, codec, sgd)
     check(tmp_path, values, codec, sgd)
     assert Scheme.RAW in written  # rows with NaN are
+    if codec in INTEGERS:
+        assert Scheme.LATTICE in written
+        is_relative = "relative" in codec.get_config()
+        assert [each > 0 for each in relative_rows(tmp_path)] == [False, is_relative, is_relative]
     if isinstance(codec, UniformRows) and codec.is_worthwhile(dim, element):
         assert {Scheme.ASYMMETRIC, Scheme.SYMMETRIC} & {*written}
 
@@ -192,30 +211,35 @@ def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.
     assert (wide[:, [0, 1, 8]] == 5).all()
 
 
-@pytest.mark.parametrize("codec", [LatticeRows(rms_step=0.1, relative=True), KMeansRows(bits=4)], ids=str)
-def test_other_codecs_are_left_to_the_host(codec: RowCodec, tmp_path: Path, written: list[Scheme]) -> None:
-    values = table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1)
+def test_other_codecs_are_left_to_the_host(tmp_path: Path, written: list[Scheme]) -> None:
+    codec, values = KMeansRows(bits=4), table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1)
     save(tmp_path, values, codec, sgd)
     check(tmp_path, values, codec, sgd)
     assert not written
 
 
+@pytest.mark.parametrize("codec", [BY_4_BITS, FloatingRows(relative=True)], ids=str)
 def test_segments_that_the_device_leaves(
-    tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
+    codec: RowCodec, tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "can_decode", lambda *_: False)
     values = table_of(ROWS, 6, 3, "float16")
-    save(tmp_path, values, BY_4_BITS, sgd)
-    check(tmp_path, values, BY_4_BITS, sgd)
+    save(tmp_path, values, codec, sgd)
+    check(tmp_path, values, codec, sgd)
     assert {*written} == {Scheme.RAW}
 
 
+@pytest.mark.parametrize("codec", [BY_4_BITS, FloatingRows(relative=True)], ids=str)
 @pytest.mark.parametrize("after", [0, 2])
 def test_memory_that_is_short_leaves_rows_to_the_host(
-    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    codec: RowCodec,
+    after: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     values = table_of(ROWS, 6, 3, "float32")
-    save(tmp_path, values, BY_4_BITS, sgd)
+    save(tmp_path, values, codec, sgd)
     decode, calls = decoding.decode, []
 
     def fail(*arguments: Any) -> None:
@@ -227,7 +251,7 @@ def test_memory_that_is_short_leaves_rows_to_the_host(
     monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
     monkeypatch.setattr(decoding, "decode", fail)
     with caplog.at_level(logging.WARNING):
-        check(tmp_path, values, BY_4_BITS, sgd)
+        check(tmp_path, values, codec, sgd)
     assert calls
     assert "could not be decoded" in caplog.text
 
@@ -242,14 +266,3 @@ def test_a_version_that_is_folded_while_it_is_loaded(
     cnr_store.load(folding_at_first_read(str(tmp_path), version), model, version=version)
     assert model.weight.detach().cpu().numpy().tobytes() == expected.tobytes()
     assert written
-
-
-def test_a_damaged_chunk_is_an_error(tmp_path: Path) -> None:
-    values = table_of(ROWS, 6, 3, "float32")
-    save(tmp_path, values, BY_4_BITS, sgd)
-    for path in tmp_path.rglob("c/0/0"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 3] ^= 1
-        path.write_bytes(data)
-    with pytest.raises(cnr_store.CorruptionError, match="tables/items/weight"):
-        load(tmp_path, values, BY_4_BITS, sgd)
