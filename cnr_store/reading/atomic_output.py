@@ -53,6 +53,7 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
             with _remote_file(os.fspath(target), overwrite, options) as file:
                 yield file
             return
+        path = path.resolve()  # of a link, the file
         if not overwrite or path.is_dir():
             _refuse(path, path.exists())
         temporary = _beside(path)
@@ -103,6 +104,7 @@ def new_folder(
         _check_folder(path, target, is_earlier)
         temporary, old = _beside(path), _beside(path)
         try:
+            temporary.mkdir()
             yield str(temporary)
             _replace(
                 path,
@@ -122,7 +124,7 @@ def _replace(path: Path, temporary: Path, old: Path, check: Callable[[], None]) 
     try:
         check()
         temporary.rename(path)
-    except (OSError, OptionError):
+    except BaseException:
         if old.exists():
             old.rename(path)
         raise
@@ -149,14 +151,19 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
     OptionError
         It is one of these.
     """
+    backend: Backend | None = None
     try:
         backend = open_backend(target, **options)
+        there = _place(backend.url)
     except (BackendError, OptionError):
-        return
-    there, here = _place(backend.url), _place(store)
+        path = _local_path(target, options)
+        if path is None:
+            return
+        there = _place(f"{_FILE}{path}")  # a file, which may lie in a store
+    here = _place(store)
     if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
         raise OptionError(f"{target} would replace the store {store}, or a part of it: choose another target")
-    if _find_store(backend) if overwrite else _is_store(backend, ""):
+    if backend is not None and (_find_store(backend) if overwrite else _is_store(backend, "")):
         raise OptionError(f"{target} holds a store, with all its versions: choose another target")
     if there.startswith(_FILE) or not isinstance(target, Store):
         for place in _above(there):
@@ -187,11 +194,22 @@ def _find_store(backend: Backend) -> bool:
 
 def _check_folder(folder: Path, target: Target, is_earlier: IsEarlier) -> None:
     """Refuse a folder of this machine that has other files than those of an earlier export."""
-    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    keys = [path.relative_to(folder).as_posix() for path in found]
-    is_plain = not any(path.is_symlink() for path in found)
-    if found and not (is_plain and is_earlier(open_backend(folder), keys)):
+    if not folder.exists():
+        return
+    if not folder.is_dir():
         raise _other_things(target)
+    found, is_plain = list[Path](), True
+    for place, folders, files in os.walk(folder, onerror=_raise):
+        is_plain = is_plain and not any(Path(place, name).is_symlink() for name in (*folders, *files))
+        found += (Path(place, name) for name in files)
+    keys = [path.relative_to(folder).as_posix() for path in found]
+    if not is_plain or (found and not is_earlier(open_backend(folder), keys)):
+        raise _other_things(target)
+
+
+def _raise(error: OSError) -> None:
+    """What can't be listed may hold anything."""
+    raise error
 
 
 def _check_elsewhere(target: Target, options: Mapping[str, Any], is_earlier: IsEarlier) -> None:
@@ -241,6 +259,7 @@ def _remove_files(
     url: str, ending: str, overwrite: bool, options: Mapping[str, Any], is_earlier: IsEarlier
 ) -> None:
     filesystem, path = _filesystem(url, options)
+    _refuse(url, filesystem.isfile(path))
     try:
         found = [name for name in filesystem.ls(path, detail=False) if name.endswith(ending)]
     except FileNotFoundError:

@@ -13,6 +13,7 @@ import zarr
 from zarr.abc.store import Store
 from zarr.core.array_spec import ArrayConfigLike
 from zarr.errors import ContainsArrayError, ContainsGroupError
+from zarr.storage import LocalStore
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
@@ -189,7 +190,8 @@ def _exported_paths(backend: Backend) -> set[str]:
     """The paths of the arrays in the group at a place, which an export made or begins to make; none if none did."""
     try:
         attributes = json.loads(backend.get(layout.ROOT_KEY))["attributes"]
-        return set(attributes["names"].values() if _COMPLETE in attributes else attributes[_UNFINISHED])
+        found = attributes["names"].values() if _COMPLETE in attributes else attributes[_UNFINISHED]
+        return {path for path in found if isinstance(path, str)}
     except (ObjectNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return set()
 
@@ -213,6 +215,10 @@ def _remove_objects(place: str | Store, options: dict[str, Any], transfer: Trans
     keys = [key for key, _ in backend.list_keys("")]
     if not keys:
         return
+    if not _is_earlier(backend, keys):
+        raise OptionError(
+            f"{place} has got other things than an earlier export meanwhile: choose another target"
+        )
     # The export is no longer complete, and what is left of it is known for one.
     paths = sorted(_exported_paths(backend))
     group = {"zarr_format": 3, "node_type": "group", "attributes": {_UNFINISHED: paths}}
@@ -224,9 +230,10 @@ def _remove_objects(place: str | Store, options: dict[str, Any], transfer: Trans
 
 def _new_group(place: str | Store, options: dict[str, Any], paths: list[str]) -> zarr.Group:
     try:
-        return zarr.create_group(
-            place, attributes={_UNFINISHED: paths}, zarr_format=3, storage_options=options or None
-        )
+        # zarr may take a path for a chain of URLs.
+        store = LocalStore(place) if isinstance(place, str) and "://" not in place else place
+        attributes, found = {_UNFINISHED: paths}, options or None
+        return zarr.create_group(store, attributes=attributes, zarr_format=3, storage_options=found)
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
         raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
     except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open

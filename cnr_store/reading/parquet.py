@@ -50,7 +50,7 @@ def write_tables(
             file = f"{stored[path].split('/')[1]}{_ENDING}"
             reader, aliases = ArrayReader(catalog, record, path), record.arrays[path].aliases
             note = {"name": name, "aliases": aliases, "version": record.id, "step": record.step}
-            note |= {"file": file, "rows": reader.shape[0]}
+            note |= {"file": file, "rows": reader.shape[0], "type": [str(reader.dtype), reader.columns]}
             with new_file(f"{folder.rstrip('/')}/{file}", overwrite, options) as opened:
                 _write_rows(reader, note, opened, transfer)
 
@@ -65,9 +65,11 @@ def _is_table(backend: Backend, key: str) -> bool:
         tail = backend.get_suffix(key, _TAIL)
         footer = backend.get_suffix(key, min(int.from_bytes(tail[:4], "little") + _TAIL, backend.size(key)))
         found = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
-        note = json.loads((found.metadata or {})[b"cnr"])
-        names = [found.schema.column(column).path.partition(".")[0] for column in range(found.num_columns)]
-        return names == ["row", "weight"] and (note["file"], note["rows"]) == (key, found.num_rows)
+        note, schema = json.loads((found.metadata or {})[b"cnr"]), found.schema.to_arrow_schema()
+        dtype, columns = note["type"]
+        types = [pa.int64(), pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), columns)]
+        is_alike = schema.names == ["row", "weight"] and schema.types == types
+        return is_alike and (note["file"], note["rows"]) == (key, found.num_rows)
     except (ObjectTooShortError, KeyNameError, ValueError, KeyError, TypeError, pa.ArrowException):
         return False
 

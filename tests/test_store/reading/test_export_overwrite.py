@@ -163,6 +163,65 @@ def test_nothing_is_removed_where_a_look_fails(tmp_path: Path, failures: int) ->
     assert held._store_dict == before
 
 
+@pytest.mark.parametrize("kind", ["zarr", "parquet"])
+def test_a_file_that_came_during_an_export_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["zarr", "parquet"]
+) -> None:
+    store, target = tmp_path / "store", tmp_path / "target"
+    cnr_store.save(store, nn.Embedding(5, 2))
+    read = ArrayReader.read_regions
+
+    def comes(reader: ArrayReader, transfer: Transfer) -> Any:
+        target.write_text("weeks of work")
+        return read(reader, transfer)
+
+    monkeypatch.setattr(ArrayReader, "read_regions", comes)
+    with pytest.raises(OptionError, match="other things than an earlier export"):
+        cnr_store.export(store, target, format=kind, overwrite=True)
+    assert target.read_text() == "weeks of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "target"]
+
+
+@pytest.mark.parametrize("names", [{"a": 1}, {"a": ["tables"]}, [], "tables", None])
+def test_a_group_with_odd_attributes_is_no_export(tmp_path: Path, names: Any) -> None:
+    cnr_store.save(tmp_path / "store", nn.Embedding(5, 2))
+    attributes = {"cnr_version": {}, "names": names}
+    zarr.create_group(tmp_path / "target", attributes=attributes).create_array("a", data=np.arange(3))
+    with pytest.raises(OptionError, match="other things than an earlier export"):
+        cnr_store.export(tmp_path / "store", tmp_path / "target", format="zarr", overwrite=True)
+
+
+def test_no_file_of_a_store_is_replaced(tmp_path: Path) -> None:
+    for name in ("store", "other"):
+        cnr_store.save(tmp_path / name, nn.Embedding(5, 2))
+    for name in ("store", "other"):
+        for path in [path for path in (tmp_path / name).rglob("*") if path.is_file()]:
+            before = path.read_bytes()
+            with pytest.raises(OptionError, match=r"would replace the store|lies in the store"):
+                cnr_store.export(tmp_path / "store", path, format="safetensors", overwrite=True)
+            assert path.read_bytes() == before
+
+
+def test_places_with_colons_and_models_without_tables(tmp_path: Path) -> None:
+    cnr_store.save(tmp_path / "store", nn.ModuleDict({"users": nn.Embedding(5, 2)}))
+    cnr_store.save(tmp_path / "dense", nn.Linear(2, 1))
+    for _ in range(2):
+        cnr_store.export(tmp_path / "store", tmp_path / "run::5" / "x.zarr", overwrite=True)
+        cnr_store.export(tmp_path / "dense", tmp_path / "x.parquet", overwrite=True)
+    group = zarr.open_group(zarr.storage.LocalStore(tmp_path / "run::5" / "x.zarr"), mode="r")
+    assert "cnr_version" in group.attrs
+    assert list((tmp_path / "x.parquet").iterdir()) == []
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    cnr_store.save(tmp_path / "store", nn.Embedding(5, 2))
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    cnr_store.export(tmp_path / "store", tmp_path / "link", format="safetensors", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").stat().st_size > 0
+
+
 def test_a_link_to_an_export_stays_one(tmp_path: Path) -> None:
     store, link = tmp_path / "store", tmp_path / "link"
     for step in (1, 2):
