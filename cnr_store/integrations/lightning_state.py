@@ -140,7 +140,8 @@ class TrainerState:
         self._trainer.fit_loop.load_state_dict(loops)
         if was_stopped:
             log.warning(
-                "the fit was told to stop, as EarlyStopping does; this one trains on until it is told again"
+                "the fit was told to stop, as EarlyStopping does; this one trains on until it is told again. If it "
+                "should not, don't start it again, or set max_epochs"
             )
         if self.is_epoch_end:
             _begin_next_epoch(self._trainer.fit_loop)
