@@ -12,6 +12,7 @@ from benchmarks.codec_bench.target import Target
 from benchmarks.gpu_bench import aims
 from benchmarks.gpu_bench.place import Place
 from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, lattice_step
+from cnr_codecs.payload.coded import MANTISSA_BITS
 from cnr_store.training.devices.encode import quantize
 from cnr_store.training.devices.support import kernels_on
 
@@ -23,7 +24,7 @@ _CODECS: dict[str, RowCodec] = {
     "lattice": LatticeRows(step=lattice_step(0.35)),
     "floating, 3 bits": FloatingRows(3),
 }
-_DECODED = ("asymmetric, 8 bits", "asymmetric, 4 bits")
+_DECODED = ("asymmetric, 8 bits", "asymmetric, 4 bits", "lattice", "floating, 3 bits")
 _CHANGED = 0.25
 HEAD = "dim  what                                  of GB    GB/s  of a copy's"
 Line = dict[str, Any]
@@ -67,12 +68,28 @@ def _runs(
             yield f"{name}, {which}", lambda codec=codec, source=source: quantize(codec, source)
     every = torch.arange(rows, device=place.device)
     for name in _DECODED:
-        codec = _CODECS[name]
-        assert isinstance(codec, UniformRows)
-        floats, _, _, packed = quantize(codec, kernels.Source(values, None))
+        codec, source = _CODECS[name], kernels.Source(values, None)
         nbytes[f"decode, {name}"] = values.nbytes
-        held = packed, floats, codec.bits, False, every, copied
-        yield f"decode, {name}", lambda held=held: kernels.decode_uniform(*held)
+        yield f"decode, {name}", _decoding(kernels, codec, quantize(codec, source), every, copied)
+
+
+def _decoding(
+    kernels: Any,
+    codec: RowCodec,
+    quantized: tuple[torch.Tensor, ...],
+    ids: torch.Tensor,
+    target: torch.Tensor,
+) -> Callable[[], object]:
+    if isinstance(codec, UniformRows):
+        floats, _, _, packed = quantized
+        return lambda: kernels.decode_uniform(packed, floats, codec.bits, False, ids, target)
+    assert isinstance(codec, LatticeRows | FloatingRows)
+    if isinstance(codec, FloatingRows):
+        step, shift = 0.0, MANTISSA_BITS - codec.mantissa_bits
+    else:
+        assert codec.step is not None
+        step, shift = codec.step, 0
+    return lambda: kernels.decode_integers(quantized[0], step, shift, ids, target)
 
 
 def _show(line: Line) -> str:
