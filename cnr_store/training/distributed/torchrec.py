@@ -91,6 +91,8 @@ class ShardedTable:
         All shards, on all ranks. One each for every rank that trains with the whole table by itself.
     pieces
         The live memory of this process's shards, without empty ones.
+    kernels
+        Of TorchRec, which hold this process's shards. Tables of one kernel share its settings.
     replicated
         Whether each rank has the whole table, and its optimizer is one like those of dense parameters.
     cached
@@ -112,7 +114,7 @@ class ShardedTable:
     optimizer: FusedOptimizer | None
     slots: dict[str, Slot]
     pieces: list[LocalPiece] = field(default_factory=list)
-    _kernels: list[Any] = field(default_factory=list, repr=False)
+    kernels: list[Any] = field(default_factory=list, repr=False)
 
     def moves_untouched_rows(self) -> str | None:
         """Why rows may change that were not looked up with gradients. None if none does."""
@@ -122,11 +124,11 @@ class ShardedTable:
 
     def settings(self) -> dict[str, float]:
         """What the optimizer has beside slots, by name: ``"lr"`` at least. Nothing on ranks without a shard."""
-        return self.optimizer.settings(self._kernels[0]) if self.optimizer and self._kernels else {}
+        return self.optimizer.settings(self.kernels[0]) if self.optimizer and self.kernels else {}
 
     def assign_settings(self, settings: Mapping[str, float]) -> None:
-        """Have the optimizer use what `settings` returned. Tables of one kernel share them."""
-        for kernel in self._kernels if self.optimizer else ():
+        """Have the optimizer use what `settings` returned, for all tables of the same kernels."""
+        for kernel in self.kernels if self.optimizer else ():
             FusedOptimizer.assign(kernel, settings)
 
 
@@ -320,8 +322,8 @@ def _add_memory(tables: dict[str, ShardedTable], kernel: Any) -> None:
             )
         if weight.numel():
             table.pieces.append(LocalPiece(*first_of(shard), weight.detach()))
-        if kernel not in table._kernels:
-            table._kernels.append(kernel)
+        if kernel not in table.kernels:
+            table.kernels.append(kernel)
     if not hasattr(kernel, "fused_optimizer"):
         return
     for shard, state in zip(shards, kernel.emb_module.get_optimizer_state(), strict=False):

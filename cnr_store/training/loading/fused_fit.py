@@ -23,6 +23,8 @@ from cnr_store.training.model.optimizer_state import FUSED, Tree
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 
+Settings = Mapping[str, Mapping[str, float]]
+
 
 @dataclass(frozen=True)
 class FusedSlot:
@@ -59,7 +61,7 @@ class FusedFit:
     slots: list[FusedSlot] = field(default_factory=list)
     resharded: dict[str, tuple[int, int]] = field(default_factory=dict)
     blended: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    _settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    _settings: Settings = field(default_factory=dict)
 
     def assign_settings(self, trained: TrainedModel) -> None:
         """Give the optimizers their learning rates, and what else they count."""
@@ -105,11 +107,12 @@ def fit_fused(
         )
         return fused
     if everything:
-        fused._settings = {
+        settings = {
             name: {key: value for key, value in group.items() if key != "params"}
             for group in tree["param_groups"]
             for name in group["params"]
         }
+        fused._settings = _settings_of_kernels(settings, trained, match.where)
     fits = {fit.table.name: fit for fit in match.tables}
     for array in trained.row_arrays():
         fit = fits.get(array.table.name)
@@ -135,6 +138,35 @@ def fit_fused(
         fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry), array.path))
     fused.blended |= {slot.path: slot.weights for slot in fused.slots if slot.weights is not None}
     return fused
+
+
+def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) -> Settings:
+    """What each table's kernels get. TorchRec may have joined tables in a kernel that were in several.
+
+    What is counted takes its greatest value: a new table's kernel began to count later.
+    """
+    settings = {name: dict(group) for name, group in stored.items()}
+    tables = [each for each in trained.fused_tables if each.parameter_name in settings]
+    kernels = {id(kernel): kernel for each in tables for kernel in each.sharded.kernels}
+    for kernel in kernels.values():
+        joined = {
+            each.name: settings[each.parameter_name]
+            for each in tables
+            if any(kernel is own for own in each.sharded.kernels)
+        }
+        rates = {name: group["lr"] for name, group in joined.items() if "lr" in group}
+        if len({*rates.values()}) > 1:
+            named = " and ".join(f"{name!r} with {rate:g}" for name, rate in rates.items())
+            raise ModelMismatchError(
+                f"in {where} tables have learning rates of their own ({named}), and in the model TorchRec gives them "
+                "one; build the model with these rates (apply_optimizer_in_backward for each table), or load without "
+                "dmp.fused_optimizer"
+            )
+        counts = {key for group in joined.values() for key in group} - {"lr"}
+        greatest = {key: max(group.get(key, 0) for group in joined.values()) for key in counts}
+        for group in joined.values():
+            group.update(greatest)
+    return settings
 
 
 def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray[np.float64] | None:
