@@ -241,6 +241,9 @@ class Writer:
                 check_planned(plan, announced["plan"], team.rank)
                 self._check_shared(version)
                 staged = self._stage(version, plan, rows_done, team)
+                self._check_shared(
+                    version, again=True
+                )  # a mount that is lost leaves a folder that takes objects
             finally:
                 rows_done()
             team.round.vote(staged.to_vote())
@@ -277,10 +280,10 @@ class Writer:
             ),
         )
 
-    def _check_shared(self, version: str) -> None:
-        """Check that this rank sees the store that the first rank writes to."""
+    def _check_shared(self, version: str, *, again: bool = False) -> None:
+        """Check that this rank sees the store that the first rank writes to: once a claim, unless `again`."""
         attempt = VersionId.parse(version)
-        if attempt is None or attempt.claim == self._shared:
+        if attempt is None or (attempt.claim == self._shared and not again):
             return
         name = layout.claim_name(attempt.claim.generation)
         with suppress(CorruptionError):  # it is lost, or another store's
@@ -288,8 +291,8 @@ class Writer:
                 self._shared = attempt.claim
                 return
         raise SaveError(
-            f"this rank does not find {layout.writer_key(name)} in {self._backend.url}, although the first rank has "
-            "just written it: give all ranks the URL of one store that all of them can reach"
+            f"this rank does not find {layout.writer_key(name)} in {self._backend.url}, although the first rank wrote "
+            "it: give all ranks the URL of one store that all of them can reach, and see that it is still mounted here"
         )
 
     def _committed(self, record: Record, team: Team) -> Record:

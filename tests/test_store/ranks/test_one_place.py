@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,29 @@ def test_places_apart_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             assert "the URL of one store that all of them can reach" in str(error)
     assert cnr_store.versions(first) == []
     assert len(cnr_store.versions(other)) == is_used
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_mount_that_a_rank_loses_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loser: int
+) -> None:
+    """What lies below the mount takes objects as well as the store does."""
+    find_small_models(monkeypatch)
+    store, mount = tmp_path / "store", tmp_path / "mount"
+    store.mkdir()
+    mount.symlink_to(store)
+    places = [open_backend(str(mount if rank == loser else store)) for rank in range(2)]
+    places[1].url = places[0].url
+    with SmallJob(places, timeout_seconds=5) as job:
+        job.save(1)
+        mount.unlink()
+        mount.mkdir()
+        for error in job.attempt(lambda rank: job.checkpointers[rank].save(2).result()):
+            assert isinstance(error, CheckpointError)
+            assert loser == 0 or "still mounted here" in str(error)
+        shutil.rmtree(mount)
+        mount.symlink_to(store)
+        if loser:
+            job.save(3)
+    assert [version.step for version in cnr_store.versions(str(store))] == [1, 3][: 1 + loser]
+    assert cnr_store.verify(str(store), deep=True).ok
