@@ -23,6 +23,7 @@ from cnr_store.integrations.lightning_package import (
     SIGTERMException,
     Trainer,
 )
+from cnr_store.integrations.lightning_schedulers import scheduler_states
 from cnr_store.integrations.lightning_state import (
     TrainerState,
     end_resumed_epoch,
@@ -140,10 +141,7 @@ class CnrCheckpoint(Callback):
         state = {
             **(self._options.get("state") or {}),
             "lightning.precision": trainer.precision_plugin,
-            **{
-                f"lightning.scheduler.{position}": config.scheduler
-                for position, config in enumerate(trainer.lr_scheduler_configs)
-            },
+            **scheduler_states(trainer),
             # The last to load, because callbacks may change all others.
             "lightning.loops": self._trainer_state,
         }

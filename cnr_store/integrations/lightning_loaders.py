@@ -37,6 +37,16 @@ def check_loaders(loaders: Any) -> None:
             )
 
 
+def position_loaders(loop: Any) -> None:
+    """Let loaders that exist already go on as loaded: `estimated_stepping_batches` and finders make them early.
+
+    Lightning gives loaders their state only when it makes them.
+    """
+    if loop._combined_loader is not None and loop.restarting and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def draw_again(trainer: Any, is_epoch_end: bool) -> None:
     """Let the loaders draw their order with the random numbers that are set now, unless they go on with an order.
 

@@ -24,6 +24,7 @@ from cnr_store.integrations.lightning_averages import (
     normalizes,
     resume_normalizing,
 )
+from cnr_store.integrations.lightning_loaders import position_loaders
 from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
 
 log = logging.getLogger("cnr_store")
@@ -60,6 +61,7 @@ class TrainerState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._told: set[str] = set()
+        self._known = len(trainer.lr_scheduler_configs)
         self._metrics: dict[str, float] = {}
         self._loops: dict[str, Any] | None = None
         self.is_end = self.is_epoch_end = False
@@ -67,6 +69,7 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """The loops' state, and beside it that of all others."""
+        self._warn_of_schedulers()
         loops = self._trainer.fit_loop.state_dict() if self._loops is None else self._loops
         metrics = {
             name: one.item() for name, one in self._trainer.callback_metrics.items() if one.numel() == 1
@@ -145,6 +148,7 @@ class TrainerState:
             )
         if self.is_epoch_end:
             _begin_next_epoch(self._trainer.fit_loop)
+        position_loaders(self._trainer.fit_loop)
         _RESUMED[self._trainer] = self
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:
@@ -197,6 +201,16 @@ class TrainerState:
             "optimizer_states": [one.state_dict() for one in trainer.optimizers],
             "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         }
+
+    def _warn_of_schedulers(self) -> None:
+        if (now := len(self._trainer.lr_scheduler_configs)) > self._known:
+            log.warning(
+                "the trainer had %d schedulers when the fit started and has %d: the state of the others is not saved, "
+                "so a resumed fit begins them anew",
+                self._known,
+                now,
+            )
+            self._known = now
 
     def _unstorable(self, what: str, values: Mapping[str, Any]) -> Iterable[str]:
         """Which of them can't be stored without pickle. A warning names each once."""

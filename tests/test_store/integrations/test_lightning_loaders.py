@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
@@ -151,3 +152,54 @@ def test_a_limit_of_steps_skips_no_epoch_and_repeats_no_batch(
     rest, last = trained(CnrCheckpoint(url, batches, bits=32, resume=True))
     assert (last, rest.seen) == (steps, whole.seen[-len(rest.seen) :])
     assert_equal(rest, whole)
+
+
+class OneCycle(Module):
+    """Asks how many steps there will be, for which Lightning makes the loaders."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.2, total_steps=total, cycle_momentum=False
+        )
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("stop", [BATCHES, BATCHES + 3])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle: bool) -> None:
+    url, whole = str(tmp_path / "store"), fit(tmp_path, module=OneCycle(), shuffle=shuffle)[0]
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(stop), module=OneCycle(), shuffle=shuffle)
+    again = CnrCheckpoint(url, 1, bits=32, resume=True)
+    rest, trainer = fit(tmp_path, again, module=OneCycle(), shuffle=shuffle)
+    assert trainer.global_step == BATCHES * EPOCHS
+    epoch = BATCHES * 16
+    left = whole.seen[stop * 16 :]
+    if shuffle and stop % BATCHES == 0:  # another order, of the same samples
+        assert [*map(sorted, _epochs(rest.seen, epoch))] == [*map(sorted, _epochs(left, epoch))]
+    else:
+        assert rest.seen == left
+        assert_equal(rest, whole)
+
+
+def test_a_finder_does_not_move_the_loaders_of_a_resume(tmp_path: Path) -> None:
+    def finds() -> Callback:
+        return LearningRateFinder(num_training_steps=5, update_attr=False)
+
+    class Found(Module):
+        lr = 0.1
+
+    url, whole = str(tmp_path / "store"), fit(tmp_path, shuffle=False)[0]
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, 3, bits=32), StopsAt(BATCHES + 4), shuffle=False)
+    again = CnrCheckpoint(url, 3, bits=32, resume=True)
+    rest, _ = fit(tmp_path, finds(), again, module=Found(), shuffle=False, enable_checkpointing=True)
+    left = whole.seen[(BATCHES + 4) * 16 :]
+    assert rest.seen[-len(left) :] == left
+    assert_equal(rest, whole)
+
+
+def _epochs(seen: list[int], epoch: int) -> list[list[int]]:
+    return [seen[at : at + epoch] for at in range(0, len(seen), epoch)]
