@@ -23,6 +23,7 @@ from cnr_backends.files import (
     write_file,
 )
 from cnr_backends.keys import TEMPORARY_PREFIX, check_key, check_prefix
+from cnr_backends.mounts import FolderWatch, LostFolderError
 from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -77,6 +78,7 @@ class LocalBackend(Backend):
             )
         self._address = os.fspath(self.root)
         self._inside = os.path.realpath(self._address).rstrip(os.sep) + os.sep
+        self._watch = FolderWatch(self._address)
         self._synced: set[Path] = set()
         self._lock = threading.Lock()
 
@@ -183,6 +185,8 @@ class LocalBackend(Backend):
     def _advice(self, error: Exception) -> str:
         if isinstance(error, LackingFilesystemError):
             return "use a folder on another filesystem, such as ext4, xfs or NFS"
+        if isinstance(error, LostFolderError):
+            return "see that it is still mounted here, and open it anew if it was removed on purpose"
         return super()._advice(error)
 
     def _path(self, key: str) -> Path:
@@ -211,6 +215,7 @@ class LocalBackend(Backend):
                 raise IsADirectoryError(errno.EISDIR, "it is a folder")
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
+            self._watch.note(key)
             yield file, status.st_size
         finally:
             os.close(file)
@@ -223,13 +228,17 @@ class LocalBackend(Backend):
         """`_write`, which waits for the disk after its first step only."""
         for attempt in range(_WRITE_ATTEMPTS):
             path = self._path(key)
+            self._watch.check()
             try:
                 made = self._make_folder(path.parent)
                 with contextlib.closing(write_file(path, pieces, replace=replace)) as steps:
                     next(steps)
                     yield
                     self._sync_parents(made)
-                    return run_to_end(steps)
+                    is_new = run_to_end(steps)
+                self._watch.check()
+                self._watch.note(key)
+                return is_new
             except FileNotFoundError:
                 # A concurrent delete removed the empty folder.
                 with self._lock:
