@@ -7,13 +7,15 @@ computes the same from what all said.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from cnr_codecs import array_dtype
 from cnr_store.errors import SaveError, StateError, UnsupportedModelError
@@ -93,7 +95,7 @@ def local_items(plan: SavePlan, planner: SavePlanner, rank: int) -> LocalItems:
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            found.values[name] = _encoded(name, _value(planner, item.index), rank, found.beside)
+            found.values[name] = _encoded(name, _value(planner, item), rank, found.beside)
             continue
         assert item.tensor_data is not None  # only values have none
         if not name:
@@ -110,8 +112,12 @@ def local_items(plan: SavePlan, planner: SavePlanner, rank: int) -> LocalItems:
     return found
 
 
-def _value(planner: SavePlanner, index: Any) -> object:
-    """The value itself: what `resolve_data` gives are pickled bytes, which nothing here reads."""
+def _value(planner: SavePlanner, item: WriteItem) -> object:
+    """The value itself: what `resolve_data` gives are pickled bytes, which nothing here reads.
+
+    A planner's own `transform_object` may change values. Whether it does so is seen by the bytes.
+    """
+    index = item.index
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:
         raise StateError(
@@ -119,6 +125,15 @@ def _value(planner: SavePlanner, index: Any) -> object:
             "derive the planner from DefaultSavePlanner"
         )
     found: object = lookup(index)
+    usual: Any = DefaultSavePlanner.transform_object
+    own = getattr(planner, "transform_object", None)
+    if own is not None and getattr(own, "__func__", None) is not usual:
+        made, expected = own(item, found), usual(planner, item, found)
+        if not isinstance(made, io.BytesIO) or made.getvalue() != expected.getvalue():
+            raise StateError(
+                f"transform_object of {type(planner).__name__} changes {index.fqn}, which is no tensor, and gives "
+                "pickled bytes, which are not stored: change it before the save, or in lookup_object"
+            )
     return found
 
 
