@@ -16,7 +16,7 @@ from typing import Any
 
 from cnr_backends import BackendError
 from cnr_store.catalog.catalog import Url, Version
-from cnr_store.errors import CheckpointError, OptionError
+from cnr_store.errors import CheckpointError, OptionError, VersionNotFoundError
 from cnr_store.format.layout import NODE, decode_name, encode_name
 from cnr_store.reading.index_page import POLICY, index_page
 from cnr_store.reading.opening import view
@@ -270,4 +270,6 @@ def _parse_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
 
 async def _unreadable(request: Request, error: Exception) -> Response:
     log.error("%s could not be served: %s", request.url.path, error)
+    if isinstance(error, VersionNotFoundError):  # clients repeat what failed with 500
+        return PlainTextResponse("the version was removed: serve another one\n", 410)
     return PlainTextResponse("the object can't be read now; the server's log says why\n", 500)

@@ -6,6 +6,7 @@ import html
 import http.client
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -287,6 +288,10 @@ def test_a_head_is_answered_without_reading(folder: Path, key_url: str, chunk: b
         assert lost.status == 500
         assert b"log" in lost.body
         assert str(tmp_path).encode() not in lost.body
+        shutil.rmtree(tmp_path / "versions")
+        assert (
+            ask(port, key_url).status == 410
+        )  # clients would ask again after 500, and take 404 for fill values
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
