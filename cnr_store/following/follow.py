@@ -212,10 +212,10 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
         Any fsspec URL, a path, or a Zarr store.
     since
         The version that the follower holds: an id, a `VersionInfo`, or the step of a stored version. If an update
-        to another version was cut off, both: ``[held, other]``. If None, or if one of them was deleted, or the store
-        was put back from a copy, the first update brings everything. In the same process, the last `Update` itself,
-        however much of it was taken: it keeps what was read of the store, and the codes of rows that later ones may be
-        relative to.
+        to another version was cut off, both: ``[held, other]``; if several in a row were, all of them. If None, or if
+        one of them was deleted, or the store was put back from a copy, the first update brings everything. In the same
+        process, the last `Update` itself, however much of it was taken: it keeps what was read of the store, and the
+        codes of rows that later ones may be relative to.
     storage_options
         For the filesystem, as in fsspec.
 
