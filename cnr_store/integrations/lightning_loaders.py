@@ -40,9 +40,11 @@ def check_loaders(loaders: Any) -> None:
 def position_loaders(loop: Any) -> None:
     """Let loaders that exist already go on as loaded: `estimated_stepping_batches` and finders make them early.
 
-    Lightning gives loaders their state only when it makes them.
+    Lightning gives loaders their state only when it makes them, which it may be about to do anew.
     """
-    if loop._combined_loader is not None and loop.restarting and loop._combined_loader_states_to_load:
+    if loop._combined_loader is None or loop._should_reload_train_dl:
+        return
+    if loop.restarting and loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
 

@@ -167,13 +167,16 @@ class OneCycle(Module):
 
 
 @pytest.mark.parametrize("stop", [BATCHES, BATCHES + 3])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle: bool) -> None:
-    url, whole = str(tmp_path / "store"), fit(tmp_path, module=OneCycle(), shuffle=shuffle)[0]
+@pytest.mark.parametrize(("shuffle", "reload"), [(False, 0), (True, 0), (False, 1)])
+def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle: bool, reload: int) -> None:
+    def run(*callbacks: Callback) -> tuple[Module, Trainer]:
+        options: Any = {"shuffle": shuffle, "reload_dataloaders_every_n_epochs": reload}
+        return fit(tmp_path, *callbacks, module=OneCycle(), **options)
+
+    url, whole = str(tmp_path / "store"), run()[0]
     with pytest.raises(StopsError):
-        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(stop), module=OneCycle(), shuffle=shuffle)
-    again = CnrCheckpoint(url, 1, bits=32, resume=True)
-    rest, trainer = fit(tmp_path, again, module=OneCycle(), shuffle=shuffle)
+        run(CnrCheckpoint(url, 1, bits=32), StopsAt(stop))
+    rest, trainer = run(CnrCheckpoint(url, 1, bits=32, resume=True))
     assert trainer.global_step == BATCHES * EPOCHS
     epoch = BATCHES * 16
     left = whole.seen[stop * 16 :]
