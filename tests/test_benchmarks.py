@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_bench.tests import counted
+from tests.nightly import at_night
 
 ROOT = Path(__file__).parents[1]
 # The first measures for a minute in every run of CI, the second reads what the others wrote, the third needs a GPU.
@@ -47,9 +48,10 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_benchmark_of_gpus_runs_by_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [("kernels", "flagging", "restoring"), at_night(())], ids=["some", "all"])
+def test_benchmark_of_gpus_runs_by_the_interpreter(tmp_path: Path, parts: tuple[str, ...]) -> None:
     pytest.importorskip("triton", reason="kernels need Triton (extra gpu)")
-    printed = run_gpu(tmp_path, "--interpreted")
+    printed = run_gpu(tmp_path, "--interpreted", *(word for part in parts for word in ("--only", part)))
     assert printed.endswith("every part ran; nothing is written of an interpreter\n")
     assert not list(tmp_path.iterdir())
 

@@ -241,9 +241,8 @@ class Writer:
                 check_planned(plan, announced["plan"], team.rank)
                 self._check_shared(version)
                 staged = self._stage(version, plan, rows_done, team)
-                self._check_shared(
-                    version, again=True
-                )  # a mount that is lost leaves a folder that takes objects
+                # A mount that is lost leaves a folder that takes objects.
+                self._check_shared(version, again=True)
             finally:
                 rows_done()
             team.round.vote(staged.to_vote())

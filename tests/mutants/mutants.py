@@ -240,4 +240,25 @@ MUTANTS = [
         "sums.total_bytes <= sums.deltas * sums.last_bytes",
         f"{STORE}/policies",
     ),
+    Mutant(
+        "a rank votes only if it sees the store",
+        "cnr_store/writing/writer.py",
+        "self._check_shared(version, again=True)",
+        "self._check_shared(version)",
+        f"{STORE}/ranks/test_one_place.py",
+    ),
+    Mutant(
+        "nothing is written below a mount that was lost",
+        "backends/src/cnr_backends/mounts.py",
+        "if known and not os.path.exists",
+        "if False and not os.path.exists",
+        "tests/test_backends/test_mounts.py",
+    ),
+    Mutant(
+        "tables of one kernel have one rate",
+        "cnr_store/training/loading/fused_fit.py",
+        "if len({*rates.values()}) > 1:",
+        "if False:",
+        f"{STORE}/ranks/test_fused_elsewhere.py",
+    ),
 ]
