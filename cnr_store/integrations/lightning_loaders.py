@@ -11,6 +11,7 @@ import torch
 from cnr_store.errors import OptionError
 from cnr_store.training.data.loader_replay import length_of
 from cnr_store.training.data.tracked_reader import TrackedReader
+from cnr_store.training.loading.reader_states import warn_of_skipping
 
 log = logging.getLogger("cnr_store")
 
@@ -42,6 +43,8 @@ def position_loaders(loop: Any) -> None:
 
     Lightning gives loaders their state only when it makes them, which it may be about to do anew.
     """
+    for state in loop._combined_loader_states_to_load if loop.restarting else ():
+        warn_of_skipping(state)
     if loop._combined_loader is None or loop._should_reload_train_dl:
         return
     if loop.restarting and loop._combined_loader_states_to_load:

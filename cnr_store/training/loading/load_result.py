@@ -10,6 +10,7 @@ from typing import Any
 from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.errors import OptionError
+from cnr_store.training.loading.reader_states import warn_of_skipping
 
 log = logging.getLogger("cnr_store")
 
@@ -131,6 +132,7 @@ def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> No
         )
     if reader is not None:
         reader.load_state_dict(restored.reader)
+        warn_of_skipping(restored.reader)
     elif restored.reader is not None and rank == 0:
         log.warning(
             "%s holds the state of a reader, but resume() got no reader: the data continues from your reader's own "
