@@ -193,6 +193,7 @@ class CnrCheckpoint(Callback):
         state, self._loaded_rng = self._loaded_rng, None
         if state is not None:
             averages.accumulate_as_scheduled(trainer)
+            self._trainer_state.check_loaders()
             self._trainer_state.restore_metrics()
             self._metrics.note(is_of_now=False)
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from cnr_store.errors import OptionError
 from cnr_store.training.data.loader_replay import length_of
 from cnr_store.training.data.tracked_reader import TrackedReader
-from cnr_store.training.loading.reader_states import warn_of_skipping
+from cnr_store.training.loading.reader_states import warn_of_move, warn_of_skipping
 
 log = logging.getLogger("cnr_store")
 
@@ -38,18 +38,26 @@ def check_loaders(loaders: Any) -> None:
             )
 
 
-def position_loaders(loop: Any) -> None:
+def position_loaders(loop: Any) -> list[Any]:
     """Let loaders that exist already go on as loaded: `estimated_stepping_batches` and finders make them early.
+
+    Returns the states with which the loaders go on.
 
     Lightning gives loaders their state only when it makes them, which it may be about to do anew.
     """
-    for state in loop._combined_loader_states_to_load if loop.restarting else ():
+    states = list(loop._combined_loader_states_to_load) if loop.restarting else []
+    for state in states:
         warn_of_skipping(state)
-    if loop._combined_loader is None or loop._should_reload_train_dl:
-        return
-    if loop.restarting and loop._combined_loader_states_to_load:
+    if states and loop._combined_loader is not None and not loop._should_reload_train_dl:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+    return states
+
+
+def warn_of_moved_loaders(loop: Any, states: Sequence[Any]) -> None:
+    """Warn if loaders do not go on with the states that `position_loaders` returned."""
+    for state, now in zip(states, loop._combined_loader._state_dicts() if states else (), strict=False):
+        warn_of_move(state, now)
 
 
 def draw_again(trainer: Any, is_epoch_end: bool) -> None:

@@ -24,7 +24,7 @@ from cnr_store.integrations.lightning_averages import (
     normalizes,
     resume_normalizing,
 )
-from cnr_store.integrations.lightning_loaders import position_loaders
+from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
 
 log = logging.getLogger("cnr_store")
@@ -64,6 +64,7 @@ class TrainerState:
         self._known = len(trainer.lr_scheduler_configs)
         self._metrics: dict[str, float] = {}
         self._loops: dict[str, Any] | None = None
+        self._loader_states: list[Any] = []
         self.is_end = self.is_epoch_end = False
         self.ends: str | None = None
 
@@ -100,6 +101,10 @@ class TrainerState:
         checkpoint = self._checkpoint()
         schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
         return {**{name: checkpoint[name] for name in ("states", "added")}, "schedulers": schedulers}
+
+    def check_loaders(self) -> None:
+        """Warn if loaders do not go on where the version was saved. They exist by now."""
+        warn_of_moved_loaders(self._trainer.fit_loop, self._loader_states)
 
     def restore_metrics(self) -> None:
         """Give the trainer the metrics of the version, which may be asked for before new ones come."""
@@ -148,7 +153,7 @@ class TrainerState:
             )
         if self.is_epoch_end:
             _begin_next_epoch(self._trainer.fit_loop)
-        position_loaders(self._trainer.fit_loop)
+        self._loader_states = position_loaders(self._trainer.fit_loop)
         _RESUMED[self._trainer] = self
         self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
         if stored is None:

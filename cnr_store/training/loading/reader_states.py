@@ -15,7 +15,7 @@ def warn_of_skipping(state: Any) -> None:
     Of an iterable dataset without a state of its own, it reads and drops the batches before the position. It counts
     them, and the position besides: a state that is taken later in the epoch is too far ahead.
     """
-    if _skips_by_reading(state):
+    if _skips_by_reading(state) and position(state):
         log.warning(
             "the reader's dataset is an iterable without a state of its own: StatefulDataLoader reads the batches "
             "before the position again and counts them twice, so if this epoch is resumed once more, batches are left "
@@ -24,14 +24,37 @@ def warn_of_skipping(state: Any) -> None:
         )
 
 
+def warn_of_move(state: Any, now: Any) -> None:
+    """Warn if a loader that was given a state in the middle of an epoch does not stand where the state says."""
+    expected, found = position(state), position(now)
+    if None not in (expected, found) and expected != found and not _skips_by_reading(state):
+        log.warning(
+            "the version was saved before batch %s of an epoch, and the loader continues with batch %s: samples of "
+            "this epoch are left out or trained twice",
+            expected,
+            found,
+        )
+
+
+def position(state: Any) -> int | None:
+    """How many batches a `StatefulDataLoader` had given in an epoch that has more. None of another state."""
+    if not isinstance(state, Mapping) or state.get("_iterator_finished", True):
+        return None
+    snapshot = state.get("_snapshot")
+    if isinstance(snapshot, Mapping):
+        counts = snapshot.get("_snapshot_step"), state.get("_steps_since_snapshot")
+    else:
+        counts = state.get("_num_yielded"), 0
+    first, more = counts
+    return first + more if isinstance(first, int) and isinstance(more, int) else None
+
+
 def _skips_by_reading(state: Any) -> bool:
-    if not isinstance(state, Mapping) or state.get("_iterator_finished"):
+    if not isinstance(state, Mapping):
         return False
     snapshot = state.get("_snapshot")
     workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, Mapping) else None
-    parts = [*workers.values()] if isinstance(workers, Mapping) else [state]
-    count = snapshot.get("_snapshot_step") if isinstance(snapshot, Mapping) else state.get("_num_yielded")
-    return bool(count) and any(_has_no_state(part) for part in parts)
+    return any(map(_has_no_state, workers.values() if isinstance(workers, Mapping) else [state]))
 
 
 def _has_no_state(part: Any) -> bool:

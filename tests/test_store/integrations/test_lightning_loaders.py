@@ -204,5 +204,23 @@ def test_a_finder_does_not_move_the_loaders_of_a_resume(tmp_path: Path) -> None:
     assert_equal(rest, whole)
 
 
+def test_a_loader_that_begins_anew_in_an_epoch_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BeginsAnew(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            fetcher: Any = trainer.fit_loop._data_fetcher
+            iter(fetcher)
+
+    url = str(tmp_path / "store")
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(BATCHES + 3))
+    for callbacks in ([], [BeginsAnew()]):
+        with pytest.raises(StopsError):
+            fit(tmp_path, *callbacks, CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(BATCHES + 3))
+        told = "before batch 3 of an epoch, and the loader continues with batch 0"
+        assert (told in caplog.text) == bool(callbacks)
+
+
 def _epochs(seen: list[int], epoch: int) -> list[list[int]]:
     return [seen[at : at + epoch] for at in range(0, len(seen), epoch)]

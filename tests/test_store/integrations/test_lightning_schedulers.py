@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from cnr_store.integrations.lightning import CnrCheckpoint
 from tests.test_store.integrations.lightning_fit import (
@@ -54,3 +57,38 @@ class AddsScheduler(Module):
 def test_a_scheduler_that_came_in_the_fit_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, CnrCheckpoint(str(tmp_path / "store"), 2, bits=32), module=AddsScheduler())
     assert caplog.text.count("the trainer had 1 schedulers when the fit started and has 2") == 1
+
+
+class TakesAnother(Module):
+    def on_train_epoch_start(self) -> None:
+        (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        if self.trainer.current_epoch == 1:
+            config.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def test_a_scheduler_of_another_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = str(tmp_path / "store")
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(BATCHES + 3), module=TakesAnother())
+    assert caplog.text.count("in the place of the scheduler StepLR is ExponentialLR") == 1
+    fit(tmp_path, CnrCheckpoint(url, 1, bits=32, resume=True), module=Module())
+
+
+class WarmsUp(Module):
+    """Has a scheduler whose state no other class has."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
+
+
+@pytest.mark.parametrize("stop", [BATCHES + 3, 2 * BATCHES + 3])
+def test_averaging_in_the_place_of_a_scheduler_goes_on(tmp_path: Path, stop: int) -> None:
+    def run(*callbacks: Callback) -> Module:
+        average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
+        return fit(tmp_path, average, *callbacks, module=WarmsUp())[0]
+
+    url, whole = str(tmp_path / "store"), run()
+    with pytest.raises(StopsError):
+        run(CnrCheckpoint(url, 1, bits=32), StopsAt(stop))
+    assert_equal(run(CnrCheckpoint(url, 1, bits=32, resume=True)), whole)
