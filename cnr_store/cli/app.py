@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="cnr")
         finally:
-            sys.stdout.flush()  # here, since at exit nobody could tell that it failed
+            if sys.stdout is not None:  # it was closed
+                sys.stdout.flush()  # here, since at exit nobody could tell that it failed
     except (CheckpointError, BackendError, CodecError) as error:
         _fail(str(error))
     except BrokenPipeError:  # whoever reads has had enough

@@ -36,7 +36,7 @@ IsEarlier = Callable[[Backend, Collection[str]], bool]
 
 @contextmanager
 def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
-    """A file to write. It appears at `target` when the block ends without an error.
+    """A file to write. It appears at `target` when the block ends without an error; a pipe or a device is written to.
 
     Raises
     ------
@@ -56,6 +56,10 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
         path = path.resolve()  # of a link, the file
         if not overwrite or path.is_dir():
             _refuse(path, path.exists())
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
         temporary = _beside(path)
         try:
             with temporary.open("xb") as file:
@@ -98,9 +102,10 @@ def new_folder(
                 _check_elsewhere(target, options, is_earlier)
             yield target if isinstance(target, Store) else os.fspath(target)
             return
-        path = path.resolve()  # of a link, the folder
-        if not overwrite or path.is_file():
-            _refuse(path, path.is_file() or (path.is_dir() and any(path.iterdir())))
+        path = path.resolve()
+        is_other = path.exists() and not path.is_dir()
+        if is_other or not overwrite:
+            _refuse(path, is_other or (path.is_dir() and any(path.iterdir())))
         _check_folder(path, target, is_earlier)
         temporary, old = _beside(path), _beside(path)
         try:
@@ -295,13 +300,10 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
             path = None if "://" in text else Path(text).expanduser().absolute()
         except FileNotFoundError as error:
             raise OptionError(
-                f"can't write to {text!r}: the working folder, which it is relative to, was deleted; give an "
-                "absolute path"
+                f"can't write to {text!r}: the working folder was deleted; give an absolute path"
             ) from error
     if options and (path is not None or isinstance(target, Store)):
-        raise OptionError(
-            f"{target} takes no target_options, but there are {sorted(options)}; leave them out"
-        )
+        raise OptionError(f"{target} takes no target_options: leave out {sorted(options)}")
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,25 @@ def test_tables_are_printed_as_rich_prints_them(
     assert found == shown.getvalue()
     print_table(fitting_table({"step": []}, (), Console()))
     assert "step" in capsys.readouterr().out
+
+
+def test_a_closed_output_changes_nothing(store: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$0" -m cnr_store.cli verify "$1" >&-', sys.executable, str(store)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_report_goes_into_a_pipe(store: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    done = cnr("report", store, "-o", pipe)
+    page, _ = reader.communicate(timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert b"</html>" in page
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
