@@ -111,12 +111,8 @@ def new_folder(
         try:
             temporary.mkdir()
             yield str(temporary)
-            _replace(
-                path,
-                temporary,
-                old,
-                lambda: _check_folder(old, target, is_earlier if overwrite else _is_none),
-            )
+            known = is_earlier if overwrite else _is_none
+            _replace(path, temporary, old, lambda: _check_folder(old, target, known))
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -300,7 +296,8 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
             path = None if "://" in text else Path(text).expanduser().absolute()
         except FileNotFoundError as error:
             raise OptionError(
-                f"can't write to {text!r}: the working folder was deleted; give an absolute path"
+                f"can't write to {text!r}: the working folder, which it is relative to, was deleted; give an "
+                "absolute path"
             ) from error
     if options and (path is not None or isinstance(target, Store)):
         raise OptionError(f"{target} takes no target_options: leave out {sorted(options)}")
