@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     Mutant(
         "nothing is written below a mount that was lost",
-        "backends/src/cnr_backends/mounts.py",
+        "backends/src/cnr_backends/files.py",
         "if known and not os.path.exists",
         "if False and not os.path.exists",
         "tests/test_backends/test_mounts.py",

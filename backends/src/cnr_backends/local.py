@@ -14,7 +14,9 @@ from pathlib import Path
 from cnr_backends.backend import Backend
 from cnr_backends.errors import BackendError, OpenError, StorageError
 from cnr_backends.files import (
+    FolderWatch,
     LackingFilesystemError,
+    LostFolderError,
     entries,
     read,
     remove_abandoned,
@@ -23,7 +25,6 @@ from cnr_backends.files import (
     write_file,
 )
 from cnr_backends.keys import TEMPORARY_PREFIX, check_key, check_prefix
-from cnr_backends.mounts import FolderWatch, LostFolderError
 from cnr_backends.pieces import Pieces
 
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
