@@ -102,9 +102,7 @@ class CnrCheckpoint(Callback):
         self._monitor = monitor
         if save_top_k is not None:
             if monitor is None or "keep_best" in options:
-                raise OptionError(
-                    "save_top_k needs monitor=, the metric that tells the best, and no keep_best="
-                )
+                raise OptionError("save_top_k needs monitor=, which tells the best, and no keep_best=")
             options["keep_best"] = Rules(keep_best=(monitor, mode, save_top_k)).keep_best
         self._options = options
         if best := Rules(keep_best=options.get("keep_best")).keep_best:
@@ -118,9 +116,8 @@ class CnrCheckpoint(Callback):
         self._behind: list[HookBehind] = []
         self._step_before_batch = 0
         self._waits_for_validation = self._monitor is not None
-        self._validated_step: int | None = (
-            None  # the newest one for which a validation logged the monitored metric
-        )
+        # The newest one for which a validation logged the monitored metric.
+        self._validated_step: int | None = None
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -132,9 +129,10 @@ class CnrCheckpoint(Callback):
         """Make the checkpointer and resume. Optimizers and schedulers exist by now."""
         if trainer.world_size != 1:
             raise OptionError(
-                f"CnrCheckpoint saves from one process, and this trainer has {trainer.world_size}: give it devices=1 "
-                "and num_nodes=1"
+                f"CnrCheckpoint saves from one process, not {trainer.world_size}: give it devices=1 and num_nodes=1"
             )
+        if self._saves_another(trainer):
+            raise OptionError("this CnrCheckpoint saves a fit that still runs: give each trainer its own")
         self._step_before_batch = trainer.global_step
         self._trainer_state = TrainerState(trainer)
         self._metrics = logged.LoggedMetrics(trainer)
@@ -273,6 +271,8 @@ class CnrCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
+        if self._saves_another(trainer):
+            return
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
@@ -333,6 +333,9 @@ class CnrCheckpoint(Callback):
         self._pending = None
         for logger in trainer.loggers:
             logger.log_metrics(figures(pending), step=pending.step)
+
+    def _saves_another(self, trainer: Any) -> bool:
+        return self._checkpointer is not None and self._trainer_state.runs_beside(trainer)
 
     def _others(self, trainer: Any) -> list[Callback]:
         return [callback for callback in trainer.callbacks if callback is not self._last]

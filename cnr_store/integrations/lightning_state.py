@@ -83,6 +83,10 @@ class TrainerState:
         own[_EPOCH_END], own[_STOPPED] = self.is_epoch_end, bool(self._trainer.should_stop)
         return {**loops, **own}
 
+    def runs_beside(self, trainer: Any) -> bool:
+        """Whether the state is another trainer's, which runs."""
+        return self._trainer is not trainer and bool(self._trainer.state.status == "running")
+
     @property
     def holds_loops(self) -> bool:
         """Whether the loops' state is not that of now."""

@@ -174,3 +174,16 @@ def test_a_loader_that_lightning_takes_ahead_since_it_has_no_length_is_told_of(
     trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **options)
     trainer.fit(Module(), loader)
     assert ("a StatefulDataLoader has no length" in caplog.text) is not sized
+
+
+def test_a_callback_saves_one_fit_at_a_time(tmp_path: Path) -> None:
+    callback = CnrCheckpoint(str(tmp_path / "store"), 2, bits=32)
+
+    class FitsAnother(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            with pytest.raises(OptionError, match="give each trainer its own"):
+                fit(tmp_path, callback, max_epochs=1)
+
+    _, trainer = fit(tmp_path, callback, FitsAnother(), max_epochs=1)
+    assert cnr_store.versions(tmp_path / "store")[-1].step == trainer.global_step
+    fit(tmp_path, CnrCheckpoint(str(tmp_path / "other"), 2), max_epochs=1)
