@@ -250,8 +250,8 @@ MUTANTS = [
     Mutant(
         "nothing is written below a mount that was lost",
         "backends/src/cnr_backends/files.py",
-        "if known and not os.path.exists",
-        "if False and not os.path.exists",
+        "if not known or not os.path.exists",
+        "if known and os.path.exists",
         "tests/test_backends/test_mounts.py",
     ),
     Mutant(

@@ -71,12 +71,13 @@ def test_what_was_mounted_anew_is_written_to(mount: Path) -> None:
     assert (mount.parent / "other" / "b").read_bytes() == b"2"
 
 
-def test_a_folder_that_is_mounted_before_anything_is_known_is_written_to(mount: Path) -> None:
+@pytest.mark.parametrize("root", ["", "store"])
+def test_a_mount_that_is_lost_before_anything_was_written_is_told(mount: Path, root: str) -> None:
+    backend = LocalBackend(mount / root)
     switch(mount, "bare")
-    backend = LocalBackend(mount / "store")
-    switch(mount, "disk")
-    backend.put("a", b"1")
-    assert (mount.parent / "disk" / "store" / "a").read_bytes() == b"1"
+    with pytest.raises(StorageError, match="still mounted here"):
+        backend.put("a", b"1")
+    assert not any((mount.parent / "bare").iterdir())
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:

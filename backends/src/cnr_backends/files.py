@@ -57,7 +57,8 @@ class FolderWatch:
     def check(self) -> None:
         """Look whether the folder, or the place where it would be made, is on the filesystem on which it was.
 
-        What was mounted anew may have another number, but it has the files that were there.
+        What was mounted anew may have another number, but it has the files that were there. A mount of the same
+        filesystem elsewhere is not told from it.
 
         Raises
         ------
@@ -67,10 +68,9 @@ class FolderWatch:
         device, known = self._look(), self._known
         if device == self._device:
             return
-        if known and not os.path.exists(os.path.join(self._folder, known)):  # noqa: PTH110, PTH118 - Path takes twice as long
-            raise LostFolderError(
-                errno.ESTALE, f"the folder is on another filesystem than before, and {known!r} is not there"
-            )
+        if not known or not os.path.exists(os.path.join(self._folder, known)):  # noqa: PTH110, PTH118 - Path takes twice as long
+            lost = f", and {known!r} is not there" if known else ""
+            raise LostFolderError(errno.ESTALE, f"the folder is on another filesystem than before{lost}")
         self._device = device
 
     def _look(self) -> int:
