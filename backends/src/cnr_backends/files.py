@@ -79,7 +79,9 @@ class FolderWatch:
             try:
                 return os.stat(place).st_dev  # noqa: PTH116 - as above
             except FileNotFoundError:
-                place = os.path.dirname(place)  # noqa: PTH120 - as above
+                place, below = os.path.dirname(place), place  # noqa: PTH120 - as above
+                if place == below:  # a drive that is not there
+                    return -1
 
 
 def run_to_end(steps: Generator[None, None, Result]) -> Result:
