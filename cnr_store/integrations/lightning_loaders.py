@@ -41,9 +41,11 @@ def check_loaders(loaders: Any) -> None:
 def position_loaders(loop: Any) -> list[Any]:
     """Let loaders that exist already go on as loaded: `estimated_stepping_batches` and finders make them early.
 
-    Returns the states with which the loaders go on.
-
     Lightning gives loaders their state only when it makes them, which it may be about to do anew.
+
+    Returns
+    -------
+    The states with which the loaders go on; none at the end of an epoch.
     """
     states = list(loop._combined_loader_states_to_load) if loop.restarting else []
     for state in states:

@@ -144,6 +144,11 @@ def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) ->
     """What each table's kernels get. TorchRec may have joined tables in a kernel that were in several.
 
     What is counted takes its greatest value: a new table's kernel began to count later.
+
+    Raises
+    ------
+    ModelMismatchError
+        Tables that were saved with different rates are in one kernel now.
     """
     settings = {name: dict(group) for name, group in stored.items()}
     tables = [each for each in trained.fused_tables if each.parameter_name in settings]

@@ -19,8 +19,7 @@ def warn_of_skipping(state: Any) -> None:
         log.warning(
             "the reader's dataset is an iterable without a state of its own: StatefulDataLoader reads the batches "
             "before the position again and counts them twice, so if this epoch is resumed once more, batches are left "
-            "out. "
-            "Give the dataset state_dict() and load_state_dict(), or use a TrackedReader"
+            "out. Give the dataset state_dict() and load_state_dict(), or use a TrackedReader"
         )
 
 
