@@ -117,7 +117,8 @@ def unsound_sums(
     if not isinstance(kept, torch.Tensor) or not kept.is_floating_point() or kept.ndim == 0:
         return None
     sums, values = (
-        each.reshape(len(each), -1) for each in (local_of(kept).detach(), local_of(parameter).detach())
+        each.reshape(len(each), math.prod(each.shape[1:]))  # a rank may hold no rows
+        for each in (local_of(kept).detach(), local_of(parameter).detach())
     )
     if len(sums) != len(values) or sums.shape[1] not in (1, values.shape[1]):
         return None

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import cnr_store
 from tests.nightly import at_night
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.distributed import rank_training
@@ -74,3 +79,32 @@ def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
         assert "'sum' of 'over.weight' in Adagrad is a Tensor of shape" in of_layer
         assert "it is not known which part" in of_rows
         assert unowned == [1209, 1209]
+
+
+def train_few_rows(url: Path, kind: str) -> list[list[float]]:
+    """Train a table of two rows, and return what a load brings back onto each rank."""
+    model = nn.ModuleDict({"few": nn.Embedding(2, 4), "many": nn.Embedding(40, 4)})
+    for part in model.values():
+        fully_shard(part)
+    (optimizer,) = rank_training.optimizers_of(kind, model)
+    few: Any = model["few"]
+    with cnr_store.Checkpointer(url, model, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+        for step in range(3):
+            optimizer.zero_grad()
+            (few(torch.tensor([step % 2])).sum() + model["many"](torch.tensor([step])).sum()).backward()
+            optimizer.step()
+            checkpointer.save(step).result()
+        trained = rank_training.digests(model, [optimizer])
+        with torch.no_grad():
+            few.weight.zero_()
+        checkpointer.load()
+        assert rank_training.alike(rank_training.digests(model, [optimizer])) == trained
+    rows: list[list[float]] = few.weight.full_tensor().tolist()
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
+def test_a_rank_may_have_no_rows_of_a_table(tmp_path: Path, kind: str) -> None:
+    first, *others = values(run_ranks(3, train_few_rows, tmp_path, kind))
+    assert others == [first] * 2
+    assert all(any(row) for row in first)
