@@ -95,6 +95,8 @@ class RowBits:
         if gradient.is_sparse:
             indices = gradient._indices()
             self.mark(indices if indices.shape[0] == 1 else indices[0])
+        elif not gradient.numel():  # a rank may hold no columns
+            return
         elif self._flags is not None:
             mark_nonzero_on_device(self._flags.octets(), gradient.to(self.device).resolve_neg())
         else:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import cnr_store
 from tests.nightly import at_night
@@ -108,3 +111,32 @@ def test_a_rank_may_have_no_rows_of_a_table(tmp_path: Path, kind: str) -> None:
     first, *others = values(run_ranks(3, train_few_rows, tmp_path, kind))
     assert others == [first] * 2
     assert all(any(row) for row in first)
+
+
+def train_few_columns(url: Path) -> list[list[float]]:
+    """Train a table of which each rank has columns, and return what a load brings back onto each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Embedding(5000, 2)
+    torch.manual_seed(0)
+    model.weight = nn.Parameter(distribute_tensor(torch.randn(5000, 2), mesh, [Shard(1)]))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with cnr_store.Checkpointer(url, model, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+        for step in range(3):
+            gradient = torch.zeros(5000, 2)
+            gradient[step] = 1
+            model.weight.grad = distribute_tensor(gradient, mesh, [Shard(1)])
+            optimizer.step()
+            checkpointer.save(step).result()
+        trained = rank_training.digests(model, [optimizer])
+        with torch.no_grad():
+            model.weight.zero_()
+        checkpointer.load()
+        assert rank_training.alike(rank_training.digests(model, [optimizer])) == trained
+    weight: Any = model.weight
+    rows: list[list[float]] = weight.full_tensor()[:3].tolist()
+    return rows
+
+
+def test_a_rank_may_have_no_columns_of_a_table(tmp_path: Path) -> None:
+    first, *others = values(run_ranks(3, train_few_columns, tmp_path))
+    assert others == [first] * 2
