@@ -31,8 +31,8 @@ from cnr_store.integrations.lightning_state import (
     forget_resumed,
     is_given,
     is_loaded_last,
-    warn_of_no_steps,
 )
+from cnr_store.integrations.lightning_warnings import warn_of_no_steps
 from cnr_store.integrations.metrics import figures
 from cnr_store.integrations.saved_moment import SavedMoment
 from cnr_store.maintenance.collection.rules import Rules
@@ -310,11 +310,8 @@ class CnrCheckpoint(Callback):
             return
         self._trainer_state.ends = ends
         metrics = self._metrics.of_this_step() if with_metrics else {}
-        if self._monitor is not None and self._monitor not in trainer.callback_metrics:
-            log.warning(
-                "step %d is saved without the metric %r, so it can't be one of the best: the module has logged %s",
-                *(step, self._monitor, ", ".join(metrics) or "nothing"),
-            )
+        if self._monitor is not None:
+            self._metrics.warn_without(self._monitor)
         pending = self._checkpointer.save(
             step, metadata={**metrics, "epoch": trainer.current_epoch}, full=full, overlap=overlap
         )

@@ -24,7 +24,7 @@ def check_loaders(loaders: Any) -> None:
     OptionError
         There is a `TrackedReader` among them.
     """
-    for loader in _flat(loaders):
+    for loader in flat(loaders):
         if isinstance(loader, TrackedReader):
             raise OptionError(
                 "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so a "
@@ -67,7 +67,7 @@ def draw_again(trainer: Any, is_epoch_end: bool) -> None:
 
     Otherwise the next epoch would draw the same order once more: Lightning makes the iterators before training starts.
     """
-    loaders = list(_flat(trainer.train_dataloader))
+    loaders = list(flat(trainer.train_dataloader))
     if is_epoch_end:
         for loader in loaders:
             # torchdata's samplers take a seed when they are made, in many programs always the same.
@@ -80,13 +80,13 @@ def draw_again(trainer: Any, is_epoch_end: bool) -> None:
         iter(trainer.fit_loop._data_fetcher)
 
 
-def _flat(loaders: Any) -> Iterator[Any]:
+def flat(loaders: Any) -> Iterator[Any]:
     """Loaders in lists, dicts and Lightning's CombinedLoader, nested in any way."""
     parts = getattr(loaders, "flattened", loaders)
     if isinstance(parts, Mapping):
         parts = list(parts.values())
     if isinstance(parts, list | tuple):
         for part in parts:
-            yield from _flat(part)
+            yield from flat(part)
     else:
         yield loaders

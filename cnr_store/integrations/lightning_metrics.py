@@ -24,6 +24,7 @@ class LoggedMetrics:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._logged: dict[str, tuple[Tensor, int | None]] = {}
+        self._is_told = False
 
     def note(self, is_of_now: bool = True) -> set[str]:
         """Note those that were logged since the last call, and return their names.
@@ -48,6 +49,16 @@ class LoggedMetrics:
             for name, (value, logged) in self._logged.items()
             if logged == step and value.numel() == 1
         }
+
+    def warn_without(self, name: str) -> None:
+        """Warn once if the metric that tells the best has not been logged yet."""
+        if name not in self._trainer.callback_metrics and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "step %d is saved without the metric %r, so it can't be one of the best, nor can those before the "
+                "first validation that logs it: the module has logged %s",
+                *(self._trainer.global_step, name, ", ".join(self.of_this_step()) or "nothing"),
+            )
 
 
 def will_validate(trainer: Any) -> bool:

@@ -26,12 +26,12 @@ from cnr_store.integrations.lightning_averages import (
 )
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
+from cnr_store.integrations.lightning_warnings import warn_of_parts
 
 log = logging.getLogger("cnr_store")
 
 # Beside the loops, under names that no loop has.
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
-_BATCHES_TO_STEP = 1000
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 _MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
@@ -107,8 +107,9 @@ class TrainerState:
         return {**{name: checkpoint[name] for name in ("states", "added")}, "schedulers": schedulers}
 
     def check_loaders(self) -> None:
-        """Warn if loaders do not go on where the version was saved. They exist by now."""
+        """Warn if loaders do not go on where the version was saved, or may not. They exist by now."""
         warn_of_moved_loaders(self._trainer.fit_loop, self._loader_states)
+        warn_of_parts(self._trainer)
 
     def restore_metrics(self) -> None:
         """Give the trainer the metrics of the version, which may be asked for before new ones come."""
@@ -326,17 +327,6 @@ def ends_by_hooks(trainer: Any) -> bool:
 def is_given(ckpt_path: Any) -> bool:
     """Whether the program gave `fit` this checkpoint: finders of Lightning go back to one of theirs, and remove it."""
     return ckpt_path is not None and not Path(ckpt_path).name.startswith((".lr_find_", ".scale_batch_size_"))
-
-
-def warn_of_no_steps(trainer: Any) -> None:
-    """Warn once if no batch of an epoch, or of many, took a step that Lightning counts."""
-    batches = trainer.fit_loop.total_batch_idx + 1
-    if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
-        log.warning(
-            "%d batches were trained without an optimizer step that Lightning counts, so nothing is saved before "
-            "the end: with manual optimization, step the optimizers of self.optimizers()",
-            batches,
-        )
 
 
 def _overrides(value: object, method: str, base: type) -> bool:
