@@ -1,4 +1,4 @@
-"""What became of a version, for a rank that has voted for it: the first rank says so, or else the store does."""
+"""What became of a version: for a rank that voted, the first rank says so, or else the store. What failed goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-from cnr_backends import Backend, BackendError, ObjectExistsError
+from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import VersionId
@@ -139,3 +139,20 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
     raise SaveError(
         f"{cause}: version {version} of {backend.url} was made void, so that it can't be committed later"
     )
+
+
+def remove_attempt(backend: Backend, workers: int, version: str) -> str:
+    """Remove the objects of an attempt that can't be committed any more, but a void record.
+
+    Returns what an error must say of those that are left: nothing where all are gone.
+    """
+    folder, record = layout.version_key(version), layout.record_key(version)
+    try:
+        keys = [key for key, _ in backend.list_keys(folder) if key != record]
+        with Transfer(workers, 2 * workers) as transfer:
+            for _ in transfer.map(backend.delete, keys):
+                pass
+        backend.sweep(folder)
+    except BackendError as error:
+        return f". What it wrote could not be removed: {error}"
+    return ""

@@ -25,7 +25,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.writing.commit import check_planned, commit, finish_record, put_state, put_state_parts
 from cnr_store.writing.lineage import Lineage, check_parents
-from cnr_store.writing.outcome import commit_document, read_outcome
+from cnr_store.writing.outcome import commit_document, read_outcome, remove_attempt
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
@@ -209,7 +209,12 @@ class Writer:
                 # Each attempt looks again: another may claim during a pause.
                 fencing.check_may_commit(self._backend, claim, record.needs)
                 sent = True
-                return commit(self._direct, record)
+                try:
+                    return commit(self._direct, record)
+                except ObjectExistsError:
+                    # The attempt before has arrived; or it is void, by a writer that has taken the store over.
+                    fencing.check_may_commit(self._backend, claim, record.needs)
+                    raise
 
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
             return self._committed(self._patience.run(attempt), team)
@@ -224,7 +229,7 @@ class Writer:
             # The others wait for this, and what is removed may be much.
             team.round.conclude(error_document(self._failure(error, plan.step, version, left, team)))
             if version and not left:
-                left = self._remove(version)
+                left = remove_attempt(self._backend, self._workers, version)
             failure = self._failure(error, plan.step, version, left, team)
             if failure is error:
                 raise
@@ -330,19 +335,3 @@ class Writer:
                 raise SaveError(f"another writer committed version {version}") from None
             return landed
         return None
-
-    def _remove(self, version: str) -> str:
-        """Remove the objects of an attempt that can't be committed any more, but a void record.
-
-        Returns what an error must say of those that are left: nothing where all are gone.
-        """
-        folder, record = layout.version_key(version), layout.record_key(version)
-        try:
-            keys = [key for key, _ in self._backend.list_keys(folder) if key != record]
-            with Transfer(self._workers, 2 * self._workers) as transfer:
-                for _ in transfer.map(self._backend.delete, keys):
-                    pass
-            self._backend.sweep(folder)
-        except BackendError as error:
-            return f". What it wrote could not be removed: {error}"
-        return ""

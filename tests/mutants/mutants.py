@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a writer looks for newer claims before it commits",
         "cnr_store/writing/writer.py",
-        "                fencing.check_may_commit(self._backend, claim, record.needs)\n",
-        "",
+        "                fencing.check_may_commit(self._backend, claim, record.needs)\n                sent",
+        "                sent",
         f"{STORE}/catalog/test_writers.py",
     ),
     Mutant(
@@ -202,14 +202,14 @@ MUTANTS = [
         "nothing of an attempt of unknown outcome is removed",
         "cnr_store/writing/writer.py",
         "            self.renew(previous)\n            return f",
-        "            self.renew(previous)\n            self._remove(version)\n            return f",
+        "            self.renew(previous)\n            remove_attempt(self._backend, 1, version)\n            return f",
         f"{STORE}/writing {STORE}/maintenance",
     ),
     Mutant(
         "a failed save makes room",
         "cnr_store/writing/writer.py",
-        "            if version and not left:\n                left = self._remove(version)\n",
-        "",
+        "left = remove_attempt(self._backend, self._workers, version)",
+        "left = ''",
         f"{STORE}/maintenance/test_full_disk.py",
     ),
     Mutant(
