@@ -39,9 +39,16 @@ def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
     Raises
     ------
     UnsupportedModelError
-        It is not in boxes, as where a dimension that tensor parallelism shards is sharded again.
+        It is not in boxes, as where a dimension that tensor parallelism shards is sharded again. Or torch itself
+        disagrees where the boxes lie: its collectives go by the order of ranks, and its offsets by that of the mesh.
     """
     dtensor: Any = tensor
+    mesh: torch.Tensor = dtensor.device_mesh.mesh
+    if any((mesh.diff(dim=dimension) < 0).any() for dimension in range(mesh.ndim)):
+        raise UnsupportedModelError(
+            f"{name} is a DTensor over a mesh with ranks out of order, {mesh.tolist()}: torch's full_tensor() and "
+            "its checkpoints then disagree which rows a rank has; make the mesh with its ranks in ascending order"
+        )
     for placement in dtensor.placements:
         if type(placement).__name__ not in _EXACT and not placement.is_partial():
             raise UnsupportedModelError(

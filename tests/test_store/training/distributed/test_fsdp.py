@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cnr_store
 from tests.nightly import at_night
@@ -140,3 +140,30 @@ def train_few_columns(url: Path) -> list[list[float]]:
 def test_a_rank_may_have_no_columns_of_a_table(tmp_path: Path) -> None:
     first, *others = values(run_ranks(3, train_few_columns, tmp_path))
     assert others == [first] * 2
+
+
+def save_over(url: Path, ranks: list[Any], placements: list[Any]) -> str:
+    """What is said of a table over a mesh of these ranks."""
+    mesh = DeviceMesh("cpu", ranks)
+    model = nn.Embedding(8, 4)
+    model.weight = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, placements))
+    try:
+        with cnr_store.Checkpointer(url, model, bits=32, timeout_seconds=30) as checkpointer:
+            checkpointer.save(1)
+    except cnr_store.UnsupportedModelError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements"), [([1, 0], [Shard(0)]), ([[0, 1], [3, 2]], [Replicate(), Shard(0)])]
+)
+def test_a_mesh_with_ranks_out_of_order_is_refused(
+    tmp_path: Path, ranks: list[Any], placements: list[Any]
+) -> None:
+    """torch gathers its rows in another order than the one in which it says that they lie."""
+    world = torch.tensor(ranks).numel()
+    for said in values(run_ranks(world, save_over, tmp_path / "mixed", ranks, placements)):
+        assert f"a mesh with ranks out of order, {ranks}" in said
+    ascending = torch.arange(world).reshape(torch.tensor(ranks).shape).tolist()
+    assert set(values(run_ranks(world, save_over, tmp_path / "kept", ascending, placements))) == {"saved"}
