@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from cnr_store.cli.app import app
 from tests.paths import ROOT
 from tests.stated_limits import PHRASES, ROWS
 
@@ -132,6 +134,18 @@ def test_the_stalls_of_the_home_page_are_those_on_record() -> None:
     }
     stalls = f"| {median['ours']} ms; `torch.save` takes {median['torch.save']} |"
     assert stalls in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_the_commands_that_print_no_json_are_named() -> None:
+    said = re.search(r"commands take `--json`, except ([^.]*)\.", (ROOT / "docs" / "upkeep.md").read_text())
+    assert said
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    without = [
+        name
+        for name, command in commands.items()
+        if not any("--json" in option.opts for option in command.params)
+    ]
+    assert re.findall(r"`([^`]+)`", said[1]) == without
 
 
 # Links
