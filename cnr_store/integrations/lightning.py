@@ -160,8 +160,8 @@ class CnrCheckpoint(Callback):
                 self._saved_step = self._checkpointer.load().step
                 if is_given(trainer.ckpt_path):  # Lightning would load it over what was loaded
                     raise OptionError(
-                        f"resume=True continues from step {self._saved_step} of {self._url}, and "
-                        f"ckpt_path={str(trainer.ckpt_path)!r} from another state: leave one of them out"
+                        f"resume=True continues from step {self._saved_step} of {self._url}, and {trainer.ckpt_path} "
+                        "(of ckpt_path= or OnExceptionCheckpoint) from another state: leave one of them out"
                     )
                 self._loaded_rng = rng_state()
                 set_rng_state(own)
@@ -258,10 +258,12 @@ class CnrCheckpoint(Callback):
         """Save, also a step that is saved already, unless nothing has changed since: any hook may change any state."""
         module, beside = trainer.lightning_module, self._trainer_state.beside_model
         was_saved = self._saved_step == trainer.global_step
-        if full or self._has_hooks or self._moment is None or not self._moment.is_still(module, beside()):
+        moment = None if full or self._has_hooks else self._moment
+        if moment is None or not moment.is_still(module, beside()):
             self._saved_step = None
         # Hooks and averages may have made other weights than those that the metrics are of.
-        is_other = (was_saved or full) and not averages.validates_average(trainer)
+        is_same = moment is not None and moment.is_still_trained(module)
+        is_other = (was_saved or full) and not is_same and not averages.validates_average(trainer)
         self._save(trainer, overlap="wait", full=full, with_metrics=not is_other)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -318,8 +320,9 @@ class CnrCheckpoint(Callback):
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            may_end = ends == "epoch" or trainer.should_stop or 0 <= trainer.max_steps <= step
             module, beside = trainer.lightning_module, self._trainer_state.beside_model
+            is_last = trainer.should_stop or 0 <= trainer.max_steps <= step
+            may_end = is_last or self._trainer_state.is_epoch_end
             self._moment = SavedMoment(module, beside()) if may_end else None
 
     def _log_figures(self, trainer: Trainer) -> None:

@@ -48,7 +48,7 @@ def _parts_of_loop(trainer: Any) -> Iterator[str]:
     hook = getattr(unwrap(module.on_train_batch_start), "__func__", None)
     if hook is not LightningModule.on_train_batch_start:
         yield "the hook on_train_batch_start, which may skip batches"
-    if trainer.reload_dataloaders_every_n_epochs > 1:
+    if trainer.reload_dataloaders_every_n_epochs:
         yield "reload_dataloaders_every_n_epochs, which counts from the resume"
 
 

@@ -31,15 +31,19 @@ class SavedMoment:
         tensors = _tensors(module)
         self._tensors = tensors  # kept, so that no other one gets the id of one of them
         self._counters = [VersionCounter(tensor) for tensor in tensors]
-        self._values = _values(module, beside)
+        self._sums, self._beside = _sums_of_dense(module), _encoded(beside)
 
     def is_still(self, module: nn.Module, beside: Any) -> bool:
         """Whether nothing has changed since."""
+        return self.is_still_trained(module) and self._beside == _encoded(beside)
+
+    def is_still_trained(self, module: nn.Module) -> bool:
+        """Whether no weight or buffer has changed since."""
         tensors = _tensors(module)
         return (
             list(map(id, tensors)) == list(map(id, self._tensors))
             and not any(map(VersionCounter.count_changes, self._counters, tensors))
-            and self._values == _values(module, beside)
+            and self._sums == _sums_of_dense(module)
         )
 
 
@@ -47,11 +51,14 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _values(module: nn.Module, beside: Any) -> tuple[Any, list[int]]:
+def _sums_of_dense(module: nn.Module) -> list[int]:
     tables = {id(each.weight) for each in module.modules() if isinstance(each, Lookup)}
     dense = [tensor for tensor in _tensors(module) if id(tensor) not in tables]
-    sums = [google_crc32c.value(dense_numpy(tensor)[0].tobytes()) for tensor in dense]
-    return encode_state(beside, beside=_sum_of, as_leaf=tensor_leaf), sums
+    return [google_crc32c.value(dense_numpy(tensor)[0].tobytes()) for tensor in dense]
+
+
+def _encoded(beside: Any) -> Any:
+    return encode_state(beside, beside=_sum_of, as_leaf=tensor_leaf)
 
 
 def _sum_of(path: str, leaf: ArrayLeaf) -> str:

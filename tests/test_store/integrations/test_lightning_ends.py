@@ -21,7 +21,15 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import OptionError, TrackedReader
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import (
+    BATCHES,
+    EPOCHS,
+    WARNINGS,
+    Module,
+    StopsAt,
+    StopsError,
+    fit,
+)
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
@@ -187,3 +195,36 @@ def test_a_callback_saves_one_fit_at_a_time(tmp_path: Path) -> None:
     _, trainer = fit(tmp_path, callback, FitsAnother(), max_epochs=1)
     assert cnr_store.versions(tmp_path / "store")[-1].step == trainer.global_step
     fit(tmp_path, CnrCheckpoint(str(tmp_path / "other"), 2), max_epochs=1)
+
+
+@pytest.mark.parametrize(("stop", "plateau"), [(None, False), (1, False), (1, True)])
+def test_the_last_version_has_the_metric_of_its_weights(
+    tmp_path: Path, stop: int | None, plateau: bool
+) -> None:
+    """Also where the fit resumed in its last epoch, and where Lightning steps a scheduler behind the save."""
+
+    class Scored(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", self.table.weight.mean())
+
+        def configure_optimizers(self) -> Any:
+            found = super().configure_optimizers()
+            if plateau:
+                scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(found[0][0])
+                found[1].append({"scheduler": scheduler, "monitor": "score"})
+            return found
+
+    url = str(tmp_path / "store")
+    validation = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    options: dict[str, Any] = {"bits": 32, "monitor": "score", "save_top_k": 1, "keep_last": 2}
+    given: dict[str, Any] = {"validation": validation, "num_sanity_val_steps": 0}
+    if stop is not None:
+        ends = StopsAt((EPOCHS - 1) * BATCHES + stop + 1)
+        with pytest.raises(StopsError):
+            fit(tmp_path, CnrCheckpoint(url, stop, **options), ends, module=Scored(), **given)
+    again = CnrCheckpoint(url, 3, resume=True, **options)
+    fit(tmp_path, again, module=Scored(), **given)
+    versions = cnr_store.versions(url)
+    assert versions[-1].step == EPOCHS * BATCHES
+    assert "score" in versions[-1].metadata
+    assert plateau or versions[-2].step < versions[-1].step

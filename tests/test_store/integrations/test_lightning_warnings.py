@@ -75,10 +75,10 @@ class Pairs(Module):
     ("part", "module", "loader", "reload"),
     [
         (None, Module, lambda: StatefulDataLoader(DATA, 16, shuffle=True), 0),
-        (None, Module, lambda: StatefulDataLoader(DATA, 16, num_workers=1), 1),
+        (None, Module, lambda: StatefulDataLoader(DATA, 16, num_workers=1), 0),
         ("manual optimization", ByHand, lambda: StatefulDataLoader(DATA, 16), 0),
         ("on_train_batch_start", Skips, lambda: StatefulDataLoader(DATA, 16), 0),
-        ("reload_dataloaders_every_n_epochs", Module, lambda: StatefulDataLoader(DATA, 16), 2),
+        ("reload_dataloaders_every_n_epochs", Module, lambda: StatefulDataLoader(DATA, 16), 1),
         (
             "several loaders",
             Pairs,
