@@ -184,7 +184,8 @@ def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray
     if not is_row_wise or (array.shape[1:] and not array.boundaries) or entry.element != array.element:
         raise ModelMismatchError(
             f"{name} is {array.shape} {array.element} in the model and stored as {entry.shape} {entry.element}: "
-            "another optimizer trained it; load without dmp.fused_optimizer"
+            "another optimizer trained it, or kept it in a type that can't be split among columns; load without "
+            "dmp.fused_optimizer"
         )
     stored = stored or (0, width)
     fused.resharded[name] = len(stored) - 1, len(now) - 1

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from cnr_store.format.layout import slot_path
@@ -20,6 +21,7 @@ from cnr_store.training.loading.match import Match
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Group, Tree, row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.model.trained_model import TrainedModel
 
 FUSED_SLOT, STEPPED_SLOT = "momentum1", "sum"
@@ -144,19 +146,22 @@ def _join(
         slots = fused["slots"].get(table.name, [])
         entry = arrays.get(slot_path(table.name, FUSED_SLOT)) if FUSED_SLOT in slots else None
         kind, own = type(optimizer).__name__, optimizer.state.get(table.parameter, {})
-        has_slot = STEPPED_SLOT in row_slots(optimizer, table.parameter)
+        slot = row_slots(optimizer, table.parameter).get(STEPPED_SLOT)
         fused_kind = _KINDS.get(kind, ("",))[0]
         state, kept = dict(tree["state"]), dict(tree["slots"])
-        if _are_alike(kind, group, fused_kind, slots, [FUSED_SLOT], entry, table) and (not slots or has_slot):
+        has_slot = not slots or (slot is not None and entry is not None and _holds(slot, entry))
+        if has_slot and _are_alike(kind, group, fused_kind, slots, [FUSED_SLOT], entry, table):
             if slots:
                 moved.to_stepped[table.name] = table
                 kept[table.name] = [STEPPED_SLOT]
                 state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
         else:
             moved.without_state.add(name)
-            _refuse(
-                match, table, f"a fused optimizer with the state {slots} trained it", f"{kind} steps it now"
+            before = f"{slots} in {entry.element}" if entry else f"{slots}"
+            now = f"{kind} steps it now" + (
+                f", with {STEPPED_SLOT!r} in {slot.dtype}" if slot is not None else ""
             )
+            _refuse(match, table, f"a fused optimizer with the state {before} trained it", now)
         groups = _joined(tree["param_groups"], name, [names.get(id(one)) for one in group["params"]], group)
         moved.trees[position] = {**tree, "param_groups": groups, "state": state, "slots": kept}
         moved.fused = {
@@ -177,6 +182,11 @@ def _joined(groups: Sequence[Group], name: str, mates: Sequence[str | None], now
                 *groups[position + 1 :],
             ]
     return [*groups, {**now, "params": [name]}]
+
+
+def _holds(slot: torch.Tensor, entry: ArrayEntry) -> bool:
+    """Whether state can hold what is stored without rounding: that of fused optimizers is float32 for any table."""
+    return torch.promote_types(slot.dtype, dtype_named(entry.element)) == slot.dtype
 
 
 def _are_alike(

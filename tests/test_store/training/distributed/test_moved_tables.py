@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,23 @@ def test_state_of_another_kind_is_refused_or_left_out(tmp_path: Path) -> None:
             "state of 'bags.embedding_bags.A.weight'",
             "state of 'bags.embedding_bags.D.weight'",
         }
+
+
+def test_state_moves_only_where_no_number_is_rounded(tmp_path: Path) -> None:
+    """Fused optimizers keep float32 for tables of float16, and what is stepped has state of the table's type."""
+
+    def run(url: Path, ways: str) -> Any:
+        arguments = (url, "EXACT_ROWWISE_ADAGRAD", ways, "raise", True)
+        return run_ranks(2, GO_ON, *arguments, deadline_seconds=120)
+
+    values(run(tmp_path / "wide", "rw tw tw tw"))
+    for each in run(tmp_path / "wide", "dp tw tw tw"):
+        assert each.error == "ModelMismatchError"
+        assert "['momentum1'] in float32 trained it" in each.text
+        assert "RowWiseAdagrad steps it now, with 'sum' in torch.float16" in each.text
+    before = values(run(tmp_path / "narrow", "dp dp tw tw"))
+    for each in values(run(tmp_path / "narrow", "rw dp tw tw")):
+        assert each["loaded"] == before[0]["trained"]
 
 
 @pytest.mark.nightly
