@@ -1,4 +1,4 @@
-"""Once every kernel is compiled, no codec waits for the compiler."""
+"""Once every kernel is compiled, no codec waits for the compiler; and kernels stay within their arrays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, compile_encoding
+from tests.paths import ROOT
 
 _WARM = """
 from cnr_codecs import compile_all
@@ -91,3 +92,46 @@ def test_no_codec_waits_for_the_compiler_once_all_is_compiled(tmp_path: Path) ->
 
     run(_WARM)
     assert run(_USE) == "\n"
+
+
+_OUTSIDE = """
+import numpy
+from cnr_codecs.kernels.building.compiled import kernel
+
+@kernel
+def first(values):
+    return values[0]
+
+first(numpy.zeros(0, numpy.uint8))
+"""
+
+
+def _run_checked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(folder), "CNR_NIGHTLY_FACTOR": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **checks},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_an_index_outside_is_seen(tmp_path: Path) -> None:
+    assert "IndexError: index is out of bounds" in _run_checked(tmp_path, "-c", _OUTSIDE).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("folder", ["test_codecs", "test_store/training/tracking"])
+def test_kernels_stay_within_their_arrays(tmp_path: Path, folder: str) -> None:
+    """Only numba's check of every index sees it where nothing crashes."""
+    quick = ("-q", "-p", "no:cacheprovider", "-m", "not slow and not server and not nightly")
+    done = _run_checked(tmp_path, "-m", "pytest", f"tests/{folder}", *quick)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
