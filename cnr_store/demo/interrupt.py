@@ -243,6 +243,9 @@ class FailingBackend(Backend):
     def sweep(self, prefix: str) -> None:
         self._inner.sweep(prefix)
 
+    def confirm(self, key: str) -> None:
+        self._inner.confirm(key)
+
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._check("put", key)
         self._inner.put(key, pieces)

@@ -53,6 +53,9 @@ class PatientBackend(Backend):
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
 
+    def confirm(self, key: str) -> None:
+        self.inner.confirm(key)
+
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._patience.pace(sum(map(len, pieces)))
         self._run(lambda: self._timed(lambda: self.inner.put(key, pieces)))

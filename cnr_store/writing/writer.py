@@ -321,7 +321,7 @@ class Writer:
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             self.renew(previous)
-            return f". Its objects stay, because it could not be voided: {error}"
+            return f". Its objects stay, because it could be neither voided nor confirmed: {error}"
 
     def _void(self, claim: claims.Claim, version: str, nonce: str) -> Record | None:
         """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
@@ -333,5 +333,7 @@ class Writer:
             landed = decode_record(self._backend.get(key), version)
             if landed is not None and landed.nonce != nonce:
                 raise SaveError(f"another writer committed version {version}") from None
+            if landed is not None:
+                self._direct.confirm(key)  # what failed may have been the sync behind it
             return landed
         return None

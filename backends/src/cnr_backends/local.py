@@ -172,6 +172,11 @@ class LocalBackend(Backend):
         with contextlib.suppress(OSError, BackendError):
             self._sync_parents(self._make_folder(self._path(check_key(key)).parent))
 
+    def confirm(self, key: str) -> None:
+        # The file was synced before it got its name, and so were the folders above.
+        with self._guard("confirm", check_key(key)):
+            sync_folder(self._path(key).parent)
+
     def sweep(self, prefix: str) -> None:
         folder = self._path(check_prefix(prefix))
         with self._guard("sweep", prefix):

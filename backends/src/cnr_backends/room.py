@@ -1,4 +1,4 @@
-"""What a backend does when its storage fills up."""
+"""What a backend does when its storage fills up, or fails in the middle of a write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """The part of every backend that holds room back for small objects, and minds folders.
+    """The part of every backend that holds room back for small objects, and minds folders and syncs.
 
     Here it does nothing, as on object stores.
 
@@ -43,6 +43,21 @@ class Room:
         ----------
         prefix
             A folder that nobody writes to any more. Its objects are left as they are.
+        """
+        return
+
+    def confirm(self, key: str) -> None:
+        """Make an object durable that is there although its write has failed, as where only the last sync did.
+
+        Parameters
+        ----------
+        key
+            Of the object.
+
+        Raises
+        ------
+        StorageError
+            It may be lost in a crash.
         """
         return
 

@@ -104,6 +104,7 @@ class BackendConformance(StoreConformance):
         assert list(backend.list_keys("")) == []
         backend.put("folder/name", b"new")
         backend.prepare("folder/name")
+        backend.confirm("folder/name")
         assert backend.get("folder/name") == b"new"
 
     def test_a_put_that_is_closed_before_its_end_leaves_the_object(self, backend: Backend) -> None:

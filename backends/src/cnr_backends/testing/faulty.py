@@ -70,6 +70,9 @@ class FaultyBackend(Backend):
     def sweep(self, prefix: str) -> None:
         self.inner.sweep(prefix)
 
+    def confirm(self, key: str) -> None:
+        self.inner.confirm(key)
+
     def _put(self, key: str, pieces: Pieces) -> None:
         self._change("put", key, lambda: self.inner.put(key, pieces))
 

@@ -35,6 +35,9 @@ class FoldingBackend(Backend):
     def close(self) -> None:
         self.inner.close()
 
+    def confirm(self, key: str) -> None:
+        self.inner.confirm(self._found(key))
+
     def _put(self, key: str, pieces: Pieces) -> None:
         self.inner.put(self._written(key), pieces)
 
