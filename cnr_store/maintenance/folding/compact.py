@@ -218,6 +218,7 @@ class _FoldAttempt:
                 self._may_be_committed = False
                 self.delete()
                 return None
+            self._backend.confirm(fold.key())  # what failed may have been the sync behind it
         # The version may have been deleted meanwhile, with those of the fold's objects that were listed then.
         if _is_deleted(self._backend, self._version):
             self._backend.delete(fold.key())

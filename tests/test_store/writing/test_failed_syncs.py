@@ -12,21 +12,23 @@ import pytest
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store import SaveError
+from cnr_store.format.layout import FOLDS
 from tests.test_store.support.retention_helpers import Trainer
 
 
 class Syncs:
-    """Syncs of folders fail once a commit record has got its name, so many times."""
+    """Syncs of folders fail once a commit record below `place` has got its name, so many times."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, step: int, failures: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, step: int, failures: int, place: str = "versions") -> None:
         self.failed, self._failures, self._left, self._linked = 0, failures, step, False
+        self._place = place
         self._link, self._sync = os.link, os.fsync
         patch.setattr(os, "link", self.link)
         patch.setattr(os, "fsync", self.sync)
 
     def link(self, source: Path, target: Path) -> None:
         self._link(source, target)
-        if target.name == "zarr.json" and target.parent.parent.name == "versions":
+        if target.name == "zarr.json" and target.parent.parent.name == self._place:
             self._left -= 1
             self._linked = self._left == 0
 
@@ -63,3 +65,21 @@ def test_a_commit_that_may_not_be_durable_is_no_success(
     assert reader.weights() == trainer.weights()
     for each in (reader, trainer):
         each.close()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_fold_that_may_not_be_durable_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    trainer = Trainer(open_backend(tmp_path), bits=32)
+    for step in (1, 2):
+        trainer.save(step)
+    trainer.close()
+    syncs = Syncs(monkeypatch, 1, failures, FOLDS)
+    if failures > 1:
+        with pytest.raises(SaveError, match="was not folded: confirm"):
+            cnr_store.compact(tmp_path)
+    else:
+        cnr_store.compact(tmp_path)
+    assert syncs.failed == failures
+    assert cnr_store.verify(tmp_path, deep=True).ok
