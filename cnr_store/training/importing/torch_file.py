@@ -75,9 +75,10 @@ def _check(key: str, value: object, path: Path) -> None:
         raise FormatError(
             f"{path}: {key!r} is of type {type(value).__name__}, not a tensor; save `model.state_dict()`"
         )
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+        kind = "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
         raise FormatError(
-            f"{path}: {key!r} is a tensor of layout {value.layout}, type {value.dtype} on {value.device}; convert it "
+            f"{path}: {key!r} is a {kind}, type {value.dtype} on {value.device}; convert it "
             "to a dense tensor before it is saved"
         )
 

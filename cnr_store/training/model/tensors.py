@@ -265,13 +265,14 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     Raises
     ------
     UnsupportedModelError
-        The tensor is sparse, quantized or on the meta device.
+        The tensor is sparse, nested, quantized or on the meta device.
     SaveError
         Its device failed.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
         raise UnsupportedModelError(
-            f"a tensor of layout {tensor.layout}, type {tensor.dtype} on {tensor.device} has no plain values "
+            f"a {kind}, type {tensor.dtype} on {tensor.device} has no plain values "
             "to store; convert it to a dense tensor"
         )
     plain = tensor.detach().resolve_conj().resolve_neg()

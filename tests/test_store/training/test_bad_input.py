@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,11 @@ def test_step_that_is_no_count(stored: Path, step: Any) -> None:
     assert [info.step for info in cnr_store.versions(stored)] == [5, 7]
 
 
+def _nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
 def _endless() -> list[Any]:
     found: list[Any] = []
     found.append(found)
@@ -238,6 +244,10 @@ def _endless() -> list[Any]:
         (
             {"reader": [torch.eye(3).to_sparse()]},
             r"state\['reader'\]\[0\]: a tensor of layout torch.sparse_coo.* has no plain values",
+        ),
+        (
+            {"reader": _nested()},
+            r"state\['reader'\]: a nested tensor, type torch.float32 on cpu has no plain values",
         ),
         (
             {"reader": torch.empty(3, device="meta")},
