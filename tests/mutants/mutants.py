@@ -261,4 +261,18 @@ MUTANTS = [
         "if False:",
         f"{STORE}/ranks/test_fused_elsewhere.py",
     ),
+    Mutant(
+        "a commit whose last sync failed is synced again",
+        "cnr_store/writing/writer.py",
+        "                self._direct.confirm(key)  # what failed may have been the sync behind it\n",
+        "                pass\n",
+        f"{STORE}/writing/test_failed_syncs.py",
+    ),
+    Mutant(
+        "state that moves to another optimizer is not rounded",
+        "cnr_store/training/loading/moved_tables.py",
+        "torch.promote_types(slot.dtype, dtype_named(entry.element)) == slot.dtype",
+        "True",
+        f"{STORE}/training/distributed/test_moved_tables.py",
+    ),
 ]

@@ -128,8 +128,18 @@ def gc(
     if not Catalog(backend).check_format():
         raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to delete: check the URL")
     if end_run and (newest := newest_claim(backend)) is not None and not newest.is_over:
-        end_newest_run(backend, newest)
+        try:
+            end_newest_run(backend, newest)
+        except StorageFullError as full:
+            raise _without_room(backend, "no run can be ended", full) from full
     return Retention(backend, rules, grace).run(dry_run=dry_run, progress=progress)
+
+
+def _without_room(backend: Backend, what: str, full: StorageFullError) -> StorageFullError:
+    return StorageFullError(
+        f"{backend.url} is full, and {what} without room for a small object ({full}); free 100 kB and a few files by "
+        "hand, then try again"
+    )
 
 
 class Retention:
@@ -183,10 +193,7 @@ class Retention:
                 if stopped or full is None:
                     break
                 if deletion.freed_bytes == freed_bytes:
-                    raise StorageFullError(
-                        f"{self._backend.url} is full, and nothing more can be deleted without room for a small object "
-                        f"({full}); free 100 kB and a few files by hand, then try again"
-                    ) from full
+                    raise _without_room(self._backend, "nothing more can be deleted", full) from full
                 snapshot = self._reader.take(transfer, void=True)
             self._backend.hold_reserve()
             left = self._left(snapshot, deletion, snapshot.versions.keys())

@@ -350,6 +350,15 @@ def test_gc_says_what_it_leaves(tmp_path: Path) -> None:
     assert f"left: {newest}" in told
 
 
+def test_a_run_that_finds_no_room_to_be_ended_says_how_much_it_needs(tmp_path: Path) -> None:
+    disk = FullFolder(tmp_path)
+    Trainer(disk, bits=32).save(1)
+    (tmp_path / RESERVE).unlink()
+    disk.fill()
+    with pytest.raises(StorageFullError, match=r"no run can be ended .*free 100 kB"):
+        cnr_store.gc(disk, end_run=True)
+
+
 def test_the_reserve_is_nobodys_damage(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
     made = save_many(backend, [1, 2])

@@ -87,7 +87,7 @@ def test_a_late_commit_of_a_stopped_writer_loses(backend: Backend) -> None:
     cnr_store.gc(backend, keep_last=1)
     assert visible(backend) == [newest]
     go_on.set()
-    with pytest.raises(cnr_store.SaveError):
+    with pytest.raises(SupersededError):
         pending.result(60)
     assert check_exact(backend, contents(backend)) == [newest]
     for each in (trainer, newer):
