@@ -236,33 +236,6 @@ def test_commit_between_the_look_and_the_newer_claim_is_whole(root: str) -> None
     job.close()
 
 
-def test_a_commit_that_is_void_by_a_newer_job_is_superseded(root: str) -> None:
-    """A writer that was held up on its last step learns from that very save that another has taken the store over."""
-    job = prepared(root, "delta")
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold_commit(operation: str, key: str) -> Fault:
-        if operation == "create" and key.startswith("versions/") and not reached.is_set():
-            reached.set()
-            assert go_on.wait(WAIT_SECONDS)
-        return None
-
-    job.weather.change(hold_commit)
-    pending = job.checkpointer.save(2)
-    assert reached.wait(WAIT_SECONDS)
-    for step in (10, 11):
-        newer = Writer(job.backend)
-        newer.save(step)
-    cnr_store.gc(job.backend, grace_seconds=0)
-    go_on.set()
-    with pytest.raises(SupersededError, match="superseded by"):
-        pending.result(WAIT_SECONDS)
-    assert [info.step for info in cnr_store.versions(job.backend)] == [1, 10, 11]
-    newer.check()
-    newer.checkpointer.close()
-    job.close()
-
-
 class Writer:
     """Another process's job, which goes on from the newest version of a store."""
 
