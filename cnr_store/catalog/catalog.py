@@ -65,11 +65,14 @@ class Catalog:
         self._manifests: dict[tuple[str, str], Manifest] = {}
         self._folded: frozenset[str] | None = None
 
-    def learn(self, other: Catalog) -> None:
-        """Take over what another catalog of the same store has read, unless that is the records of many versions."""
+    def learn(self, other: Catalog, newest: str) -> None:
+        """Take over what another catalog of the same store has read up to a version, unless that is many records.
+
+        Later versions are looked up again: what it has read of them may have been removed.
+        """
         if other.backend.url == self.backend.url and len(other._records) <= _MOST_LEARNT:
-            self._records.update(other._records)
-            self._manifests.update(other._manifests)
+            self._records.update({key: record for key, record in other._records.copy().items() if key[1] <= newest})
+            self._manifests.update({key: read for key, read in other._manifests.copy().items() if key[1] <= newest})
 
     def check_format(self) -> bool:
         """Whether the backend holds a store; False if it holds nothing.

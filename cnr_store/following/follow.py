@@ -232,7 +232,7 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     if since is None:
         return _updates(catalog, None, "", SeenCodes())
     if isinstance(since, Update):
-        catalog.learn(since._catalog)
+        catalog.learn(since._catalog, since.version.id)
         return _updates(catalog, since, since.version.id, since._seen)
     versions = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
     if not versions:

@@ -224,6 +224,19 @@ def test_a_version_deleted_before_it_comes_is_left_out(tmp_path: Path) -> None:
     assert [update.version for update in updates] == [last]
 
 
+def test_a_version_deleted_before_it_is_taken_does_not_come_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in (1, 5):
+        run.save(step)
+    updates = cnr_store.follow(tmp_path)
+    held = next(updates)
+    rows_of(held)
+    next(updates)
+    last = run.save(6)
+    cnr_store.gc(tmp_path, keep_last=1)  # leaves its folder for as long as it may be read
+    assert [update.version for update in cnr_store.follow(tmp_path, held)] == [last]
+
+
 def test_what_was_held_may_be_deleted_while_the_next_is_read(tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = (run.save(), run.save(5))[1]
