@@ -149,7 +149,7 @@ def _encoded(name: str, value: object, rank: int, beside: dict[str, ArrayLeaf]) 
     # Encoded where it will stand, so that errors say which it is, and what is nested too deep is refused.
     tree = encode_state({"dcp": {"values": {name: value}}}, beside=put_beside, as_leaf=tensor_leaf)
     values: dict[str, Any] = tree["dcp"]["values"]
-    return values[name] if name in values else values["$dict"][0][1]
+    return values["$dict"][0][1] if name.startswith("$") else values[name]
 
 
 @dataclass(frozen=True)

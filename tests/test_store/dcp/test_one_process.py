@@ -81,6 +81,12 @@ def test_names_that_would_share_a_path(tmp_path: Path) -> None:
     assert "emb.weight" in cnr_store.state_dict(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["$dict", "$tuple", "$", "$dict.a", "values"])
+def test_values_by_names_that_look_like_tags(tmp_path: Path, name: str) -> None:
+    save({name: 5, "x": torch.ones(2)}, Writer(tmp_path))
+    assert load({name: 0, "x": torch.zeros(2)}, tmp_path)[name] == 5
+
+
 def test_views_and_tensors_with_gradients(tmp_path: Path) -> None:
     base = torch.arange(40000.0).reshape(200, 200)
     state = {"turned": base.T, "columns": base[:, 3:90], "grad": nn.Parameter(base + 1), "each": base[::2, 0]}
