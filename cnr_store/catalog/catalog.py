@@ -71,8 +71,12 @@ class Catalog:
         Later versions are looked up again: what it has read of them may have been removed.
         """
         if other.backend.url == self.backend.url and len(other._records) <= _MOST_LEARNT:
-            self._records.update({key: record for key, record in other._records.copy().items() if key[1] <= newest})
-            self._manifests.update({key: read for key, read in other._manifests.copy().items() if key[1] <= newest})
+            self._records.update(
+                {key: record for key, record in other._records.copy().items() if key[1] <= newest}
+            )
+            self._manifests.update(
+                {key: read for key, read in other._manifests.copy().items() if key[1] <= newest}
+            )
 
     def check_format(self) -> bool:
         """Whether the backend holds a store; False if it holds nothing.

@@ -24,7 +24,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_parameters_that_are_no_replicas_are_not_saved(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["other values"].startswith("SaveError")
-        assert "has other values on rank 1 than on rank 0" in each["other values"]
+        assert "parameter 'emb.weight' has other values on rank 1 than on rank 0" in each["other values"]
+
+
+def test_optimizer_state_of_ranks_that_step_apart_is_not_saved(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["other state"].startswith("SaveError")
+        assert (
+            "optimizer state 'exp_avg' of parameter 'weight' has other values on rank 1"
+            in each["other state"]
+        )
 
 
 @pytest.mark.parametrize(("what", "option"), [("other tables", "selection"), ("other versions", "version")])

@@ -40,11 +40,29 @@ def told(call: Callable[[], Any]) -> str:
     return ""
 
 
+def train_apart() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Step on data of this rank's own, then average the parameters alone, as LocalSGD does."""
+    trained = nn.Linear(8, 1)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.fill_(1)
+    adam = torch.optim.Adam(trained.parameters())
+    trained(torch.full((1, 8), dist.get_rank() + 1.0)).sum().backward()
+    adam.step()
+    for parameter in trained.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+    return trained, adam
+
+
 def run(url: str) -> dict[str, Any]:
     """On each rank: what goes wrong, and what is loaded where nothing does."""
     rank, found = dist.get_rank(), dict[str, Any]()
     with Checkpointer(f"{url}/other", model(rank), timeout_seconds=20) as checkpointer:
         found["other values"] = told(lambda: checkpointer.save(1))
+    averaged, adam = train_apart()
+    with Checkpointer(f"{url}/other", averaged, adam, timeout_seconds=20) as checkpointer:
+        found["other state"] = told(lambda: checkpointer.save(1))
     trained, counted = model(0), Counted()
     for buffer in (trained["norm"].running_mean, trained["norm"].running_var):  # type: ignore[index]
         buffer.fill_(rank + 1)
