@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from inspect import unwrap
@@ -24,6 +23,7 @@ from cnr_store.integrations.lightning_averages import (
     normalizes,
     resume_normalizing,
 )
+from cnr_store.integrations.lightning_checkpoint import MODEL, WatchedCheckpoint, lightning_parts
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
 from cnr_store.integrations.lightning_warnings import warn_of_parts
@@ -34,7 +34,6 @@ log = logging.getLogger("cnr_store")
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
-_MODEL = "state_dict"  # what Lightning calls the model's state in its checkpoints
 
 
 class TrainerState:
@@ -104,7 +103,10 @@ class TrainerState:
         """The state of callbacks, hooks and schedulers."""
         checkpoint = self._checkpoint()
         schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
-        return {**{name: checkpoint[name] for name in ("states", "added")}, "schedulers": schedulers}
+        return {
+            **{name: checkpoint[name] for name in ("states", "added", "in_model")},
+            "schedulers": schedulers,
+        }
 
     def check_loaders(self) -> None:
         """Warn if loaders do not go on where the version was saved, or may not. They exist by now."""
@@ -171,45 +173,32 @@ class TrainerState:
         trainer, module = self._trainer, self._trainer.lightning_module
         hooks = [one for one in trainer.callbacks if _overrides(one, "on_save_checkpoint", Callback)]
         has_hooks = bool(hooks) or _overrides(module, "on_save_checkpoint", LightningModule)
-        held = self._held() if has_hooks else {}
+        held = lightning_parts(trainer) if has_hooks else {}
         states = {one.state_key: state for one in trainer.callbacks if (state := one.state_dict())}
         datamodule: Any = getattr(trainer, "datamodule", None)
         own = {} if datamodule is None else {type(datamodule).__qualname__: datamodule.state_dict()}
+        watched = WatchedCheckpoint(held)
         checkpoint = {**held, "callbacks": states, **{name: state for name, state in own.items() if state}}
         for callback in hooks:
             callback.on_save_checkpoint(trainer, module, checkpoint)
         if has_hooks:
             module.on_save_checkpoint(checkpoint)
         states = checkpoint.pop("callbacks")
-        models = [name for name, value in checkpoint.items() if held and value is held[_MODEL]]
-        added = {
-            name: value
-            for name, value in checkpoint.items()
-            if name not in models and (name not in held or value is not held[name])
-        }
+        changes = watched.changes(checkpoint)
+        self._warn_of_lost(changes.lost)
         left_out = [
             *self._unstorable("the state of the callback", states),
-            *self._unstorable("what hooks put into the checkpoint as", added),
+            *self._unstorable("what hooks put into the checkpoint as", changes.added),
+            *self._unstorable("what hooks put into the model's state as", changes.in_model),
         ]
         return {
             "states": {name: state for name, state in states.items() if name not in left_out},
-            "added": {name: value for name, value in added.items() if name not in left_out},
-            "models": models,
+            "added": {name: value for name, value in changes.added.items() if name not in left_out},
+            "models": changes.models,
+            "in_model": {name: value for name, value in changes.in_model.items() if name not in left_out},
+            "from_model": changes.from_model,
             "left_out": left_out,
             "averaged_by": [one.state_key for one in averaging(trainer)] if self.is_end else [],
-        }
-
-    def _held(self) -> dict[str, Any]:
-        """What hooks find in Lightning's checkpoints, and the version holds besides."""
-        trainer = self._trainer
-        return {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "pytorch-lightning_version": sys.modules[Callback.__module__.split(".callbacks")[0]].__version__,
-            _MODEL: trainer.lightning_module.state_dict(),
-            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-            "optimizer_states": [one.state_dict() for one in trainer.optimizers],
-            "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         }
 
     def _warn_of_schedulers(self) -> None:
@@ -221,6 +210,15 @@ class TrainerState:
                 now,
             )
             self._known = now
+
+    def _warn_of_lost(self, names: Iterable[str]) -> None:
+        if new := sorted(set(names) - self._told):
+            self._told.update(new)
+            log.warning(
+                "hooks have changed %s of the checkpoint in place, which is not saved: let on_save_checkpoint "
+                "put what it needs under a key of its own",
+                ", ".join(new),
+            )
 
     def _unstorable(self, what: str, values: Mapping[str, Any]) -> Iterable[str]:
         """Which of them can't be stored without pickle. A warning names each once."""
@@ -244,9 +242,14 @@ class TrainerState:
         states, added = stored["states"], stored["added"]
         hooks = [one for one in trainer.callbacks if _overrides(one, "on_load_checkpoint", Callback)]
         loads = _overrides(module, "on_load_checkpoint", LightningModule)
-        held = self._held() if hooks or loads else {}
-        models = {name: held[_MODEL] for name in stored["models"] if held}
+        held = lightning_parts(trainer) if hooks or loads else {}
+        models = {name: held[MODEL] for name in stored["models"] if held}
+        if held:
+            held[MODEL].update(stored.get("in_model", {}))
+            for name in stored.get("from_model", []):
+                held[MODEL].pop(name, None)
         checkpoint = {**held, "callbacks": states, **models, **added}
+        watched = WatchedCheckpoint({MODEL: checkpoint[MODEL]} if held else {})
         datamodule: Any = getattr(trainer, "datamodule", None)
         if type(datamodule).__qualname__ in added:
             datamodule.load_state_dict(added[type(datamodule).__qualname__])
@@ -254,6 +257,11 @@ class TrainerState:
             module.on_load_checkpoint(checkpoint)
         for callback in hooks:
             callback.on_load_checkpoint(trainer, module, checkpoint)
+        if changed := watched.replaced_in_model(checkpoint):
+            log.warning(
+                "on_load_checkpoint has changed %s in the checkpoint, but the module is loaded already: change that",
+                ", ".join(changed),
+            )
         for callback in trainer.callbacks:
             if callback.state_key in states:
                 callback.load_state_dict(states[callback.state_key])

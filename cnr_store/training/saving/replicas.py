@@ -1,7 +1,7 @@
 """Whether ranks that should hold the same hold it: a few values of tensors that only one of them will write.
 
-Optimizer state is among them: where each rank steps on its own and only the parameters are averaged, as by LocalSGD, each
-has state of its own, and a version would mix that of several ranks.
+Optimizer state is among them: where each rank steps on its own and only the parameters are averaged, as by LocalSGD,
+each has state of its own, and a version would mix that of several ranks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""What hooks do to a checkpoint of Lightning's: what they add, and what they change of the parts that it has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cnr_store.integrations.lightning_package import Callback
+
+MODEL = "state_dict"
+"""What Lightning calls the model's state in its checkpoints."""
+
+
+def lightning_parts(trainer: Any) -> dict[str, Any]:
+    """What hooks find in Lightning's checkpoints, and a version holds besides."""
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": sys.modules[Callback.__module__.split(".callbacks")[0]].__version__,
+        MODEL: trainer.lightning_module.state_dict(),
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+        "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+    }
+
+
+class Changes(NamedTuple):
+    """What hooks have done.
+
+    Attributes
+    ----------
+    added
+        The parts that they put into the checkpoint, also in the place of Lightning's.
+    models
+        The names of parts that are the model's state itself.
+    in_model, from_model
+        What they have put into the model's state in place, and the names that they have removed from it.
+    lost
+        Names of Lightning's other parts in which they have changed something in place.
+    """
+
+    added: dict[str, Any]
+    models: list[str]
+    in_model: dict[str, Any]
+    from_model: list[str]
+    lost: list[str]
+
+
+class WatchedCheckpoint:
+    """Lightning's parts of a checkpoint, before hooks get it.
+
+    Parameters
+    ----------
+    held
+        The parts by name.
+    """
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self._held = dict(held)
+        self._outlines = {name: _outline(value) for name, value in held.items()}
+
+    def changes(self, checkpoint: Mapping[str, Any]) -> Changes:
+        """Compare with what hooks have left."""
+        if not self._held:
+            return Changes(dict(checkpoint), [], {}, [], [])
+        model, before = self._held[MODEL], self._outlines[MODEL]
+        models = [name for name, value in checkpoint.items() if value is model]
+        own = {name for name, value in self._held.items() if checkpoint.get(name) is value}
+        return Changes(
+            {name: value for name, value in checkpoint.items() if name not in models and name not in own},
+            models,
+            {name: value for name, value in model.items() if name not in before or before[name] is not value},
+            [name for name in before if name not in model],
+            [
+                name
+                for name in own - {MODEL}
+                if not _is_same(self._outlines[name], _outline(self._held[name]))
+            ],
+        )
+
+    def replaced_in_model(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """Names in the model's state that have other values than before."""
+        before, now = self._outlines.get(MODEL), checkpoint.get(MODEL)
+        if not isinstance(before, dict) or not isinstance(now, dict):
+            return []
+        return [name for name, value in before.items() if name in now and now[name] is not value]
+
+
+def _outline(value: Any) -> Any:
+    """A copy of what holds others, with the same leaves."""
+    if isinstance(value, dict):
+        return {key: _outline(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_outline(item) for item in value]
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other
