@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import newest_claim
-from cnr_store.catalog.metadata import find_figures
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
+from cnr_store.errors import OptionError
 from cnr_store.maintenance.collection import pins, retention
+from cnr_store.maintenance.collection.rules import check_figure
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
@@ -241,7 +241,11 @@ def gc(
         raise typer.BadParameter("--dry-run changes nothing: leave --end-run out")
     best = _parse_best(keep_best)
     if best is not None:
-        _check_figure(open_store(url, parse_options(options)), best[0])
+        catalog = open_store(url, parse_options(options))
+        try:
+            check_figure(catalog, best[0])  # before a run is ended
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from error
     if end_run:
         _end_run(url, yes, parse_options(options))
     with progress("removing") as on_progress:
@@ -285,22 +289,6 @@ def _parse_best(text: str | None) -> tuple[str, str, int] | None:
     if not (name and mode in ("max", "min") and count.isascii() and count.isdecimal() and int(count)):
         raise typer.BadParameter(f"--keep-best {text}: give a figure, max or min, and a number: auc:max:3")
     return name, mode, int(count)
-
-
-def _check_figure(catalog: Catalog, name: str) -> None:
-    """Check that some version has a figure, as a rule for one that is misspelled keeps nothing.
-
-    Raises
-    ------
-    typer.BadParameter
-        None has it.
-    """
-    versions = [find_figures(record.metadata) for record in catalog.oldest_first()]
-    if versions and not any(name in figures for figures in versions):
-        known = ", ".join(sorted({each for figures in versions for each in figures})) or "none at all"
-        raise typer.BadParameter(
-            f"--keep-best {name}: no version has the figure {name!r} in its metadata: there are {known}"
-        )
 
 
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:

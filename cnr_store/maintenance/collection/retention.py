@@ -21,7 +21,7 @@ from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
 from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
-from cnr_store.maintenance.collection.rules import KeepBest, Rules, choose
+from cnr_store.maintenance.collection.rules import KeepBest, Rules, check_figure, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
 
@@ -108,7 +108,7 @@ def gc(
     Raises
     ------
     OptionError
-        A rule is out of range, or both `dry_run` and `end_run` are given.
+        A rule is out of range, or no version has the figure of `keep_best`, or both `dry_run` and `end_run` are given.
     EmptyStoreError
         There is no store.
     SupersededError
@@ -125,8 +125,11 @@ def gc(
     if dry_run and end_run:
         raise OptionError("dry_run changes nothing, and end_run ends the newest run: give one of the two")
     backend = open_backend(url, **storage_options)
-    if not Catalog(backend).check_format():
+    catalog = Catalog(backend)
+    if not catalog.check_format():
         raise EmptyStoreError(f"{backend.url} holds no store, so there is nothing to delete: check the URL")
+    if rules.keep_best is not None:
+        check_figure(catalog, rules.keep_best[0])
     if end_run and (newest := newest_claim(backend)) is not None and not newest.is_over:
         try:
             end_newest_run(backend, newest)

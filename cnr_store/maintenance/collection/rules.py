@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.metadata import find_figures
 from cnr_store.errors import OptionError
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 
@@ -67,6 +69,22 @@ class Rules:
             }.values()
             best = sorted(having, key=lambda known: (sign * known.figures[figure], known.id))[-count:]
             yield from ((known.id, f"{figure} is {known.figures[figure]:.6g}") for known in best)
+
+
+def check_figure(catalog: Catalog, name: str) -> None:
+    """Check that some version has a figure, as a rule for one that is misspelled keeps nothing.
+
+    Raises
+    ------
+    OptionError
+        None has it.
+    """
+    versions = [find_figures(record.metadata) for record in catalog.oldest_first()]
+    if versions and not any(name in figures for figures in versions):
+        known = ", ".join(sorted({each for figures in versions for each in figures})) or "none at all"
+        raise OptionError(
+            f"keep-best {name}: no version has the figure {name!r} in its metadata: there are {known}"
+        )
 
 
 def choose(
