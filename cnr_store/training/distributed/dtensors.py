@@ -118,3 +118,19 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, base):
             module.reshard()
+
+
+def check_no_flat_parameters(model: nn.Module) -> None:
+    """Check that no module is FSDP1's: its parameters are pieces of flat ones, under names of its own.
+
+    Raises
+    ------
+    UnsupportedModelError
+        One is.
+    """
+    base = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if base is not None and any(isinstance(module, base) for module in model.modules()):
+        raise UnsupportedModelError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1): shard it by FSDP2's fully_shard, which is "
+            "fsdp_version=2 in Accelerate"
+        )

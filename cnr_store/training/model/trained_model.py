@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.training.distributed.dtensors import reshard
+from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
 from cnr_store.training.distributed.torchrec_optimizers import (
     check_dense_kernels,
@@ -60,7 +60,8 @@ class TrainedModel:
         Raises
         ------
         UnsupportedModelError
-            `model` is not an `nn.Module`, or one of its tables can't be stored, or what an optimizer keeps for it.
+            `model` is not an `nn.Module`, or is wrapped by FSDP1, or one of its tables can't be stored, or what an
+            optimizer keeps for it.
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
@@ -70,6 +71,7 @@ class TrainedModel:
             )
         given = as_list(optimizer)
         optimizers, fused_position = take_fused(given)
+        check_no_flat_parameters(model)
         reshard(model)
         sharded = find_sharded(model)
         check_kept(given, sharded)

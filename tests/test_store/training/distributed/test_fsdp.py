@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cnr_store
@@ -73,6 +73,19 @@ def test_the_same_ranks_go_on_where_each_stood(tmp_path: Path) -> None:
 def test_objects_may_have_other_arrays_on_each_rank(tmp_path: Path, counts: tuple[int, int]) -> None:
     found = values(run_ranks(2, rank_training.uneven_objects, tmp_path, counts))
     assert [each["loaded"] for each in found] == [counts[0]] * 2
+
+
+def wrap_by_fsdp1(url: Path) -> str:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Embedding(40, 4)), device_id=torch.device("cpu"))
+    with pytest.raises(cnr_store.UnsupportedModelError) as caught:
+        cnr_store.Checkpointer(url, model, torch.optim.SGD(model.parameters(), 0.1))
+    return str(caught.value)
+
+
+def test_the_first_fsdp_is_refused(tmp_path: Path) -> None:
+    for told in values(run_ranks(2, wrap_by_fsdp1, tmp_path)):
+        assert "FSDP1" in told
+        assert "fully_shard" in told
 
 
 def test_what_is_not_exact_is_refused(tmp_path: Path) -> None:
