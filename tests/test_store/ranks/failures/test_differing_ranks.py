@@ -8,6 +8,8 @@ import pytest
 
 import cnr_store
 from tests.test_store.ranks.support.differing_ranks import (
+    LONG_SECONDS,
+    SHORT_SECONDS,
     Told,
     lose_outcome,
     make_differently,
@@ -19,7 +21,7 @@ from tests.test_store.ranks.support.shared_model import assert_equal, load_alone
 pytestmark = pytest.mark.slow
 
 WORLD = 2
-AT_ONCE_SECONDS, IN_TIME_SECONDS = 5, 6
+AT_ONCE_SECONDS, IN_TIME_SECONDS = LONG_SECONDS / 2, 4 * SHORT_SECONDS
 
 
 def steps(url: str) -> list[int]:

@@ -16,7 +16,8 @@ from cnr_store.training.saving import coordinator
 from cnr_store.training.saving.save_queue import SaveQueue
 from tests.test_store.ranks.support.shared_model import SharedModel, Values, checkpointer_of, cut_small
 
-TIMEOUT_SECONDS = 3.0
+SHORT_SECONDS, LONG_SECONDS = 3.0, 60.0
+"""How long ranks wait for each other: where one does not come, and where an error is to come at once."""
 Told = tuple[str, str, float]
 """Class and message of an error, and the seconds until it came; "" of a call that raised none."""
 
@@ -30,10 +31,12 @@ def told(call: Callable[[], object]) -> Told:
     return "", "", time.monotonic() - began
 
 
-def open_checkpointer(url: str, **options: Any) -> tuple[SharedModel, Checkpointer]:
+def open_checkpointer(
+    url: str, timeout_seconds: float = SHORT_SECONDS, **options: Any
+) -> tuple[SharedModel, Checkpointer]:
     model = SharedModel(dist.get_rank(), dist.get_world_size())
     cut_small()
-    return model, checkpointer_of(model, url, timeout_seconds=TIMEOUT_SECONDS, **options)
+    return model, checkpointer_of(model, url, timeout_seconds=timeout_seconds, **options)
 
 
 def make_differently(folder: str, option: str) -> Told:
@@ -51,12 +54,13 @@ def make_differently(folder: str, option: str) -> Told:
     options = differing.get(option, {})
     if is_last and option == "absent":
         return "", "", 0.0
-    return told(lambda: open_checkpointer(url, **(options if is_last else {})))
+    timeout = SHORT_SECONDS if option == "absent" else LONG_SECONDS
+    return told(lambda: open_checkpointer(url, timeout, **(options if is_last else {})))
 
 
 def save_differently(url: str, how: str) -> tuple[Told, Told, Values]:
     """Save differently on the last rank, then alike on all."""
-    model, checkpointer = open_checkpointer(url)
+    model, checkpointer = open_checkpointer(url, SHORT_SECONDS if how == "absent" else LONG_SECONDS)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     model.train(1, checkpointer)
     checkpointer.save(1).result()
