@@ -30,7 +30,7 @@ from cnr_store.training.saving.agreement import (
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.replicas import CHECK_EVERY, check_replicas, sample_replicas
+from cnr_store.training.saving.replicas import check_replicas, is_compared, sample_replicas
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
 
@@ -213,7 +213,7 @@ class Coordinator:
 
     @property
     def _compares_replicas(self) -> bool:
-        return self._group.world > 1 and self._saves.number % CHECK_EVERY == 0
+        return self._group.world > 1 and is_compared(self._saves.number)
 
     def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
         """Make this rank's snapshot what all ranks plan with."""

@@ -36,6 +36,14 @@ def test_optimizer_state_of_ranks_that_step_apart_is_not_saved(found: list[dict[
         )
 
 
+def test_optimizer_state_that_is_spread_over_the_ranks_is_not_saved(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["spread state"].startswith("SaveError")
+        assert (
+            "optimizer state 'momentum_buffer' of parameter 'weight' is not on rank 1" in each["spread state"]
+        )
+
+
 @pytest.mark.parametrize(("what", "option"), [("other tables", "selection"), ("other versions", "version")])
 def test_loads_that_differ_are_refused_and_the_next_succeeds(
     found: list[dict[str, Any]], what: str, option: str

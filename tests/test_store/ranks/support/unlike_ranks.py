@@ -55,6 +55,20 @@ def train_apart() -> tuple[nn.Module, torch.optim.Optimizer]:
     return trained, adam
 
 
+def train_in_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Step each parameter on one rank, which sends it to the others, as distributed Muon does."""
+    trained = nn.Linear(8, 1)
+    sgd = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
+    trained(torch.ones(1, 8)).sum().backward()
+    for number, parameter in enumerate(trained.parameters()):
+        if number % dist.get_world_size() != dist.get_rank():
+            parameter.grad = None
+    sgd.step()
+    for number, parameter in enumerate(trained.parameters()):
+        dist.broadcast(parameter.data, number % dist.get_world_size())
+    return trained, sgd
+
+
 def run(url: str) -> dict[str, Any]:
     """On each rank: what goes wrong, and what is loaded where nothing does."""
     rank, found = dist.get_rank(), dict[str, Any]()
@@ -63,6 +77,9 @@ def run(url: str) -> dict[str, Any]:
     averaged, adam = train_apart()
     with Checkpointer(f"{url}/other", averaged, adam, timeout_seconds=20) as checkpointer:
         found["other state"] = told(lambda: checkpointer.save(1))
+    spread, sgd = train_in_parts()
+    with Checkpointer(f"{url}/other", spread, sgd, timeout_seconds=20) as checkpointer:
+        found["spread state"] = told(lambda: checkpointer.save(1))
     trained, counted = model(0), Counted()
     for buffer in (trained["norm"].running_mean, trained["norm"].running_var):  # type: ignore[index]
         buffer.fill_(rank + 1)
