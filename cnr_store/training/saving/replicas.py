@@ -105,7 +105,7 @@ def _values(tensor: torch.Tensor) -> list[float]:
     numbers = torch.linspace(0, tensor.numel() - 1, min(_VALUES, tensor.numel()), dtype=torch.float64)
     with failing_saves(tensor.device, "values that ranks compare"):
         places = torch.unravel_index(numbers.round().long().to(tensor.device), tensor.shape)
-        values: list[float] = tensor.detach()[places].to(torch.float64).cpu().tolist()
+        values: list[float] = tensor.detach()[places].reshape(-1).to(torch.float64).cpu().tolist()
     return values
 
 

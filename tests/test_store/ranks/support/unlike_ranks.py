@@ -28,7 +28,9 @@ class Counted:
 
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.ModuleDict({"emb": nn.EmbeddingBag(300, 8), "norm": nn.BatchNorm1d(8), "top": nn.Linear(8, 1)})
+    made = nn.ModuleDict({"emb": nn.EmbeddingBag(300, 8), "norm": nn.BatchNorm1d(8), "top": nn.Linear(8, 1)})
+    made.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    return made
 
 
 def told(call: Callable[[], Any]) -> str:
