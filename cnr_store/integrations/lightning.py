@@ -320,10 +320,10 @@ class CnrCheckpoint(Callback):
         if not pending.skipped:
             self._log_figures(trainer)
             self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            module, beside = trainer.lightning_module, self._trainer_state.beside_model
+            module, beside = trainer.lightning_module, self._trainer_state.beside_model(saved=True)
             is_last = trainer.should_stop or 0 <= trainer.max_steps <= step
             may_end = is_last or self._trainer_state.is_epoch_end
-            self._moment = SavedMoment(module, beside()) if may_end else None
+            self._moment = SavedMoment(module, beside) if may_end else None
 
     def _log_figures(self, trainer: Trainer) -> None:
         """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""

@@ -6,15 +6,21 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from cnr_store.integrations.lightning_package import Callback
 
 MODEL = "state_dict"
 """What Lightning calls the model's state in its checkpoints."""
 
+_LARGE = frozenset({"optimizer_states"})
+
 
 def lightning_parts(trainer: Any) -> dict[str, Any]:
     """What hooks find in Lightning's checkpoints, and a version holds besides."""
+    hyper_parameters = dict(trainer.lightning_module.hparams)
     return {
+        **({"hyper_parameters": hyper_parameters} if hyper_parameters else {}),
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": sys.modules[Callback.__module__.split(".callbacks")[0]].__version__,
@@ -31,13 +37,14 @@ class Changes(NamedTuple):
     Attributes
     ----------
     added
-        The parts that they put into the checkpoint, also in the place of Lightning's.
+        The parts that they put into the checkpoint, also in the place of Lightning's, and small parts of Lightning's
+        that they have changed in place.
     models
         The names of parts that are the model's state itself.
     in_model, from_model
         What they have put into the model's state in place, and the names that they have removed from it.
     lost
-        Names of Lightning's other parts in which they have changed something in place.
+        Names of large parts, but the model's state, in which they have changed something in place.
     """
 
     added: dict[str, Any]
@@ -58,7 +65,9 @@ class WatchedCheckpoint:
 
     def __init__(self, held: Mapping[str, Any]) -> None:
         self._held = dict(held)
-        self._outlines = {name: _outline(value) for name, value in held.items()}
+        self._outlines = {
+            name: dict(value) if name == MODEL else _outline(value) for name, value in held.items()
+        }
 
     def changes(self, checkpoint: Mapping[str, Any]) -> Changes:
         """Compare with what hooks have left."""
@@ -66,17 +75,15 @@ class WatchedCheckpoint:
             return Changes(dict(checkpoint), [], {}, [], [])
         model, before = self._held[MODEL], self._outlines[MODEL]
         models = [name for name, value in checkpoint.items() if value is model]
-        own = {name for name, value in self._held.items() if checkpoint.get(name) is value}
+        held = {name for name, value in self._held.items() if checkpoint.get(name) is value and name != MODEL}
+        changed = {name for name in held if not _is_same(self._outlines[name], _outline(self._held[name]))}
+        own = held - changed | held & _LARGE
         return Changes(
             {name: value for name, value in checkpoint.items() if name not in models and name not in own},
             models,
             {name: value for name, value in model.items() if name not in before or before[name] is not value},
             [name for name in before if name not in model],
-            [
-                name
-                for name in own - {MODEL}
-                if not _is_same(self._outlines[name], _outline(self._held[name]))
-            ],
+            sorted(changed & _LARGE),
         )
 
     def replaced_in_model(self, checkpoint: Mapping[str, Any]) -> list[str]:
@@ -85,6 +92,15 @@ class WatchedCheckpoint:
         if not isinstance(before, dict) or not isinstance(now, dict):
             return []
         return [name for name, value in before.items() if name in now and now[name] is not value]
+
+
+def copied(value: Any) -> Any:
+    """The same with tensors of their own, as Lightning loads them: hooks may keep and change them."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _outline(value: Any) -> Any:

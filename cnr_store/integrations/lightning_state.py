@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -14,24 +15,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from cnr_store.errors import StateError
+from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.integrations.lightning_averages import (
     averaging,
     go_on_averaging,
-    normalizes,
     resume_normalizing,
 )
-from cnr_store.integrations.lightning_checkpoint import MODEL, WatchedCheckpoint, lightning_parts
+from cnr_store.integrations.lightning_checkpoint import MODEL, WatchedCheckpoint, copied, lightning_parts
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
-from cnr_store.integrations.lightning_warnings import warn_of_parts
+from cnr_store.integrations.lightning_warnings import warn_of_parts, warn_of_rest
+from cnr_store.training.model.rng_state import rng_state, set_rng_state
+from cnr_store.training.model.tensors import check_has_values
 
 log = logging.getLogger("cnr_store")
 
 # Beside the loops, under names that no loop has.
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
+_PARTS = "states", "added", "in_model"  # what hooks and callbacks keep
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 
@@ -62,6 +65,7 @@ class TrainerState:
         self._told: set[str] = set()
         self._known = len(trainer.lr_scheduler_configs)
         self._metrics: dict[str, float] = {}
+        self._saved: dict[str, Any] = {}
         self._loops: dict[str, Any] | None = None
         self._loader_states: list[Any] = []
         self.is_end = self.is_epoch_end = False
@@ -74,8 +78,9 @@ class TrainerState:
         metrics = {
             name: one.item() for name, one in self._trainer.callback_metrics.items() if one.numel() == 1
         }
+        self._saved = self._checkpoint()
         own: dict[str, Any] = {
-            _KEY: self._checkpoint(),
+            _KEY: self._saved,
             _PLATEAUS: self._plateaus(self.ends),
             _METRICS: metrics,
         }
@@ -99,9 +104,20 @@ class TrainerState:
         """Take the loops' state at each save again."""
         self._loops = None
 
-    def beside_model(self) -> dict[str, Any]:
-        """The state of callbacks, hooks and schedulers."""
-        checkpoint = self._checkpoint()
+    def beside_model(self, saved: bool = False) -> dict[str, Any]:
+        """The state of callbacks, hooks and schedulers: of now, or once what the last save has taken.
+
+        Hooks are called for that of now, and may draw random numbers; that has no effect.
+        """
+        if saved:
+            checkpoint, self._saved = self._saved, {}
+        else:
+            with contextlib.ExitStack() as restoring:
+                with contextlib.suppress(
+                    UnsupportedModelError
+                ):  # nothing draws from a generator that is not known
+                    restoring.callback(set_rng_state, rng_state())
+                checkpoint = self._checkpoint()
         schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
         return {
             **{name: checkpoint[name] for name in ("states", "added", "in_model")},
@@ -162,7 +178,9 @@ class TrainerState:
             _begin_next_epoch(self._trainer.fit_loop)
         self._loader_states = position_loaders(self._trainer.fit_loop)
         _RESUMED[self._trainer] = self
-        self._warn_of_rest({"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored)
+        warn_of_rest(
+            self._trainer, {"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored
+        )
         if stored is None:
             log.info("the version was saved before the state of callbacks was: they begin anew")
         else:
@@ -186,16 +204,19 @@ class TrainerState:
         states = checkpoint.pop("callbacks")
         changes = watched.changes(checkpoint)
         self._warn_of_lost(changes.lost)
-        left_out = [
-            *self._unstorable("the state of the callback", states),
-            *self._unstorable("what hooks put into the checkpoint as", changes.added),
-            *self._unstorable("what hooks put into the model's state as", changes.in_model),
-        ]
+        kept: list[dict[str, Any]] = []
+        left_out: list[str] = []
+        for what, values in (
+            ("the state of the callback", states),
+            ("what hooks put into the checkpoint as", changes.added),
+            ("what hooks put into the model's state as", changes.in_model),
+        ):
+            left = set(self._unstorable(what, values))
+            kept.append({name: value for name, value in values.items() if name not in left})
+            left_out += sorted(left)
         return {
-            "states": {name: state for name, state in states.items() if name not in left_out},
-            "added": {name: value for name, value in changes.added.items() if name not in left_out},
+            **dict(zip(_PARTS, kept, strict=True)),
             "models": changes.models,
-            "in_model": {name: value for name, value in changes.in_model.items() if name not in left_out},
             "from_model": changes.from_model,
             "left_out": left_out,
             "averaged_by": [one.state_key for one in averaging(trainer)] if self.is_end else [],
@@ -242,7 +263,7 @@ class TrainerState:
         states, added = stored["states"], stored["added"]
         hooks = [one for one in trainer.callbacks if _overrides(one, "on_load_checkpoint", Callback)]
         loads = _overrides(module, "on_load_checkpoint", LightningModule)
-        held = lightning_parts(trainer) if hooks or loads else {}
+        held = copied(lightning_parts(trainer)) if hooks or loads else {}
         models = {name: held[MODEL] for name in stored["models"] if held}
         if held:
             held[MODEL].update(stored.get("in_model", {}))
@@ -267,32 +288,6 @@ class TrainerState:
                 callback.load_state_dict(states[callback.state_key])
                 if isinstance(callback, callbacks.StochasticWeightAveraging):
                     go_on_averaging(callback, trainer)
-
-    def _warn_of_rest(self, stored: Mapping[str, Any]) -> None:
-        states, present = stored["states"], {one.state_key: one for one in self._trainer.callbacks}
-        if anew := [name for name, one in present.items() if name not in states and one.state_dict()]:
-            log.warning("the version holds no state of %s: they begin anew", ", ".join(anew))
-        if lost := [name for name in states if name not in present]:
-            log.warning(
-                "the version holds the state of %s, which this trainer lacks: its next version won't",
-                ", ".join(lost),
-            )
-        if stored["left_out"]:
-            log.warning("%s could not be stored and begin anew", ", ".join(stored["left_out"]))
-        if stored["averaged_by"]:
-            log.warning(
-                "the version is the end of a fit, where %s put the average into the model: training continues from the "
-                "average, not from the weights that were trained",
-                ", ".join(stored["averaged_by"]),
-            )
-        elif self._trainer.fit_loop.done and (
-            left := [one for one in averaging(self._trainer) if not normalizes(one)]
-        ):
-            log.warning(
-                "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
-                "the average into the model",
-                ", ".join(one.state_key for one in left),
-            )
 
 
 def _begin_next_epoch(loop: Any) -> None:
@@ -343,6 +338,8 @@ def _overrides(value: object, method: str, base: type) -> bool:
 
 
 def _leaf_without_values(value: object) -> ArrayLeaf | None:
-    """Stands for a tensor or an array, which the save itself copies and checks."""
-    is_array = type(value) in (torch.Tensor, nn.Parameter, np.ndarray)
-    return ArrayLeaf(np.zeros(0)) if is_array else None
+    """Stands for a tensor or an array, whose values the save itself copies."""
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
+        check_has_values(value)
+        return ArrayLeaf(np.zeros(0))
+    return ArrayLeaf(np.zeros(0, value.dtype)) if type(value) is np.ndarray else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from inspect import unwrap
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from cnr_store.integrations.lightning_averages import averaging, normalizes
 from cnr_store.integrations.lightning_loaders import flat
 from cnr_store.integrations.lightning_package import LightningModule
 
@@ -73,3 +74,29 @@ def _draws_from_global_numbers(loader: Any) -> bool:
     kind = type(loader.sampler)  # torchdata's is no child of PyTorch's
     has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
     return not has_own_batches and kind.__module__.startswith(_LOADERS) and kind.__name__ in _SAMPLERS
+
+
+def warn_of_rest(trainer: Any, stored: Mapping[str, Any]) -> None:
+    """Warn of callbacks that do not go on with what a version holds, as `TrainerState` stores it."""
+    states, present = stored["states"], {one.state_key: one for one in trainer.callbacks}
+    if anew := [name for name, one in present.items() if name not in states and one.state_dict()]:
+        log.warning("the version holds no state of %s: they begin anew", ", ".join(anew))
+    if lost := [name for name in states if name not in present]:
+        log.warning(
+            "the version holds the state of %s, which this trainer lacks: its next version won't",
+            ", ".join(lost),
+        )
+    if stored["left_out"]:
+        log.warning("%s could not be stored and begin anew", ", ".join(stored["left_out"]))
+    if stored["averaged_by"]:
+        log.warning(
+            "the version is the end of a fit, where %s put the average into the model: training continues from the "
+            "average, not from the weights that were trained",
+            ", ".join(stored["averaged_by"]),
+        )
+    elif trainer.fit_loop.done and (left := [one for one in averaging(trainer) if not normalizes(one)]):
+        log.warning(
+            "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
+            "the average into the model",
+            ", ".join(one.state_key for one in left),
+        )

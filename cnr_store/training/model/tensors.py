@@ -254,6 +254,22 @@ def note_change(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
+def check_has_values(tensor: torch.Tensor) -> None:
+    """Check that a tensor has plain values, which `dense_numpy` copies.
+
+    Raises
+    ------
+    UnsupportedModelError
+        It is sparse, nested, quantized or on the meta device.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+        raise UnsupportedModelError(
+            f"a {kind}, type {tensor.dtype} on {tensor.device} has no plain values "
+            "to store; convert it to a dense tensor"
+        )
+
+
 def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     """A copy of a strided tensor of any element type as a C-contiguous numpy array of the same shape.
 
@@ -269,12 +285,7 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     SaveError
         Its device failed.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
-        raise UnsupportedModelError(
-            f"a {kind}, type {tensor.dtype} on {tensor.device} has no plain values "
-            "to store; convert it to a dense tensor"
-        )
+    check_has_values(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     # An optimizer may keep thousands of counts, and torch takes several times as long to copy one.
     is_plain = type(plain) is torch.Tensor and plain.is_cpu

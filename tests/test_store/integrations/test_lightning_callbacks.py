@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -170,62 +171,6 @@ def test_hooks_of_the_module_and_the_datamodule_go_on(tmp_path: Path) -> None:
     assert data.loaded == {"files": ["a", "b"]}
 
 
-class InPlace(Module):
-    """Changes the parts that Lightning's checkpoints have."""
-
-    def __init__(self, part: str = "state_dict") -> None:
-        super().__init__()
-        self.part = part
-        self.loaded: Any = None
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.part == "state_dict":
-            checkpoint["state_dict"]["mean"] = torch.arange(3)
-            del checkpoint["state_dict"]["table.weight"]
-        elif self.part == "loops":
-            checkpoint["loops"]["fit_loop"]["own"] = 1
-        else:
-            checkpoint[self.part].append(1)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.loaded = checkpoint["state_dict"].pop("mean", None)
-        assert ("table.weight" in checkpoint["state_dict"]) == (self.part != "state_dict")
-
-
-def test_what_hooks_change_in_the_state_of_the_model_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = str(tmp_path / "store")
-    trained, _ = fit(tmp_path, CnrCheckpoint(url, 2, bits=32), module=InPlace(), max_epochs=1)
-    caplog.clear()
-    again = InPlace()
-    fit(tmp_path, CnrCheckpoint(url, 2, bits=32, resume=True), module=again, max_epochs=1)
-    assert torch.equal(again.loaded, torch.arange(3))
-    assert torch.equal(again.state_dict()["table.weight"], trained.state_dict()["table.weight"])
-    assert "in place" not in caplog.text
-
-
-@pytest.mark.parametrize("part", ["loops", "optimizer_states", "lr_schedulers"])
-def test_what_hooks_change_in_other_parts_is_named(
-    tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 2), module=InPlace(part), max_epochs=1)
-    assert caplog.text.count(f"hooks have changed {part} of the checkpoint in place") == 1
-
-
-class Replaces(Module):
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"]["table.weight"] = torch.zeros(3)
-
-
-def test_what_a_hook_changes_too_late_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 2), module=Replaces(), max_epochs=1)
-    fit(tmp_path, CnrCheckpoint(url, 2, resume=True), module=Replaces(), max_epochs=1)
-    assert "on_load_checkpoint has changed table.weight in the checkpoint" in caplog.text
-
-
 class Keeps(Callback):
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -250,6 +195,16 @@ def test_a_state_that_cannot_be_stored_is_named(tmp_path: Path, caplog: pytest.L
     fit(tmp_path, CnrCheckpoint(url, 2, resume=True), first, second, max_epochs=1)
     assert "Keeps could not be stored" in caplog.text
     assert (first.value, second.value) == (PurePosixPath("b"), 3)
+
+
+@pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), np.array([{}])])
+def test_arrays_without_plain_values_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 2), Keeps(value), max_epochs=1)
+    assert caplog.text.count("the state of the callback Keeps can't be stored") == 1
+    assert len(cnr_store.versions(url)) > 1
 
 
 def test_callbacks_that_came_or_went_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
