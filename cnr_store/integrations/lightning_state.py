@@ -109,7 +109,7 @@ class TrainerState:
 
         Hooks are called for that of now, and may draw random numbers; that has no effect.
         """
-        if saved:
+        if saved and self._saved:
             checkpoint, self._saved = self._saved, {}
         else:
             with contextlib.ExitStack() as restoring:
