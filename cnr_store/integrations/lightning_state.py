@@ -34,7 +34,7 @@ log = logging.getLogger("cnr_store")
 
 # Beside the loops, under names that no loop has.
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
-_PARTS = "states", "added", "in_model"  # what hooks and callbacks keep
+_PARTS = "states", "added", "in_model"  # what callbacks and hooks keep, in the order in which it is checked
 _LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 
@@ -113,16 +113,12 @@ class TrainerState:
             checkpoint, self._saved = self._saved, {}
         else:
             with contextlib.ExitStack() as restoring:
-                with contextlib.suppress(
-                    UnsupportedModelError
-                ):  # nothing draws from a generator that is not known
+                # A generator of numpy's that is of another class is not kept.
+                with contextlib.suppress(UnsupportedModelError):
                     restoring.callback(set_rng_state, rng_state())
                 checkpoint = self._checkpoint()
         schedulers = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
-        return {
-            **{name: checkpoint[name] for name in ("states", "added", "in_model")},
-            "schedulers": schedulers,
-        }
+        return {**{name: checkpoint[name] for name in _PARTS}, "schedulers": schedulers}
 
     def check_loaders(self) -> None:
         """Warn if loaders do not go on where the version was saved, or may not. They exist by now."""
