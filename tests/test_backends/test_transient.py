@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cnr_backends import StorageError, open_backend
+from cnr_backends import OpenError, StorageError, open_backend
 from cnr_backends.remote import MemoryBackend
 
 if TYPE_CHECKING:
@@ -98,6 +98,19 @@ def test_a_real_driver_shows_that_a_failure_is_transient(
             with pytest.raises(StorageError) as caught:
                 backend.put("key", b"data")
     assert caught.value.transient
+    if fate != "lose":
+        assert str(caught.value).endswith("the server is busy or failed: try again in a while")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("fate", ["500", "503"])
+def test_a_busy_server_is_named_when_a_url_is_opened(
+    fate: str, s3_server: S3Server, spoiled: SpoiledOptions
+) -> None:
+    config = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+    with spoiled(lambda number, method: fate) as options:
+        with pytest.raises(OpenError, match=r"the server is busy or failed: try again in a while$"):
+            open_backend(s3_server.url(uuid.uuid4().hex), **options, config_kwargs=config)
 
 
 @pytest.mark.server

@@ -140,8 +140,14 @@ class Guarded:
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
 
     def _advice(self, error: Exception) -> str:
-        """Return what to do about `error`, as the end of a message."""
+        """Return what to do about `error`, as the end of a message. No server answered that it is busy."""
         return "check the storage and its permissions, then try again"
+
+    def _ending(self, error: Exception) -> str:
+        """Return the end of the message about any `error`."""
+        if _answered_busy(error):
+            return "the server is busy or failed: try again in a while"
+        return self._advice(error)
 
     @contextmanager
     def _guard(self, operation: str, key: str) -> Iterator[None]:
@@ -157,20 +163,32 @@ class Guarded:
             return ObjectNotFoundError(
                 f"no object {key!r} in {self.url}", operation=operation, key=key, url=self.url
             )
-        return storage_error(error, self._advice(error), operation=operation, key=key, url=self.url)
+        return storage_error(error, self._ending(error), operation=operation, key=key, url=self.url)
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Whether the network or a busy server caused `error`. Drivers keep a server's answer in one of its causes."""
-    is_network = False
+    """Whether the network or a busy server caused `error`."""
+    if (is_busy := _answered_busy(error)) is not None:
+        return is_busy
+    while error is not None:
+        names = {each.__name__ for each in type(error).__mro__}
+        if names & _NETWORK_TYPES or getattr(error, "errno", None) in _NETWORK:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _answered_busy(error: BaseException | None) -> bool | None:
+    """Whether a server answered that it is busy or failed; None if none answered.
+
+    Drivers keep a server's answer in one of the causes of their errors.
+    """
     while error is not None:
         status, code = _answer(error)
         if status is not None:
             return status in _BUSY_STATUS or code in _BUSY_CODES
-        names = {each.__name__ for each in type(error).__mro__}
-        is_network |= bool(names & _NETWORK_TYPES) or getattr(error, "errno", None) in _NETWORK
         error = error.__cause__
-    return is_network
+    return None
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:

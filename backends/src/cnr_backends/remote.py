@@ -78,7 +78,7 @@ class FsspecBackend(Backend):
             advice = f"check the URL and the storage options {sorted(options)}"
             raise OpenError(f"can't open {self.url}: {error}; {advice}", url=self.url) from error
         except ANY_DRIVER_ERROR as error:
-            reason = f"listing it failed ({type(error).__name__}: {error}); {self._advice(error)}"
+            reason = f"listing it failed ({type(error).__name__}: {error}); {self._ending(error)}"
             raise OpenError(f"can't open {self.url}: {reason}", url=self.url) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
