@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.nightly import sample
 from tests.paths import SHARED_MEMORY
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
@@ -32,6 +34,21 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of a test that is marked `some_by_day` to the night."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("some_by_day") and not item.get_closest_marker("nightly"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("some_by_day")
+        by_day = sample(found, *marker.args) if marker else found
+        for item in found:
+            if item not in by_day:
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,8 @@ def by_day(cases: Iterable[tuple[Any, ...]], but: Container[tuple[Any, ...]]) ->
 
 
 def sample(whole: Iterable[Item], usual: int) -> list[Item]:
-    """So many, two or more, evenly spread from the first to the last; at night all of them."""
+    """So many, evenly spread from the first to the last; at night all of them."""
     found = list(whole)
     if NIGHT or len(found) <= usual:
         return found
-    return [found[number * (len(found) - 1) // (usual - 1)] for number in range(usual)]
+    return [found[number * (len(found) - 1) // max(usual - 1, 1)] for number in range(usual)]

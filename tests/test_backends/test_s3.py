@@ -109,6 +109,7 @@ def test_a_refused_create_without_an_object_is_no_success(
         backend.create("name", b"mine")
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("operation", "fate"), [("put", "stall"), ("create", "hang")])
 def test_a_request_that_hangs_is_given_up(
     s3_server: S3Server,

@@ -30,6 +30,7 @@ def backend() -> Iterator[Backend]:
         yield open_backend(url)
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("read", READS)

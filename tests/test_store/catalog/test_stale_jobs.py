@@ -53,6 +53,7 @@ def was_refused(outcome: list[str]) -> bool:
 # A stale job
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(
     ("moment", "skew"),
     [
@@ -196,6 +197,7 @@ def test_claims_of_older_releases_count(url: str) -> None:
 # Races
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("writers", [2, 3])
 def test_of_several_first_saves_exactly_one_wins(jobs: Jobs, url: str, writers: int, moment: str) -> None:

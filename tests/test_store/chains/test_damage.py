@@ -217,6 +217,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_altered_object(damaged: Damaged, damage: str) -> None:
     for key, data in damaged.in_turn(list(DAMAGES).index(damage)).items():
@@ -239,6 +240,7 @@ def _lost_unseen(damaged: Damaged, key: str) -> bool:
     return _is_record(key) and key.startswith("folds/")
 
 
+@pytest.mark.some_by_day(1)
 def test_swapped_objects(damaged: Damaged) -> None:
     """Each with the next object, and with the one at the same place of the next version."""
     objects = damaged.to_damage()

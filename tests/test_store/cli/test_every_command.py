@@ -61,6 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.some_by_day(8)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_in_a_pipe_and_as_json(run: Run, place: Place, name: str) -> None:
     status, out, err = run(name, place.url, *place.options)
@@ -89,6 +90,7 @@ def test_a_command_on_a_terminal_of_80_columns(
         assert [line for line in lines if len(line) > 80 and not totals.match(line)] == []
 
 
+@pytest.mark.some_by_day(8)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_where_no_store_is(run: Run, place: Place, name: str) -> None:
     for more in ([],) if name in WITHOUT_JSON else ([], ["--json"]):

@@ -133,6 +133,7 @@ def test_a_server_that_is_down_is_not_asked_for_long(
     _is_one_line(told, r"s3://bucket/store.*Could not connect.*check that the server is up")
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", _names(ALL, "ls gc"))
@@ -145,6 +146,7 @@ def test_a_server_that_never_answers(
     _is_one_line(told, r"s3://cnr-tests/store.*[Tt]imeout.*check that the server is up")
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.parametrize("name", _names(WRITING, "compact tag gc"))
 @pytest.mark.parametrize("place", [ON_S3], indirect=True)
@@ -161,6 +163,7 @@ def test_a_store_on_s3_that_one_may_only_read(
     assert cnr(capsys, "ls", own_store.url, *reader.options)[0] == 0
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.parametrize("place", [ON_S3], indirect=True)
 @pytest.mark.parametrize(
@@ -245,6 +248,7 @@ def test_a_store_that_one_may_only_read(
 # The store
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("name", _names(COMMANDS, "compact gc repair"))
 def test_a_store_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: Place, name: str) -> None:
     with cnr_store.Checkpointer(place.backend, _model()) as checkpointer:
@@ -262,6 +266,7 @@ DAMAGED_STATUS = {"ls": 3, "report": 3, "verify": 3, "du": 0, "watch": 0, "untag
 """Of the commands that show the rest beside a record that can't be read, or need none."""
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("name", _names(COMMANDS, "info cat du gc tag untag watch"))
 def test_a_store_whose_newest_record_is_cut_off(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, own_store: Place, name: str

@@ -245,6 +245,7 @@ def test_no_permission_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
         assert re.fullmatch(r"cnr: [^\n]*Permission denied[^\n]*\n", err)
 
 
+@pytest.mark.some_by_day(12)
 @pytest.mark.parametrize("store", sorted(STORES.iterdir()), ids=lambda store: store.name)
 def test_stores_of_older_releases_are_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, store: Path

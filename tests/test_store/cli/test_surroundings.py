@@ -36,6 +36,7 @@ def cnr(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
     return done
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["info"], ["verify"], ["gc"]], ids=" ".join)
 def test_output_that_can_not_be_written_is_one_line(store: Path, arguments: list[str]) -> None:
@@ -55,6 +56,7 @@ def test_output_that_nobody_reads_is_no_error_to_tell(store: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     "environment",
     [

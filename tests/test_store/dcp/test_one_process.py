@@ -52,6 +52,7 @@ def test_a_nested_state_dict_returns_bit_for_bit(tmp_path: Path) -> None:
     assert cnr_store.verify(tmp_path, deep=True).ok
 
 
+@pytest.mark.some_by_day(16)
 @pytest.mark.parametrize(
     "dtype",
     ["float64", "float16", "bfloat16", "float8_e4m3fn", "complex64", "bool", "uint8", "int64", "float32"],

@@ -352,6 +352,7 @@ def test_the_demo_on_a_folder(small_data: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("given", [None, 4])
 def test_rows_and_state_have_the_newest_codecs_unless_a_width_is_given(
     small_data: Path, given: int | None

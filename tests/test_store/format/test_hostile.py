@@ -69,6 +69,7 @@ NO_RANKS: list[Any] = [
 ]
 
 
+@pytest.mark.some_by_day(5)
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -106,6 +107,7 @@ def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str)
         refused(forgery, exact, text)
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -180,6 +182,7 @@ def test_consolidated_metadata(forge: Forge, exact: dict[str, Json], value: Json
     refused(forgery, exact)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("path", [WEIGHT, DENSE])
 @pytest.mark.parametrize(
     ("field", "values"),
@@ -283,6 +286,7 @@ def test_manifests(forge: Forge, exact: dict[str, Json], change: Callable[[Json]
     refused(forgery, exact)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("levels", [250, 900, 3000, 100_000])
 @pytest.mark.parametrize(
     ("begin", "end"), [("[", "]"), ('{"$tuple":[', "]}"), ('{"a":', "}"), ('{"$dict":[[1,', "]]}")]

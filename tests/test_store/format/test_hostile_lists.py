@@ -43,6 +43,7 @@ def test_lists_that_are_what_was_written(forge_lists: Forge, exact: dict[str, Js
     assert read_all(forgery.url) == exact
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("field", "values"),
     [

@@ -217,6 +217,7 @@ def test_each_store_is_sound(golden: Golden) -> None:
     } == golden.doc["store"]
 
 
+@pytest.mark.some_by_day(12)
 @pytest.mark.parametrize(
     "unpacked", [name for name in NAMES if not name.startswith("large")], indirect=True, scope="module"
 )

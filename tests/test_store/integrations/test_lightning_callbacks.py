@@ -86,6 +86,7 @@ def assert_same(one: Module, other: Module) -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize(("every", "dies_at"), [(1, 5), (1, 11), (1, 17), (8, 10), (8, 18)])
 @pytest.mark.parametrize("kind", AVERAGING)
 def test_averages_go_on_bit_for_bit(tmp_path: Path, kind: str, every: int, dies_at: int) -> None:
@@ -229,6 +230,7 @@ def test_stores_without_the_state_of_callbacks_load(
     assert "holds no state of Keeps" in caplog.text
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("every", [4, 7])
 @pytest.mark.parametrize("kind", AVERAGING)

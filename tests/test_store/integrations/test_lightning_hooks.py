@@ -120,6 +120,7 @@ def test_the_module_has_its_own_hooks_again_and_can_be_copied_meanwhile(tmp_path
     assert vars(counted)["on_train_batch_end"] == counted._count
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("stops", [[BATCHES], [BATCHES + 1], [3, 2 * BATCHES]])
 def test_schedulers_that_go_by_a_metric_miss_no_step(tmp_path: Path, interval: str, stops: list[int]) -> None:

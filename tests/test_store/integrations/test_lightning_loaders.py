@@ -27,6 +27,7 @@ from tests.test_store.integrations.test_lightning_hooks import assert_equal
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
 @pytest.mark.parametrize("hook", [None, "on_train_epoch_start", "on_train_epoch_end"])
@@ -166,6 +167,7 @@ class OneCycle(Module):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("stop", [BATCHES, BATCHES + 3])
 @pytest.mark.parametrize(("shuffle", "reload"), [(False, 0), (True, 0), (False, 1)])
 def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle: bool, reload: int) -> None:

@@ -67,6 +67,7 @@ def validated(folder: Path, *callbacks: Callback, module: Module | None = None, 
     return fit(folder, *callbacks, module=module or Scored(), **everything)[0]
 
 
+@pytest.mark.some_by_day(8)
 @pytest.mark.parametrize("check", [{"val_check_interval": 4}, {"val_check_interval": 3}, {}])
 @pytest.mark.parametrize("every", [2, 3, 4, 5, 100])
 @pytest.mark.parametrize("policy", ["consecutive", "full"])

@@ -113,6 +113,7 @@ def history(url: str, codec: Any, policy: str = "consecutive", saves: int = 5, s
     return found
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.usefixtures("many_chunks")
 def test_a_fold_reads_the_same_bit_for_bit(url: str, name: str) -> None:

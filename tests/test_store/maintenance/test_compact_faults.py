@@ -99,6 +99,7 @@ def finish(backend: Backend, expected: Arrays) -> None:
         forget(backend.url)
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_operation(root: str, kind: Fault, stored: tuple[Objects, Arrays]) -> None:
     objects, expected = stored
@@ -141,6 +142,7 @@ def test_storage_is_down_from_an_operation_on(kind: Fault, stored: tuple[Objects
     forget(root)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_faults_on_s3(kind: Fault, s3_server: S3Server, stored: tuple[Objects, Arrays]) -> None:

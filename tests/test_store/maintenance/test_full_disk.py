@@ -267,6 +267,7 @@ def test_without_any_room_gc_says_so(tmp_path: Path) -> None:
     assert visible(disk) == made
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.slow
 @pytest.mark.mounts
 def test_gc_frees_a_full_disk_in_a_new_process(disk: Path, jobs: Jobs) -> None:

@@ -181,6 +181,7 @@ def test_what_is_kept_and_what_is_left(prepared: Prepared, root: str) -> None:
     assert cnr_store.load(backend, model, optimizers, rng=False).version.id == prepared.kept[-1]
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_operation(prepared: Prepared, root: str, kind: Fault) -> None:
@@ -193,6 +194,7 @@ def test_fault_at_every_operation(prepared: Prepared, root: str, kind: Fault) ->
         forget(url)
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", ENDS)
 def test_storage_is_down_from_every_operation_on(prepared: Prepared, root: str, last: Fault) -> None:

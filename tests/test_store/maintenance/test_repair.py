@@ -84,6 +84,7 @@ def check_repaired(folder: Path) -> cnr_store.RepairReport:
     return done
 
 
+@pytest.mark.some_by_day(7)
 @pytest.mark.parametrize(
     ("damage", "path"), [*((damage, WEIGHT) for damage in DAMAGES), ("codes flipped", SLOT)]
 )
@@ -180,6 +181,7 @@ def end_second_run(folder: Path) -> None:
         claim.unlink()
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("kind", ["before", "after", "full"])
 def test_storage_that_fails_at_any_operation(consecutive: SavedStore, tmp_path: Path, kind: Fault) -> None:
     """Then the version is repaired, or it is as it was, and a second attempt repairs it."""

@@ -29,6 +29,7 @@ def unloadable(saved: SavedStore, folder: Path) -> tuple[str, ...]:
     return tuple(lost)
 
 
+@pytest.mark.some_by_day(12)
 @pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_shard(saved: SavedStore, tmp_path: Path, damage: str, number: int) -> None:
@@ -54,6 +55,7 @@ def test_quick_check_counts_a_lost_shard(saved: SavedStore, tmp_path: Path) -> N
     assert (finding.path, finding.row_count) == (WEIGHT, info.rows)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("name", ["manifest", "zarr.json", "state/main.json", "dense/model/top.weight/c/0/0"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_damaged_object_of_another_kind(saved: SavedStore, tmp_path: Path, name: str, number: int) -> None:
@@ -70,6 +72,7 @@ def test_damaged_object_of_another_kind(saved: SavedStore, tmp_path: Path, name:
         assert finding.row_count >= 2 * entry_rows  # of the table, and of its optimizer state
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("number", [0, 1])
 def test_damage_that_newer_rows_hide(tmp_path: Path, damage: str, number: int) -> None:

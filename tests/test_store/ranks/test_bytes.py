@@ -133,6 +133,7 @@ CUTS: dict[str, Callable[[TableKind, int], Cut]] = {
 }
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("share", [1.0, 0.02], ids=["all rows", "few rows"])
 @pytest.mark.parametrize("name", CUTS)
 def test_no_rank_writes_far_more_than_the_mean(

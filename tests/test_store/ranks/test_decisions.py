@@ -63,6 +63,7 @@ def test_keys_do_not_pile_up(world: int) -> None:
     assert len(keys._values) == left == world + 1
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_an_absent_rank_is_named(world: int, absent: int) -> None:

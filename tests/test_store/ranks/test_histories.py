@@ -168,6 +168,7 @@ def train(job: ThreadJob, alone: ThreadJob, random: Random, truth: Truth, step: 
     return step
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -312,6 +313,7 @@ class LosslessHistory:
         return truth
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_load_what_ranks_saved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     history = LosslessHistory(np.random.default_rng(seed), monkeypatch)

@@ -39,6 +39,7 @@ def quick() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
 @pytest.mark.parametrize(
     "codec", [{"rms_step": RMS_STEP}, {"step": 0.0625}, {"rms_step": RMS_STEP, "relative": True}]

@@ -162,6 +162,7 @@ def lost() -> Lost:
         return dict(zip(LOST, pool.map(run, *zip(*LOST, strict=True)), strict=True))
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("verb", "victim", "number"), LOST)
 def test_a_lost_rank_is_named(lost: Lost, verb: str, victim: int, number: int) -> None:
     found = lost[verb, victim, number]
@@ -226,6 +227,7 @@ def make_late(absent: int) -> Any:
     return timed(lambda: TorchGroup(timeout_seconds=SECONDS))
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("absent", [0, 2])
 def test_ranks_that_make_no_group_are_named(absent: int) -> None:
     found = values(run_ranks(WORLD, make_late, absent))

@@ -247,6 +247,7 @@ def test_a_zarr_export_goes_into_a_store_object(store: Path) -> None:
         cnr_store.export(store, zarr.storage.MemoryStore(), format="safetensors")
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 def test_an_export_goes_to_s3(store: Path, tmp_path: Path, s3_server: S3Server, kind: Format) -> None:

@@ -102,6 +102,7 @@ def test_zarr(place: Place) -> None:
     np.testing.assert_array_equal(np.asarray(group[TABLE][rows]), place.expected[TABLE][rows])  # type: ignore[index]
 
 
+@pytest.mark.some_by_day(1)
 def test_xarray(place: Place) -> None:
     view = cnr_store.view(place.url, place.version, **place.options)
     with xarray.open_datatree(view, engine="zarr", consolidated=False, chunks={}) as tree:  # type: ignore[arg-type]  # it does
@@ -114,6 +115,7 @@ def test_xarray(place: Place) -> None:
         )
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("scheduler", ["threads", "processes"])
 def test_dask(place: Place, scheduler: str) -> None:
     group = cnr_store.open(place.url, place.version, **place.options)

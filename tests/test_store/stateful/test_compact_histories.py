@@ -163,6 +163,7 @@ class FoldedJobs(RuleBasedStateMachine):
         forget(self.url)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", POLICIES)

@@ -132,6 +132,7 @@ class Jobs(RuleBasedStateMachine):
         forget(self.url)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", POLICIES)

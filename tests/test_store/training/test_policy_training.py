@@ -62,6 +62,7 @@ def run(store: Path, options: dict[str, Any], restart_every: int = SAVES) -> lis
     return policies_of(store)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("restart_every", [SAVES, 5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_decides_as_simulated(tmp_path: Path, policy: str, restart_every: int) -> None:

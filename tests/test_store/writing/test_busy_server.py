@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.s3_server import S3Server
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.parametrize("fate", ["503", "lose"])
 def test_a_save_outlasts_a_busy_server(fate: str, s3_server: S3Server, spoiled: SpoiledOptions) -> None:

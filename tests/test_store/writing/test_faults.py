@@ -83,6 +83,7 @@ def finish(job: Job) -> None:
     forget(job.backend.url)
 
 
+@pytest.mark.some_by_day(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("save", "workers"), [("first save", 1), ("first save", 2), ("delta", 1)])
@@ -96,6 +97,7 @@ def test_fault_at_every_change(root: str, save: str, workers: int, kind: Fault) 
         finish(job)
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["before", "after"])
 @pytest.mark.parametrize("save", SAVES)
@@ -109,6 +111,7 @@ def test_storage_is_down_from_a_change_on(memory: str, save: str, then: Fault) -
         finish(job)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_read(memory: str, kind: Fault) -> None:
@@ -123,6 +126,7 @@ def test_fault_at_every_read(memory: str, kind: Fault) -> None:
         finish(job)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_read_of_a_relative_delta(memory: str, kind: Fault) -> None:
     log = operations(memory, "delta", reads=True)

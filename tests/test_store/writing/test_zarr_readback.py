@@ -89,6 +89,7 @@ def _is_dense(path: str) -> bool:
     return path.startswith("dense/")
 
 
+@pytest.mark.some_by_day(5)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_zarr_reads_every_array(tmp_path: Path, policy: str, bits: int) -> None:
@@ -105,6 +106,7 @@ def test_zarr_reads_memory() -> None:
     _assert_zarr_reads(open_backend(url).zarr_store(), infos, oracle)
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_overlay_equals_load(tmp_path: Path, policy: str) -> None:
     infos, oracle = _train(tmp_path, policy, 4)

@@ -28,6 +28,7 @@ def steps(url: str) -> list[int]:
     return [version.step for version in cnr_store.versions(url)]
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("option", "kind", "text"),
     [
@@ -53,6 +54,7 @@ def test_checkpointers_are_made_alike(tmp_path: Path, option: str, kind: str, te
         assert seconds < (IN_TIME_SECONDS if option == "absent" else AT_ONCE_SECONDS)
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize(
     ("how", "text"),
     [

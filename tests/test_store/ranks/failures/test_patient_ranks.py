@@ -31,6 +31,7 @@ TIMEOUT_SECONDS = 1.5
 PAUSE_SECONDS = 4.0
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("victim", "operation", "part"), [(0, "create", "zarr.json"), (1, "put", "/c/")])
 def test_ranks_wait_while_one_asks_again(
     victim: int, operation: str, part: str, monkeypatch: pytest.MonkeyPatch

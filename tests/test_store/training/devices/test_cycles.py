@@ -124,6 +124,7 @@ CYCLES = [
 ]
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize(("codec", "dtype"), CYCLES, ids=str)
 def test_what_is_loaded_equals_what_the_host_would_have_saved(
     codec: RowCodec, dtype: torch.dtype, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def test_decoded_rows(dim: int, scheme: str, bits: int, element: str, seed: int)
     assert (wide[:, 2 + dim :] == 5).all()
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("mantissa", range(1, 8))
 def test_each_code_of_a_floating_grid(mantissa: int, element: str) -> None:
@@ -81,6 +82,7 @@ def test_each_code_of_a_floating_grid(mantissa: int, element: str) -> None:
     np.testing.assert_array_equal(_bits(_decoded(codes, mantissa, 0.0, element)), _bits(wanted))
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("step", [2.0**-100, 2.0**-38, 3 * 2.0**-24, 0.115234375, 1.0, 255.0, 2.0**100])
 def test_each_code_of_a_lattice(step: float, element: str) -> None:

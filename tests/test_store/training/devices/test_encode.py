@@ -141,6 +141,7 @@ def edges_of(mantissa: int) -> Rows:
     return np.unique(bits).astype(np.uint32).view(np.float32)[:, None]
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("mantissa", [1, 3, 7])
 def test_numbers_where_codes_change(mantissa: int, element: str) -> None:
@@ -159,6 +160,7 @@ def test_numbers_where_codes_change(mantissa: int, element: str) -> None:
     np.testing.assert_array_equal(codes.cpu().numpy()[~none], wanted)
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("codec", "dim"),
     [
@@ -178,6 +180,7 @@ def test_wide_rows(codec: RowCodec, dim: int) -> None:
     check(codec, table_of(20, dim, 1, "float32"), "float32", 1)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize(
     "codec",
     [

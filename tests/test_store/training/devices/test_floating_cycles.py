@@ -105,6 +105,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("codec", [{"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, RELATIVE])
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),

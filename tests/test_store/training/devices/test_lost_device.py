@@ -162,6 +162,7 @@ def test_rows_are_gathered_in_pieces_where_memory_is_short(
     assert torch.equal(torch.from_numpy(found), table[3:30].cpu().to(torch.float32))
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("seed", [1, 3], ids=["some rows", "all rows"])
 @pytest.mark.parametrize(
     "codec", [UniformRows("symmetric", 4), LatticeRows(step=lattice_step(0.01))], ids=str

@@ -156,6 +156,7 @@ def relative_rows(folder: Path, path: str = TABLE) -> list[int]:
     return [count_relative(str(folder), each.id, path) for each in cnr_store.versions(str(folder))]
 
 
+@pytest.mark.some_by_day(16)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("dim", [1, 3, 17])
 @pytest.mark.parametrize("codec", CODECS, ids=str)

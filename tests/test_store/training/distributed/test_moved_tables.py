@@ -22,6 +22,7 @@ def _imported() -> None:
     preload("torchrec")
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(
     ("optimizer", "histories"),
     [

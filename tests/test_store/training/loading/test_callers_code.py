@@ -136,6 +136,7 @@ def in_weight_by_replacement(job: Job) -> None:
     job.model.on_load = replace
 
 
+@pytest.mark.some_by_day(12)
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent", "one-shot"])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(

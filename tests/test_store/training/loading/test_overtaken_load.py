@@ -66,6 +66,7 @@ class _Overtaker:
         self.operations += 1
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive"])
 @pytest.mark.parametrize("remove", [False, True])
 def test_a_fold_that_lands_while_its_version_is_loaded_makes_no_save_forget_a_row(

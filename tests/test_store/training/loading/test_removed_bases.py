@@ -90,6 +90,7 @@ def test_the_first_save_builds_on_the_fold_that_took_the_place_of_its_base(
     assert cnr_store.verify(backend, deep=True).ok
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("full", [(), (3,)])
 @pytest.mark.parametrize("is_new", [False, True])
@@ -194,6 +195,7 @@ def first_save(version: str | int, at: int | None = None) -> tuple[str, list[tup
     return kind, upkeep.log
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["latest", 2])
 def test_upkeep_before_any_operation_of_the_first_save_fails_no_save(version: str | int) -> None:

@@ -161,6 +161,7 @@ def _interrupted(trainers: Trainers, folder: Path, kind: str, policy: str, bits:
     return trainers.finish(folder, kind, policy, bits)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "kind"), by_day(LOSSLESS, LOSSLESS_AT_NIGHT))
 def test_lossless_training_ends_bit_for_bit_alike(
     trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, kind: str
@@ -173,6 +174,7 @@ def test_lossless_training_ends_bit_for_bit_alike(
         assert found[name].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "bits", "most"), by_day(QUANTIZED, QUANTIZED_AT_NIGHT))
 def test_quantized_training_ends_at_nearly_the_same_loss(
     trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, bits: int, most: float

@@ -59,6 +59,7 @@ def check_salvaged(
     return restored
 
 
+@pytest.mark.some_by_day(7)
 @pytest.mark.parametrize(
     ("damage", "path"), [*((damage, WEIGHT) for damage in DAMAGES), ("codes flipped", SLOT)]
 )

@@ -43,6 +43,7 @@ def _stored(store: Path, table: str, step: int) -> Any:
     return array[:]
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", CODECS, ids=str)
 def test_rows_encoded_from_the_model_are_those_of_a_copy(

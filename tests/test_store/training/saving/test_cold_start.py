@@ -135,6 +135,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 def test_damaged_files_of_the_cache_are_compiled_anew(compiled: Path, tmp_path: Path, suffix: str) -> None:
     shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)

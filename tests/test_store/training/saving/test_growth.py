@@ -45,6 +45,7 @@ class Training:
         return Catalog(self.backend).record(self.infos[-1].id)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "saves"), [("consecutive", 200), ("auto", 80), ("one-shot", 80)])
 def test_records_stay_small_however_many_versions_there_are(policy: str, saves: int) -> None:
     training = Training(open_backend(f"memory://{uuid.uuid4()}"), policy=policy)

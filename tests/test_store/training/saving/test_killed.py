@@ -227,6 +227,7 @@ class Killer:
                 pytest.fail("the job did not get so far")
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("policy", "bits"), by_day(CASES, AT_NIGHT))
 def test_newest_version_survives_kills(trainers: Trainers, tmp_path: Path, policy: str, bits: int) -> None:
     store, side = tmp_path / "store", tmp_path / "side"

@@ -261,6 +261,7 @@ def test_each_array_has_the_width_of_its_name(tmp_path: Path, policy: str) -> No
     assert torch.equal(after["exp_avg"][trained], expected[trained])
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("kind", [Adagrad, SparseAdam])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
