@@ -17,12 +17,8 @@ from cnr_store.integrations import lightning_averages as averages
 from cnr_store.integrations import lightning_metrics as logged
 from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks, last_hook_of_validation
 from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
-from cnr_store.integrations.lightning_package import (
-    Callback,
-    LightningModule,
-    SIGTERMException,
-    Trainer,
-)
+from cnr_store.integrations.lightning_optimizers import LoadedOptimizers
+from cnr_store.integrations.lightning_package import Callback, LightningModule, SIGTERMException, Trainer
 from cnr_store.integrations.lightning_schedulers import scheduler_states
 from cnr_store.integrations.lightning_state import (
     TrainerState,
@@ -165,6 +161,9 @@ class CnrCheckpoint(Callback):
                     )
                 self._loaded_rng = rng_state()
                 set_rng_state(own)
+                restore = LoadedOptimizers(trainer).restore
+                behind = partial(self._call_behind, restore, trainer)
+                self._behind.append(HookBehind(pl_module, "on_fit_start", behind))
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
         """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""

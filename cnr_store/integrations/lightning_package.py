@@ -19,4 +19,7 @@ else:
         from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["Callback", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]
+__all__ = ["KNOWN_MODULES", "Callback", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]
+
+KNOWN_MODULES = ("lightning.", "pytorch_lightning.", "cnr_store.")
+"""How the names of modules begin whose callbacks are not the user's own."""

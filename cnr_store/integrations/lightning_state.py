@@ -25,7 +25,7 @@ from cnr_store.integrations.lightning_averages import (
 )
 from cnr_store.integrations.lightning_checkpoint import MODEL, WatchedCheckpoint, copied, lightning_parts
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
-from cnr_store.integrations.lightning_package import Callback, LightningModule, callbacks
+from cnr_store.integrations.lightning_package import KNOWN_MODULES, Callback, LightningModule, callbacks
 from cnr_store.integrations.lightning_warnings import warn_of_parts, warn_of_rest
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.model.tensors import check_has_values
@@ -35,7 +35,6 @@ log = logging.getLogger("cnr_store")
 # Beside the loops, under names that no loop has.
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
 _PARTS = "states", "added", "in_model"  # what callbacks and hooks keep, in the order in which it is checked
-_LIGHTNING = ("lightning.", "pytorch_lightning.", "cnr_store.")
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 
 
@@ -268,10 +267,10 @@ class TrainerState:
         checkpoint = {**held, "callbacks": states, **models, **added}
         watched = WatchedCheckpoint({MODEL: checkpoint[MODEL]} if held else {})
         datamodule: Any = getattr(trainer, "datamodule", None)
-        if type(datamodule).__qualname__ in added:
-            datamodule.load_state_dict(added[type(datamodule).__qualname__])
         if loads:
             module.on_load_checkpoint(checkpoint)
+        if type(datamodule).__qualname__ in added:
+            datamodule.load_state_dict(added[type(datamodule).__qualname__])
         for callback in hooks:
             callback.on_load_checkpoint(trainer, module, checkpoint)
         if changed := watched.replaced_in_model(checkpoint):
@@ -281,7 +280,8 @@ class TrainerState:
             )
         for callback in trainer.callbacks:
             if callback.state_key in states:
-                callback.load_state_dict(states[callback.state_key])
+                state = states[callback.state_key]
+                callback.load_state_dict(deepcopy(state) if held else state)  # hooks may have kept it
                 if isinstance(callback, callbacks.StochasticWeightAveraging):
                     go_on_averaging(callback, trainer)
 
@@ -317,7 +317,7 @@ def forget_resumed(trainer: Any) -> None:
 
 def ends_by_hooks(trainer: Any) -> bool:
     """Whether code of the user's runs when training ends, which may change any state."""
-    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(KNOWN_MODULES)]
     return _overrides(trainer.lightning_module, "on_train_end", LightningModule) or any(
         _overrides(one, "on_train_end", Callback) for one in own
     )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cnr_store.integrations.lightning_averages import averaging, normalizes
 from cnr_store.integrations.lightning_loaders import flat
-from cnr_store.integrations.lightning_package import LightningModule
+from cnr_store.integrations.lightning_package import KNOWN_MODULES, LightningModule
 
 log = logging.getLogger("cnr_store")
 
@@ -39,6 +39,15 @@ def warn_of_parts(trainer: Any) -> None:
             "fit without an interruption, as with Lightning's own checkpoints, because of %s",
             trainer.global_step,
             ", ".join(parts),
+        )
+    hooks = [
+        (type(one).__name__, getattr(unwrap(one.on_fit_start), "__module__", "")) for one in trainer.callbacks
+    ]
+    if early := [name for name, module in hooks if not f"{module}.".startswith(KNOWN_MODULES)]:
+        log.warning(
+            "on_fit_start of %s ran before the version was loaded: it found the module and the optimizers as the "
+            "program made them, and what it set in them is replaced",
+            ", ".join(early),
         )
 
 

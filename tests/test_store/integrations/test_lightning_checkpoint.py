@@ -168,3 +168,79 @@ class StopsAt(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
             raise Stopped
+
+
+class Sums(Callback):
+    """Adds to its state in place. The hook keeps what it finds in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.total, self.found = torch.zeros(()), torch.zeros(())
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.total += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["callbacks"][self.state_key]["total"]
+
+
+def test_what_a_hook_finds_of_a_callback_is_not_its_state_itself(tmp_path: Path) -> None:
+    url, again = str(tmp_path / "store"), Sums()
+    fit(tmp_path, Sums(), CnrCheckpoint(url, 2), max_epochs=1)
+    fit(tmp_path, again, CnrCheckpoint(url, 2, resume=True), max_epochs=2)
+    assert (again.found, again.total) == (BATCHES, 2 * BATCHES)
+
+
+class SetsRates(Module):
+    """Sets a rate, and a scheduler's, for the first steps."""
+
+    def on_fit_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.5
+        self.trainer.lr_scheduler_configs[0].scheduler.last_epoch = 1
+
+
+class Clears(Module):
+    def on_fit_start(self) -> None:
+        self.trainer.optimizers[0].state.clear()
+
+
+def test_rates_that_a_fit_begins_with_are_those_of_the_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, (whole, one) = str(tmp_path / "store"), fit(tmp_path, module=SetsRates(), shuffle=False)
+    saves = [CnrCheckpoint(url, 4, bits=32, resume=True) for _ in range(2)]
+    with pytest.raises(Stopped):
+        fit(tmp_path, StopsAt(BATCHES + 4), saves[0], module=SetsRates(), shuffle=False)
+    again, other = fit(tmp_path, saves[1], module=SetsRates(), shuffle=False)
+    assert torch.equal(again.state_dict()["table.weight"], whole.state_dict()["table.weight"])
+    rates = [trainer.optimizers[0].param_groups[0]["lr"] for trainer in (one, other)]
+    assert rates[0] == rates[1]
+    assert "on_fit_start" not in caplog.text
+
+
+def test_state_that_a_fit_begins_without_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 4), max_epochs=1)
+    fit(tmp_path, CnrCheckpoint(url, 4, resume=True), module=Clears())
+    assert caplog.text.count("on_fit_start has changed the state of an optimizer") == 1
+
+
+class Early(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+def test_callbacks_that_look_before_the_load_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, Early(), Sums(), CnrCheckpoint(url, 4), max_epochs=1)
+    assert "on_fit_start" not in caplog.text
+    fit(tmp_path, Early(), Sums(), CnrCheckpoint(url, 4, resume=True))
+    assert caplog.text.count("on_fit_start of Early ran before the version was loaded") == 1
