@@ -161,8 +161,7 @@ class CnrCheckpoint(Callback):
                     )
                 self._loaded_rng = rng_state()
                 set_rng_state(own)
-                restore = LoadedOptimizers(trainer).restore
-                behind = partial(self._call_behind, restore, trainer)
+                behind = partial(self._call_behind, LoadedOptimizers(trainer).restore, trainer)
                 self._behind.append(HookBehind(pl_module, "on_fit_start", behind))
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
@@ -193,6 +192,8 @@ class CnrCheckpoint(Callback):
             self._trainer_state.check_loaders()
             self._trainer_state.restore_metrics()
             self._metrics.note(is_of_now=False)
+            if self._trainer_state.validates_first:
+                self._behind.append(logged.validation_first(trainer))
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)
@@ -278,7 +279,7 @@ class CnrCheckpoint(Callback):
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
-                logged.warn_of_validation(trainer)
+                self._trainer_state.is_cut_off = logged.is_cut_off(trainer)
                 averages.restore_trained(trainer)
                 self._trainer_state.release_loops()
                 self._save_last(trainer)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cnr_store.integrations.lightning_hooks import HookBehind
+
 log = logging.getLogger("cnr_store")
 
 
@@ -71,16 +73,27 @@ def will_validate(trainer: Any) -> bool:
     )
 
 
-def warn_of_validation(trainer: Any) -> None:
-    """Log if a validation is due behind the batch that a SIGTERM ended, or was broken off by it."""
-    loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
-    is_due = epochs.processed < epochs.ready and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-    if trainer.validating or is_due:
+def is_cut_off(trainer: Any) -> bool:
+    """Whether a SIGTERM has come before the validation that is due behind this step has ended. Log it."""
+    is_in_validation = bool(trainer.validating)  # Lightning ends a fit in its first batch
+    if is_in_validation:
         log.warning(
-            "a SIGTERM came before the validation behind step %d had ended. A resumed fit may not run it: then "
-            "schedulers and callbacks that follow its metrics miss it",
+            "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
+            "of it. A resumed fit runs this validation first",
             trainer.global_step,
         )
+    return is_in_validation
+
+
+def validation_first(trainer: Any) -> HookBehind:
+    """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def validate() -> None:
+        if loop._skip_next_val:
+            loop._skip_next_val = loop.val_loop.restarting = False
+
+    return HookBehind(loop, "advance", validate)
 
 
 def goes_by_clock(trainer: Any) -> bool:

@@ -34,6 +34,7 @@ log = logging.getLogger("cnr_store")
 
 # Beside the loops, under names that no loop has.
 _KEY, _PLATEAUS, _METRICS, _EPOCH_END, _STOPPED = "checkpoint", "plateaus", "metrics", "epoch_end", "stopped"
+_CUT_OFF = "cut_off"
 _PARTS = "states", "added", "in_model"  # what callbacks and hooks keep, in the order in which it is checked
 _RESUMED: WeakKeyDictionary[Any, TrainerState] = WeakKeyDictionary()  # what was loaded last
 
@@ -57,6 +58,8 @@ class TrainerState:
     ends
         What has ended at the save, ``"step"`` or ``"epoch"``, with schedulers that Lightning steps by a metric only
         behind it. They are stepped when the state is loaded. None if no such step is to come.
+    is_cut_off, validates_first
+        Whether a SIGTERM cut off the validation behind the step that is saved, or behind that which was loaded.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -67,7 +70,7 @@ class TrainerState:
         self._saved: dict[str, Any] = {}
         self._loops: dict[str, Any] | None = None
         self._loader_states: list[Any] = []
-        self.is_end = self.is_epoch_end = False
+        self.is_end = self.is_epoch_end = self.is_cut_off = self.validates_first = False
         self.ends: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class TrainerState:
             _METRICS: metrics,
         }
         own[_EPOCH_END], own[_STOPPED] = self.is_epoch_end, bool(self._trainer.should_stop)
+        own[_CUT_OFF] = self.is_cut_off
         return {**loops, **own}
 
     def runs_beside(self, trainer: Any) -> bool:
@@ -162,7 +166,7 @@ class TrainerState:
         stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
         self._metrics = loops.pop(_METRICS, {})
         self.is_epoch_end = loops.pop(_EPOCH_END, False)
-        was_stopped = loops.pop(_STOPPED, False)
+        was_stopped, self.validates_first = loops.pop(_STOPPED, False), loops.pop(_CUT_OFF, False)
         self._trainer.fit_loop.load_state_dict(loops)
         if was_stopped:
             log.warning(

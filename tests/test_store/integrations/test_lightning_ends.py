@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -104,6 +105,41 @@ def test_a_validation_that_a_sigterm_forestalls_is_told_of(
     told_to_end(tmp_path, hook, step)
     told = [one.getMessage() for one in caplog.records if "SIGTERM came before" in one.getMessage()]
     assert [f"behind step {step} " in one for one in told] == [True] * is_missed
+
+
+class Measured(Module):
+    """Its metric is better at each validation, of which it notes the steps and the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.validated.append(self.trainer.global_step)
+        self.log("loss", 1.0 / (1 + self.trainer.global_step))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(BATCHES, {}), (2 * BATCHES, {}), (BATCHES + 4, {"val_check_interval": 4})],
+)
+def test_a_validation_that_a_sigterm_cut_off_is_run_first(
+    tmp_path: Path, hook: str, step: int, options: dict[str, Any]
+) -> None:
+    url, first, second = str(tmp_path / "store"), Measured(), Measured()
+    options |= {"validation": plain_loader(), "num_sanity_val_steps": 0}
+    stopping = [EarlyStopping("loss", patience=1) for _ in range(2)]
+    with pytest.raises(SIGTERMException):
+        callbacks = CnrCheckpoint(url, 100, bits=32), ToldToEnd(hook, step), stopping[0]
+        fit(tmp_path, *callbacks, module=first, **options)
+    _, trainer = fit(
+        tmp_path, CnrCheckpoint(url, 100, bits=32, resume=True), stopping[1], module=second, **options
+    )
+    each = options.get("val_check_interval", BATCHES)
+    assert second.validated == [at for at in range(step, EPOCHS * BATCHES + 1, each) for _ in range(4)]
+    assert trainer.global_step == EPOCHS * BATCHES
+    assert stopping[1].wait_count == 0
 
 
 def test_a_fit_that_was_told_to_stop_says_that_it_trains_on(
