@@ -14,17 +14,23 @@ MODEL = "state_dict"
 """What Lightning calls the model's state in its checkpoints."""
 
 _LARGE = frozenset({"optimizer_states"})
+_LOADED = MODEL, "optimizer_states", "lr_schedulers", "loops"
 
 
 def lightning_parts(trainer: Any) -> dict[str, Any]:
     """What hooks find in Lightning's checkpoints, and a version holds besides."""
-    hyper_parameters = dict(trainer.lightning_module.hparams)
+    module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    options = {
+        one.CHECKPOINT_HYPER_PARAMS_KEY: dict(one.hparams)
+        for one in (module, datamodule)
+        if one is not None and one.hparams
+    }
     return {
-        **({"hyper_parameters": hyper_parameters} if hyper_parameters else {}),
+        **options,
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": sys.modules[Callback.__module__.split(".callbacks")[0]].__version__,
-        MODEL: trainer.lightning_module.state_dict(),
+        MODEL: module.state_dict(),
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "optimizer_states": [one.state_dict() for one in trainer.optimizers],
         "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
@@ -86,12 +92,31 @@ class WatchedCheckpoint:
             sorted(changed & _LARGE),
         )
 
-    def replaced_in_model(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """Names in the model's state that have other values than before."""
-        before, now = self._outlines.get(MODEL), checkpoint.get(MODEL)
-        if not isinstance(before, dict) or not isinstance(now, dict):
-            return []
-        return [name for name, value in before.items() if name in now and now[name] is not value]
+
+class LoadedParts:
+    """Copies of what is loaded already when hooks get them: what these change in them has no effect.
+
+    Parameters
+    ----------
+    held
+        The parts by name.
+    """
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self._values = {name: held[name] for name in _LOADED if name in held}
+        self._outlines = {name: _outline(value) for name, value in self._values.items()}
+
+    def changed(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """Names of parts, and in the model's state of values, that hooks have changed. They may remove values there."""
+        found = []
+        for name, before in self._outlines.items():
+            now = checkpoint.get(name)
+            if name == MODEL and isinstance(now, dict):
+                left = {key: value for key, value in before.items() if key in now}
+                found += [key for key, value in left.items() if not _is_same(value, _outline(now[key]))]
+            elif now is not self._values[name] or not _is_same(before, _outline(now)):
+                found.append(name)
+        return found
 
 
 def copied(value: Any) -> Any:
@@ -104,12 +129,17 @@ def copied(value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """A copy of what holds others, with the same leaves."""
+    """A copy of what holds others, with the same leaves, and of tensors with their versions."""
     if isinstance(value, dict):
         return {key: _outline(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_outline(item) for item in value]
-    return value
+    return _Leaf(value, value._version if isinstance(value, torch.Tensor) else 0)
+
+
+class _Leaf(NamedTuple):
+    value: Any
+    version: int
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -117,4 +147,6 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return one is other
+    if isinstance(one, _Leaf) and isinstance(other, _Leaf):
+        return one.value is other.value and one.version == other.version
+    return False

@@ -18,12 +18,14 @@ from torch import nn
 from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.integrations.lightning_averages import (
-    averaging,
-    go_on_averaging,
-    resume_normalizing,
+from cnr_store.integrations.lightning_averages import averaging, go_on_averaging, resume_normalizing
+from cnr_store.integrations.lightning_checkpoint import (
+    MODEL,
+    LoadedParts,
+    WatchedCheckpoint,
+    copied,
+    lightning_parts,
 )
-from cnr_store.integrations.lightning_checkpoint import MODEL, WatchedCheckpoint, copied, lightning_parts
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import KNOWN_MODULES, Callback, LightningModule, callbacks
 from cnr_store.integrations.lightning_warnings import warn_of_parts, warn_of_rest
@@ -269,22 +271,23 @@ class TrainerState:
             for name in stored.get("from_model", []):
                 held[MODEL].pop(name, None)
         checkpoint = {**held, "callbacks": states, **models, **added}
-        watched = WatchedCheckpoint({MODEL: checkpoint[MODEL]} if held else {})
+        loaded = LoadedParts({name: value for name, value in held.items() if checkpoint[name] is value})
         datamodule: Any = getattr(trainer, "datamodule", None)
         if loads:
             module.on_load_checkpoint(checkpoint)
-        if type(datamodule).__qualname__ in added:
-            datamodule.load_state_dict(added[type(datamodule).__qualname__])
+        if (name := type(datamodule).__qualname__) in added and name in checkpoint:
+            datamodule.load_state_dict(checkpoint[name])
         for callback in hooks:
             callback.on_load_checkpoint(trainer, module, checkpoint)
-        if changed := watched.replaced_in_model(checkpoint):
+        if changed := loaded.changed(checkpoint):
             log.warning(
-                "on_load_checkpoint has changed %s in the checkpoint, but the module is loaded already: change that",
+                "on_load_checkpoint has changed %s in the checkpoint, which has no effect: module, optimizers, "
+                "schedulers and loops are loaded already, so change them in on_train_start",
                 ", ".join(changed),
             )
         for callback in trainer.callbacks:
-            if callback.state_key in states:
-                state = states[callback.state_key]
+            if callback.state_key in checkpoint["callbacks"]:
+                state = checkpoint["callbacks"][callback.state_key]
                 callback.load_state_dict(deepcopy(state) if held else state)  # hooks may have kept it
                 if isinstance(callback, callbacks.StochasticWeightAveraging):
                     go_on_averaging(callback, trainer)

@@ -118,7 +118,7 @@ def flat_tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in flat_tensors(item)]
 
 
-def test_hooks_may_change_the_tensors_that_they_load(
+def test_what_hooks_change_in_what_is_loaded_has_no_effect_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = str(tmp_path / "store")
@@ -130,7 +130,7 @@ def test_hooks_may_change_the_tensors_that_they_load(
     assert not any(
         (tensor == 7).all() for tensor in flat_tensors([one.state_dict() for one in trainer.optimizers])
     )
-    assert "has changed" not in caplog.text
+    assert "on_load_checkpoint has changed table.weight, optimizer_states in the checkpoint" in caplog.text
 
 
 class Draws(Callback):
@@ -170,11 +170,11 @@ class StopsAt(Callback):
             raise Stopped
 
 
-class Sums(Callback):
-    """Adds to its state in place. The hook keeps what it finds in the checkpoint."""
+class Counts(Callback):
+    """Adds to its state in place."""
 
     def __init__(self) -> None:
-        self.total, self.found = torch.zeros(()), torch.zeros(())
+        self.total = torch.zeros(())
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.total += 1
@@ -185,6 +185,12 @@ class Sums(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.total = state_dict["total"]
 
+
+class Sums(Counts):
+    """Keeps what it finds in the checkpoint."""
+
+    found: torch.Tensor
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.found = checkpoint["callbacks"][self.state_key]["total"]
 
@@ -193,7 +199,27 @@ def test_what_a_hook_finds_of_a_callback_is_not_its_state_itself(tmp_path: Path)
     url, again = str(tmp_path / "store"), Sums()
     fit(tmp_path, Sums(), CnrCheckpoint(url, 2), max_epochs=1)
     fit(tmp_path, again, CnrCheckpoint(url, 2, resume=True), max_epochs=2)
-    assert (again.found, again.total) == (BATCHES, 2 * BATCHES)
+    assert (again.found.item(), again.total.item()) == (BATCHES, 2 * BATCHES)
+
+
+class Forgets(Module):
+    """Lets a callback begin anew, and changes what was loaded from optimizers and schedulers."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["callbacks"] = {}
+        for optimizer in checkpoint["optimizer_states"]:
+            for group in optimizer["param_groups"]:
+                group["lr"] = 0.001
+        checkpoint["lr_schedulers"] = []
+
+
+def test_what_a_hook_changes_in_vain_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, again = str(tmp_path / "store"), Counts()
+    fit(tmp_path, Counts(), CnrCheckpoint(url, 2), max_epochs=1)
+    assert "on_load_checkpoint" not in caplog.text
+    fit(tmp_path, again, CnrCheckpoint(url, 2, resume=True), module=Forgets(), max_epochs=2)
+    assert again.total == BATCHES
+    assert "on_load_checkpoint has changed optimizer_states, lr_schedulers in" in caplog.text
 
 
 class SetsRates(Module):
