@@ -94,6 +94,7 @@ class SaveQueue:
         self._live_pace: float | None = None
         self._callbacks = callbacks
         self._pending: tuple[PendingSave, Bitmaps] | None = None
+        self._untold: PendingSave | None = None  # it failed before a load, and no save came behind
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
         self.tracker = Tracker(
             trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
@@ -105,8 +106,8 @@ class SaveQueue:
 
     @property
     def latest(self) -> PendingSave | None:
-        """The save whose outcome `finish_latest` has not applied yet."""
-        return None if self._pending is None else self._pending[0]
+        """The save whose outcome `finish_latest` has not applied yet, or a failed one that no save has followed."""
+        return self._untold if self._pending is None else self._pending[0]
 
     @property
     def number(self) -> int:
@@ -278,6 +279,7 @@ class SaveQueue:
         cuts this short, the next call does all of it again.
         """
         if self._pending is None:
+            self._untold = self._untold if next_step is None else None
             return
         pending, dirty = self._pending
         if pending.result_taken and pending.future.cancelled():  # `start` and its undoing were interrupted
@@ -298,7 +300,7 @@ class SaveQueue:
             self.planner.drop_bases()
             self.writer.renew(None)
         self._failures = 0 if error is None else self._failures + 1
-        self._pending = None
+        self._pending, self._untold = None, None if error is None or next_step is not None else pending
         if error is None or next_step is None or pending.result_taken or self._may_go_on(error):
             return
         pending.result_taken = True

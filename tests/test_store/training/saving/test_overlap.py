@@ -144,6 +144,22 @@ def test_a_failure_is_raised_by_the_next_save_once_and_nothing_is_forgotten(tmp_
     assert_newest(tmp_path, job.model)
 
 
+def test_a_failure_before_a_load_is_raised_at_the_end_if_no_save_follows(tmp_path: Path) -> None:
+    for number, saves_again in enumerate((False, True)):
+        job = Job(tmp_path / str(number))
+        job.checkpointer.save(0).result()
+        job.change(5)
+        with job.gate.failing():
+            job.checkpointer.save(1).future.exception()
+        job.checkpointer.load()
+        if saves_again:
+            job.checkpointer.save(2).result()
+            job.checkpointer.close()
+        else:
+            with pytest.raises(SaveError, match="injected"):
+                job.checkpointer.close()
+
+
 @pytest.mark.parametrize("how", ["result", "exception"])
 def test_a_failure_that_was_asked_for_is_not_raised_again(tmp_path: Path, how: str) -> None:
     job = Job(tmp_path)
