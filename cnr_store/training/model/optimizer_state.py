@@ -227,14 +227,22 @@ def load_optimizer(
     }
     numbers = itertools.count()  # torch's, in the order of the optimizer's groups
     saved_groups = [
-        {**group, "params": [next(numbers) for _ in group["params"]]}
-        for group in _match_groups(tree["param_groups"], groups)
+        {**_with_names_of(own, group), "params": [next(numbers) for _ in group["params"]]}
+        for own, group in zip(
+            optimizer.param_groups, _match_groups(tree["param_groups"], groups), strict=True
+        )
     ]
     load_uncast(
         optimizer,
         {"state": {**state, **tree["other"]}, "param_groups": saved_groups, **tree.get("more", {})},
         {number for number, name in numbered.items() if name in converted},
     )
+
+
+def _with_names_of(own: Group, saved: Group) -> Group:
+    """A saved group with the names that torch keeps of this optimizer's parameters, which may be in another order."""
+    names = {"param_names": own["param_names"]} if "param_names" in own else {}
+    return {**{key: value for key, value in saved.items() if key != "param_names"}, **names}
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:

@@ -310,6 +310,20 @@ def test_groups_are_found_by_their_names_in_any_order() -> None:
     assert second.param_groups[0]["params"][0] is b
 
 
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="torch keeps no names of parameters")
+def test_groups_keep_the_names_of_their_own_parameters() -> None:
+    """Those that torch keeps, of parameters that may be in another order."""
+    model = build(sparse=False)
+    named = list(model.named_parameters())
+    tree = optimizer_tree(SGD(named, lr=1), parameter_names(model), find_tables(model))
+    turned, unnamed = SGD(named[::-1], lr=2), SGD(model.parameters(), lr=2)
+    for optimizer in (turned, unnamed):
+        load_optimizer(optimizer, parameter_names(model), find_tables(model), tree, {})
+    (group,) = turned.param_groups
+    assert (group["lr"], group["param_names"]) == (1, [name for name, _ in named[::-1]])
+    assert "param_names" not in unnamed.param_groups[0]
+
+
 def test_other_groups_are_refused_by_name_and_nothing_changes() -> None:
     model, _, tree = trained(lambda p: SGD(p, lr=0.1))
     a, _, _, bias = model.parameters()
