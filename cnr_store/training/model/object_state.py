@@ -19,6 +19,8 @@ from cnr_store.training.model.tensors import dense_numpy, dense_type
 from cnr_store.writing.plan import DensePiece
 
 MAX_METADATA_BYTES = 64 << 10
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as plain tensors of no dimensions, whatever the parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, 
     }
 
     def leaf(name: str, key: str, value: object) -> object:
-        if name not in spread or not isinstance(value, torch.Tensor) or value.ndim == 0:
+        if name not in spread or not isinstance(value, torch.Tensor):
+            return value
+        if value.ndim == 0 and not is_dtensor(value):
             return value
         where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
         check_follows(value, spread[name], where)
@@ -104,10 +108,16 @@ def spread_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[
     spread = {
         names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
     }
+
+    def is_spread(name: str, key: str, value: object) -> bool:
+        if name not in spread or not isinstance(value, torch.Tensor) or is_dtensor(value):
+            return False
+        return value.ndim > 0 or (spread[name].ndim == 0 and key not in _SCALARS)
+
     return {
         name: {
             key: spread_like(value, spread[name], f"{key!r} of {name!r}")
-            if name in spread and isinstance(value, torch.Tensor) and value.ndim and not is_dtensor(value)
+            if is_spread(name, key, value)
             else value
             for key, value in values.items()
         }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import cnr_store
 from tests.nightly import at_night
@@ -180,3 +180,49 @@ def test_a_mesh_with_ranks_out_of_order_is_refused(
         assert f"a mesh with ranks out of order, {ranks}" in said
     ascending = torch.arange(world).reshape(torch.tensor(ranks).shape).tolist()
     assert set(values(run_ranks(world, save_over, tmp_path / "kept", ascending, placements))) == {"saved"}
+
+
+class Scaled(nn.Module):
+    """A table, and a parameter of no dimensions, as of logits that are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(40, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def train_scaled(url: Path, kind: str) -> list[float]:
+    """Train, load into another model, and go on with both: return the scales of both."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    make = getattr(torch.optim, kind)
+    jobs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = distribute_module(Scaled(), mesh)
+        jobs.append((model, make(model.parameters(), lr=0.1)))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            whole: Any = torch.randn(parameter.shape)
+            parameter.grad = distribute_tensor(whole, mesh)
+        optimizer.step()
+
+    (trained, optimizer), (loaded, other) = jobs
+    with cnr_store.Checkpointer(url, trained, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+        for seed in range(3):
+            step(trained, optimizer, seed)
+            checkpointer.save(seed).result()
+    with cnr_store.Checkpointer(url, loaded, other, bits=32, timeout_seconds=30) as checkpointer:
+        checkpointer.load()
+    assert rank_training.digests(loaded, [other]) == rank_training.digests(trained, [optimizer])
+    for job in jobs:
+        step(*job, seed=7)
+    scales: list[Any] = [model.scale for model, _ in jobs]
+    return [scale.full_tensor().item() for scale in scales]
+
+
+@pytest.mark.parametrize("kind", ["Adam", *map(at_night, ["NAdam", "ASGD", "Adamax", "RMSprop"])])
+def test_a_parameter_of_no_dimensions_is_spread(tmp_path: Path, kind: str) -> None:
+    for trained, loaded in values(run_ranks(2, train_scaled, tmp_path, kind)):
+        assert trained == loaded != 1.0
