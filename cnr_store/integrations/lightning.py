@@ -193,7 +193,7 @@ class CnrCheckpoint(Callback):
             self._trainer_state.restore_metrics()
             self._metrics.note(is_of_now=False)
             if self._trainer_state.validates_first:
-                self._behind.append(logged.validation_first(trainer))
+                self._behind.append(self._metrics.validation_first())
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)
@@ -208,7 +208,7 @@ class CnrCheckpoint(Callback):
         self._trainer_state.is_epoch_end = False
         self._log_figures(trainer)
         warn_of_no_steps(trainer)
-        self._metrics.note()  # also if nothing is saved: the next version is of other weights
+        self._metrics.note_batch()  # also if nothing is saved: the next version is of other weights
         if self._trainer_state.holds_loops:  # no validation came behind the batch before
             self._trainer_state.release_loops()
             self._waits_for_validation = logged.goes_by_clock(trainer)
@@ -279,7 +279,7 @@ class CnrCheckpoint(Callback):
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
-                self._trainer_state.is_cut_off = logged.is_cut_off(trainer)
+                self._trainer_state.is_cut_off = self._metrics.is_cut_off()
                 averages.restore_trained(trainer)
                 self._trainer_state.release_loops()
                 self._save_last(trainer)

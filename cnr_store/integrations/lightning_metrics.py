@@ -1,4 +1,4 @@
-"""Of which step each metric is that a LightningModule logs."""
+"""Of which step each metric is that a LightningModule logs, and validations that are cut off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from cnr_store.errors import UnsupportedModelError
 from cnr_store.integrations.lightning_hooks import HookBehind
+from cnr_store.training.model.rng_state import rng_state, set_rng_state
 
 log = logging.getLogger("cnr_store")
 
@@ -27,6 +29,7 @@ class LoggedMetrics:
         self._trainer = trainer
         self._logged: dict[str, tuple[Tensor, int | None]] = {}
         self._is_told = False
+        self._before_validation: dict[str, Any] | None = None  # the random numbers
 
     def note(self, is_of_now: bool = True) -> set[str]:
         """Note those that were logged since the last call, and return their names.
@@ -41,6 +44,40 @@ class LoggedMetrics:
                 self._logged[name] = value, step
                 new.add(name)
         return new
+
+    def note_batch(self) -> None:
+        """The same at the end of a batch. If a validation follows, note the random numbers, of which it may draw."""
+        self.note()
+        loop = self._trainer.fit_loop
+        follows = goes_by_clock(self._trainer) or loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        self._before_validation = _random_numbers() if follows else None
+
+    def is_cut_off(self) -> bool:
+        """Whether a SIGTERM has come before the validation behind this step had ended.
+
+        Then log it, and set the random numbers to those before the validation: a resumed fit runs all of it.
+        """
+        if not self._trainer.validating:  # Lightning ends a fit in its first batch
+            return False
+        log.warning(
+            "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
+            "of it. A resumed fit runs this validation first",
+            self._trainer.global_step,
+        )
+        if self._before_validation is not None:
+            set_rng_state(self._before_validation)
+        return True
+
+    def validation_first(self) -> HookBehind:
+        """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
+        loop = self._trainer.fit_loop.epoch_loop
+
+        def validate() -> None:
+            if loop._skip_next_val:
+                loop._skip_next_val = loop.val_loop.restarting = False
+                self._before_validation = _random_numbers()
+
+        return HookBehind(loop, "advance", validate)
 
     def of_this_step(self) -> dict[str, float]:
         """Those that were logged at the trainer's step."""
@@ -63,6 +100,13 @@ class LoggedMetrics:
             )
 
 
+def _random_numbers() -> dict[str, Any] | None:
+    try:
+        return rng_state()
+    except UnsupportedModelError:  # a generator of numpy's that is of another class
+        return None
+
+
 def will_validate(trainer: Any) -> bool:
     """Whether Lightning validates behind the batch that ends now, and then goes on with the epoch."""
     loop = trainer.fit_loop.epoch_loop
@@ -71,29 +115,6 @@ def will_validate(trainer: Any) -> bool:
         and not loop._skip_next_val
         and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     )
-
-
-def is_cut_off(trainer: Any) -> bool:
-    """Whether a SIGTERM has come before the validation that is due behind this step has ended. Log it."""
-    is_in_validation = bool(trainer.validating)  # Lightning ends a fit in its first batch
-    if is_in_validation:
-        log.warning(
-            "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
-            "of it. A resumed fit runs this validation first",
-            trainer.global_step,
-        )
-    return is_in_validation
-
-
-def validation_first(trainer: Any) -> HookBehind:
-    """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
-    loop = trainer.fit_loop.epoch_loop
-
-    def validate() -> None:
-        if loop._skip_next_val:
-            loop._skip_next_val = loop.val_loop.restarting = False
-
-    return HookBehind(loop, "advance", validate)
 
 
 def goes_by_clock(trainer: Any) -> bool:

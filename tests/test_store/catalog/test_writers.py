@@ -51,7 +51,6 @@ class Watched:
         return there
 
 
-@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("seed", [*range(6), *map(at_night, range(6, RUNS))])
 def test_stopped_writers_and_collectors_harm_nothing_when_they_wake(jobs: Jobs, url: str, seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -116,6 +116,7 @@ class Measured(Module):
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.validated.append(self.trainer.global_step)
+        torch.rand(1)  # training draws others then
         self.log("loss", 1.0 / (1 + self.trainer.global_step))
 
 
@@ -127,8 +128,11 @@ class Measured(Module):
 def test_a_validation_that_a_sigterm_cut_off_is_run_first(
     tmp_path: Path, hook: str, step: int, options: dict[str, Any]
 ) -> None:
-    url, first, second = str(tmp_path / "store"), Measured(), Measured()
+    url, (undisturbed, first, second) = str(tmp_path / "store"), (Measured() for _ in range(3))
     options |= {"validation": plain_loader(), "num_sanity_val_steps": 0}
+    torch.manual_seed(1)
+    fit(tmp_path, module=undisturbed, **options)
+    torch.manual_seed(1)
     stopping = [EarlyStopping("loss", patience=1) for _ in range(2)]
     with pytest.raises(SIGTERMException):
         callbacks = CnrCheckpoint(url, 100, bits=32), ToldToEnd(hook, step), stopping[0]
@@ -140,6 +144,8 @@ def test_a_validation_that_a_sigterm_cut_off_is_run_first(
     assert second.validated == [at for at in range(step, EPOCHS * BATCHES + 1, each) for _ in range(4)]
     assert trainer.global_step == EPOCHS * BATCHES
     assert stopping[1].wait_count == 0
+    for name, tensor in undisturbed.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
 
 
 def test_a_fit_that_was_told_to_stop_says_that_it_trains_on(
