@@ -129,7 +129,6 @@ class CnrCheckpoint(Callback):
             )
         if self._saves_another(trainer):
             raise OptionError("this CnrCheckpoint saves a fit that still runs: give each trainer its own")
-        self._step_before_batch = trainer.global_step
         self._trainer_state = TrainerState(trainer)
         self._metrics = logged.LoggedMetrics(trainer)
         state = {
@@ -163,6 +162,7 @@ class CnrCheckpoint(Callback):
                 set_rng_state(own)
                 behind = partial(self._call_behind, LoadedOptimizers(trainer).restore, trainer)
                 self._behind.append(HookBehind(pl_module, "on_fit_start", behind))
+        self._step_before_batch = trainer.global_step
 
     def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
         """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""

@@ -148,6 +148,20 @@ def test_a_validation_that_a_sigterm_cut_off_is_run_first(
         assert torch.equal(second.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("hook", ["on_sanity_check_start", "on_validation_batch_end"])
+def test_a_sigterm_before_the_first_batch_of_a_resumed_fit_saves_nothing(tmp_path: Path, hook: str) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 100), module=Measured(), validation=plain_loader(), max_epochs=1)
+    saved = [version.id for version in cnr_store.versions(url)]
+    callbacks = (
+        ToldToEnd(hook, 0 if hook == "on_fit_start" else BATCHES),
+        CnrCheckpoint(url, 100, resume=True),
+    )
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, *callbacks, module=Measured(), validation=plain_loader())
+    assert [version.id for version in cnr_store.versions(url)] == saved
+
+
 def test_a_fit_that_was_told_to_stop_says_that_it_trains_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
