@@ -232,6 +232,7 @@ def load_optimizer(
             optimizer.param_groups, _match_groups(tree["param_groups"], groups), strict=True
         )
     ]
+    _share_tensors(optimizer.param_groups, saved_groups)
     load_uncast(
         optimizer,
         {"state": {**state, **tree["other"]}, "param_groups": saved_groups, **tree.get("more", {})},
@@ -243,6 +244,18 @@ def _with_names_of(own: Group, saved: Group) -> Group:
     """A saved group with the names that torch keeps of this optimizer's parameters, which may be in another order."""
     names = {"param_names": own["param_names"]} if "param_names" in own else {}
     return {**{key: value for key, value in saved.items() if key != "param_names"}, **names}
+
+
+def _share_tensors(own: Sequence[Group], saved: Sequence[Group]) -> None:
+    """Let groups share a tensor where the optimizer's own do, as a rate that it was made with, and the values agree."""
+    first: dict[tuple[str, int], torch.Tensor] = {}
+    for present, group in zip(own, saved, strict=True):
+        for name, value in present.items():
+            stored = group.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
+                shared = first.setdefault((name, id(value)), stored)
+                if shared.dtype == stored.dtype and torch.equal(shared, stored):
+                    group[name] = shared
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:

@@ -310,6 +310,25 @@ def test_groups_are_found_by_their_names_in_any_order() -> None:
     assert second.param_groups[0]["params"][0] is b
 
 
+def test_groups_share_a_rate_where_they_did() -> None:
+    """torch gives all groups the one tensor that it got, and its own files keep that."""
+    model = build(sparse=False)
+    names, tables = parameter_names(model), find_tables(model)
+
+    def made(rate: float) -> Adam:
+        return Adam([{"params": [one]} for one in model.parameters()], lr=torch.tensor(rate), foreach=False)
+
+    first, second = made(0.1), made(0.2)
+    load_optimizer(second, names, tables, optimizer_tree(first, names, tables), {})
+    one, other = (group["lr"] for group in second.param_groups)
+    assert one is other
+    assert one == torch.tensor(0.1)
+    apart = made(0.1)
+    apart.param_groups[1]["lr"] = torch.tensor(0.3)
+    load_optimizer(second, names, tables, optimizer_tree(apart, names, tables), {})
+    assert [group["lr"].item() for group in second.param_groups] == pytest.approx([0.1, 0.3])
+
+
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="torch keeps no names of parameters")
 def test_groups_keep_the_names_of_their_own_parameters() -> None:
     """Those that torch keeps, of parameters that may be in another order."""
