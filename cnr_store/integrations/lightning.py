@@ -94,8 +94,7 @@ class CnrCheckpoint(Callback):
         self._every_seconds = (
             None if every_n_minutes is None else 60 * number("every_n_minutes", every_n_minutes)
         )
-        self._resume = resume
-        self._monitor = monitor
+        self._resume, self._monitor = resume, monitor
         if save_top_k is not None:
             if monitor is None or "keep_best" in options:
                 raise OptionError("save_top_k needs monitor=, which tells the best, and no keep_best=")
@@ -112,8 +111,7 @@ class CnrCheckpoint(Callback):
         self._behind: list[HookBehind] = []
         self._step_before_batch = 0
         self._waits_for_validation = self._monitor is not None
-        # The newest one for which a validation logged the monitored metric.
-        self._validated_step: int | None = None
+        self._validated_step: int | None = None  # the newest whose validation logged the monitored metric
         self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -193,7 +191,7 @@ class CnrCheckpoint(Callback):
             self._trainer_state.restore_metrics()
             self._metrics.note(is_of_now=False)
             if self._trainer_state.validates_first:
-                self._behind.append(self._metrics.validation_first())
+                self._behind.append(self._metrics.validation_first(self._trainer_state))
             if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
                 set_rng_state(state)
                 draw_again(trainer, self._trainer_state.is_epoch_end)
@@ -243,7 +241,9 @@ class CnrCheckpoint(Callback):
         self._trainer_state.is_epoch_end = True
         end_resumed_epoch(trainer)
         is_logged = self._monitor in self._metrics.note() or self._validated_step == trainer.global_step
-        if self._is_due(trainer) or is_logged:
+        if is_logged:
+            self._saved_step = None  # if it is saved already, then without the metric
+        if is_logged or self._is_due(trainer):
             self._save(trainer, ends=None if trainer.fit_loop.restarting else "epoch")
 
     def _end_training(self, trainer: Trainer) -> None:

@@ -61,21 +61,27 @@ class LoggedMetrics:
             return False
         log.warning(
             "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
-            "of it. A resumed fit runs this validation first",
+            "of it. A resumed fit that trains on runs this validation first. What callbacks, and buffers of the module, have gathered "
+            "of it is in the version, and is gathered again",
             self._trainer.global_step,
         )
         if self._before_validation is not None:
             set_rng_state(self._before_validation)
         return True
 
-    def validation_first(self) -> HookBehind:
-        """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
+    def validation_first(self, state: Any) -> HookBehind:
+        """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out.
+
+        In the middle of an epoch, `state`, a `TrainerState`, holds the loops for the save behind it.
+        """
         loop = self._trainer.fit_loop.epoch_loop
 
         def validate() -> None:
             if loop._skip_next_val:
                 loop._skip_next_val = loop.val_loop.restarting = False
                 self._before_validation = _random_numbers()
+                if not self._trainer.is_last_batch:
+                    state.hold_loops()
 
         return HookBehind(loop, "advance", validate)
 

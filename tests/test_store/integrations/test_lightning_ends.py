@@ -135,12 +135,13 @@ def test_a_validation_that_a_sigterm_cut_off_is_run_first(
     torch.manual_seed(1)
     stopping = [EarlyStopping("loss", patience=1) for _ in range(2)]
     with pytest.raises(SIGTERMException):
-        callbacks = CnrCheckpoint(url, 100, bits=32), ToldToEnd(hook, step), stopping[0]
+        callbacks = CnrCheckpoint(url, 100, bits=32, monitor="loss"), ToldToEnd(hook, step), stopping[0]
         fit(tmp_path, *callbacks, module=first, **options)
-    _, trainer = fit(
-        tmp_path, CnrCheckpoint(url, 100, bits=32, resume=True), stopping[1], module=second, **options
-    )
+    again = CnrCheckpoint(url, 100, bits=32, monitor="loss", resume=True)
+    _, trainer = fit(tmp_path, again, stopping[1], module=second, **options)
     each = options.get("val_check_interval", BATCHES)
+    best = [version.step for version in cnr_store.versions(url) if "loss" in version.metadata]
+    assert best == list(range(each, EPOCHS * BATCHES + 1, each))
     assert second.validated == [at for at in range(step, EPOCHS * BATCHES + 1, each) for _ in range(4)]
     assert trainer.global_step == EPOCHS * BATCHES
     assert stopping[1].wait_count == 0

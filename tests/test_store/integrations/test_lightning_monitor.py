@@ -277,7 +277,7 @@ def test_a_validation_that_comes_by_the_clock_is_saved_behind(
     assert kept.step == best
 
 
-def test_a_fit_that_resumes_at_its_end_claims_no_metric_of_before(tmp_path: Path) -> None:
+def test_a_fit_that_resumes_at_its_end_claims_the_metric_of_its_own_validation(tmp_path: Path) -> None:
     class Ends(Callback):
         def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == EPOCHS * BATCHES:
@@ -300,7 +300,7 @@ def test_a_fit_that_resumes_at_its_end_claims_no_metric_of_before(tmp_path: Path
     assert cnr_store.versions(url)[-1].step == EPOCHS * BATCHES
     validated(tmp_path, CnrCheckpoint(url, 100, resume=True, **options))
     scores = {one.step: one.metadata["score"] for one in cnr_store.versions(url) if "score" in one.metadata}
-    assert scores == {2 * BATCHES: pytest.approx(0.9)}
+    assert scores == {2 * BATCHES: pytest.approx(0.9), EPOCHS * BATCHES: pytest.approx(0.5)}
 
 
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
