@@ -61,8 +61,8 @@ class LoggedMetrics:
             return False
         log.warning(
             "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
-            "of it. A resumed fit that trains on runs this validation first. What callbacks, and buffers of the module, have gathered "
-            "of it is in the version, and is gathered again",
+            "of it. A resumed fit that trains on runs this validation first. What callbacks, and buffers of the module, "
+            "have gathered of it is in the version, and is gathered again",
             self._trainer.global_step,
         )
         if self._before_validation is not None:
