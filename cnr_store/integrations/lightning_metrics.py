@@ -61,7 +61,7 @@ class LoggedMetrics:
             return False
         log.warning(
             "a SIGTERM came before the validation behind step %d had ended: the version of this step has no metric "
-            "of it. A resumed fit that trains on runs this validation first. What callbacks, and buffers of the module, "
+            "of it. A resumed fit that trains on runs this validation first. What callbacks and buffers of the module "
             "have gathered of it is in the version, and is gathered again",
             self._trainer.global_step,
         )
