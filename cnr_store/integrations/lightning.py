@@ -280,7 +280,7 @@ class CnrCheckpoint(Callback):
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
             if isinstance(exception, SIGTERMException) and is_ahead:
                 self._trainer_state.is_cut_off = self._metrics.is_cut_off()
-                averages.restore_trained(trainer)
+                averages.restore_trained(trainer, exception)
                 self._trainer_state.release_loops()
                 self._save_last(trainer)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise

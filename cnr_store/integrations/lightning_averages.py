@@ -6,6 +6,8 @@ from typing import Any
 
 from cnr_store.integrations.lightning_package import callbacks
 
+_RESTORED = "_cnr_store_restored_trained"
+
 
 def averaging(trainer: Any) -> list[Any]:
     """The callbacks that have put an average into the model, when training has ended."""
@@ -22,9 +24,13 @@ def validates_average(trainer: Any) -> bool:
     return bool(_swapping(trainer))
 
 
-def restore_trained(trainer: Any) -> None:
-    """Give the model its trained weights again, if validation was broken off while the average was in their place."""
-    if trainer.validating:
+def restore_trained(trainer: Any, exception: Any) -> None:
+    """Give the model its trained weights again, if validation was broken off while the average was in their place.
+
+    Once an exception: each callback that saves gets it, and a second swap would bring the average back.
+    """
+    if trainer.validating and not getattr(exception, _RESTORED, False):
+        setattr(exception, _RESTORED, True)
         for callback in _swapping(trainer):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cnr_store.integrations.lightning_schedulers import scheduler_states
 
 log = logging.getLogger("cnr_store")
+
+_NEWEST: WeakKeyDictionary[Any, LoadedOptimizers] = WeakKeyDictionary()  # what was loaded last
 
 
 class LoadedOptimizers:
@@ -26,12 +29,16 @@ class LoadedOptimizers:
     """
 
     def __init__(self, trainer: Any) -> None:
+        _NEWEST[trainer] = self
         self._settings = [[_settings(group) for group in one.param_groups] for one in trainer.optimizers]
         self._schedulers = [(one, deepcopy(one.state_dict())) for one in scheduler_states(trainer).values()]
         self._marks = _marks(trainer)
 
     def restore(self, trainer: Any) -> None:
-        """Set them again, and warn of changes of the optimizers' state, which stay."""
+        """Set them again, and warn of changes of the optimizers' state, which stay. Nothing, if others came behind."""
+        if _NEWEST.get(trainer) is not self:
+            return
+        del _NEWEST[trainer]  # which is held from here, too
         for optimizer, groups in zip(trainer.optimizers, self._settings, strict=False):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 group.update(_with_tensors_of(group, settings))

@@ -260,16 +260,18 @@ def test_a_sigterm_amid_validation_saves_the_trained_weights_and_the_average(tmp
             if not trainer.received_sigterm:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    url, average = str(tmp_path / "store"), EMAWeightAveraging(decay=0.9)
+    urls, average = [str(tmp_path / name) for name in "ab"], EMAWeightAveraging(decay=0.9)
     trained, _ = fit(tmp_path, module=Logged(), max_epochs=1)
     loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
     options: dict[str, Any] = {"validation": loader, "num_sanity_val_steps": 0}
     with pytest.raises(SIGTERMException):
-        fit(tmp_path, CnrCheckpoint(url, 3, bits=32), average, Told(), module=Validated(), **options)
-    assert cnr_store.versions(url)[-1].step == BATCHES
-    stored = cnr_store.state_dict(url)
-    for name, tensor in trained.state_dict().items():
-        assert torch.equal(torch.as_tensor(stored[name]), tensor), name
+        saves = [CnrCheckpoint(url, 3, bits=32) for url in urls]
+        fit(tmp_path, *saves, average, Told(), module=Validated(), **options)
+    for url in urls:
+        assert cnr_store.versions(url)[-1].step == BATCHES
+        stored = cnr_store.state_dict(url)
+        for name, tensor in trained.state_dict().items():
+            assert torch.equal(torch.as_tensor(stored[name]), tensor), name
 
 
 class Normalized(Validated):

@@ -239,11 +239,14 @@ class Clears(Module):
 def test_rates_that_a_fit_begins_with_are_those_of_the_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url, (whole, one) = str(tmp_path / "store"), fit(tmp_path, module=SetsRates(), shuffle=False)
-    saves = [CnrCheckpoint(url, 4, bits=32, resume=True) for _ in range(2)]
+    whole, one = fit(tmp_path, module=SetsRates(), shuffle=False)
+
+    def saves() -> list[CnrCheckpoint]:
+        return [CnrCheckpoint(str(tmp_path / name), 4, bits=32, resume=True) for name in "ab"]
+
     with pytest.raises(Stopped):
-        fit(tmp_path, StopsAt(BATCHES + 4), saves[0], module=SetsRates(), shuffle=False)
-    again, other = fit(tmp_path, saves[1], module=SetsRates(), shuffle=False)
+        fit(tmp_path, StopsAt(BATCHES + 4), *saves(), module=SetsRates(), shuffle=False)
+    again, other = fit(tmp_path, *saves(), module=SetsRates(), shuffle=False)
     assert torch.equal(again.state_dict()["table.weight"], whole.state_dict()["table.weight"])
     rates = [trainer.optimizers[0].param_groups[0]["lr"] for trainer in (one, other)]
     assert rates[0] == rates[1]
