@@ -41,7 +41,7 @@ class GcReport:
     leftovers
         Ids of crashed or failed attempts whose objects were deleted.
     freed_bytes
-        Bytes of all objects deleted.
+        Bytes of all objects deleted, but for what marks versions as removed (about 200 bytes each).
     left
         Why the objects of other crashed or failed attempts stay, by id; of a version that is kept, why those of a fold
         that has not ended.
