@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.gpu_bench.tests import counted
-from tests.nightly import at_night
 
 ROOT = Path(__file__).parents[1]
 # The first measures for a minute in every run of CI, the second reads what the others wrote, the third needs a GPU.
@@ -46,9 +45,9 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("parts", [("kernels", "flagging", "restoring"), at_night(())], ids=["some", "all"])
+@pytest.mark.parametrize("parts", [("kernels", "flagging", "restoring"), ()], ids=["some", "all"])
 def test_benchmark_of_gpus_runs_by_the_interpreter(tmp_path: Path, parts: tuple[str, ...]) -> None:
     pytest.importorskip("triton", reason="kernels need Triton (extra gpu)")
     printed = run_gpu(tmp_path, "--interpreted", *(word for part in parts for word in ("--only", part)))

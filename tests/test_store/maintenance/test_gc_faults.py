@@ -220,6 +220,7 @@ def test_process_killed_at_every_operation(prepared: Prepared, jobs: Jobs) -> No
             assert how == "killed" or number > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.server
 @pytest.mark.slow
 def test_faults_on_s3(prepared: Prepared, s3_server: S3Server) -> None:

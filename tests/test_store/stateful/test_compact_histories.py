@@ -163,7 +163,7 @@ class FoldedJobs(RuleBasedStateMachine):
         forget(self.url)
 
 
-@pytest.mark.some_by_day(4)
+@pytest.mark.some_by_day(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", POLICIES)

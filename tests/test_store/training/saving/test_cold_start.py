@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.nightly import at_night
 from tests.small_disks import fill, small_disk
 
 pytestmark = pytest.mark.slow
@@ -111,7 +110,8 @@ def train(tmp_path: Path, snapshot_bytes: int = 1 << 30) -> Any:
     return json.loads(out[-1])
 
 
-@pytest.mark.parametrize("snapshot_bytes", [0, at_night(1 << 30)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("snapshot_bytes", [0, 1 << 30])
 def test_training_never_waits_for_the_compiler(tmp_path: Path, snapshot_bytes: int) -> None:
     """Nor does a job that finds the kernels compiled, whether or not its rows fit."""
     cold, warm = train(tmp_path), train(tmp_path, snapshot_bytes)

@@ -91,6 +91,7 @@ def measure(folder: Path, program: str, rows: int, dim: int) -> dict[str, float]
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 def test_memory_is_given_back(tmp_path: Path) -> None:
     """Of a table of 256 MB: kept for the next save, but not through small ones, nor once it is closed."""
