@@ -128,13 +128,18 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def version_of(value: Any) -> int:
+    """How often torch has counted a change of a tensor. Those made in inference mode have no count."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
 def _outline(value: Any) -> Any:
     """A copy of what holds others, with the same leaves, and of tensors with their versions."""
     if isinstance(value, dict):
         return {key: _outline(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_outline(item) for item in value]
-    return _Leaf(value, value._version if isinstance(value, torch.Tensor) else 0)
+    return _Leaf(value, version_of(value))
 
 
 class _Leaf(NamedTuple):

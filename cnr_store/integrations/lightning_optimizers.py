@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from cnr_store.integrations.lightning_checkpoint import version_of
 from cnr_store.integrations.lightning_schedulers import scheduler_states
 
 log = logging.getLogger("cnr_store")
@@ -34,11 +35,13 @@ class LoadedOptimizers:
         self._schedulers = [(one, deepcopy(one.state_dict())) for one in scheduler_states(trainer).values()]
         self._marks = _marks(trainer)
 
+    @torch.no_grad()
     def restore(self, trainer: Any) -> None:
         """Set them again, and warn of changes of the optimizers' state, which stay. Nothing, if others came behind."""
         if _NEWEST.get(trainer) is not self:
             return
         del _NEWEST[trainer]  # which is held from here, too
+        # Not strict: the hook may have added optimizers and groups, which the version does not hold.
         for optimizer, groups in zip(trainer.optimizers, self._settings, strict=False):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 group.update(_with_tensors_of(group, settings))
@@ -68,7 +71,7 @@ def _with_tensors_of(group: dict[str, Any], settings: dict[str, Any]) -> dict[st
 def _marks(trainer: Any) -> list[Any]:
     """What changes if the state of an optimizer does."""
     return [
-        (id(parameter), name, id(value), value._version if isinstance(value, torch.Tensor) else None)
+        (id(parameter), name, id(value), version_of(value))
         for optimizer in trainer.optimizers
         for parameter, state in optimizer.state.items()
         for name, value in (state.items() if isinstance(state, dict) else ())

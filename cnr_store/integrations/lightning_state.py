@@ -28,7 +28,7 @@ from cnr_store.integrations.lightning_checkpoint import (
 )
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import KNOWN_MODULES, Callback, LightningModule, callbacks
-from cnr_store.integrations.lightning_warnings import warn_of_parts, warn_of_rest
+from cnr_store.integrations.lightning_warnings import warn_of_early_hooks, warn_of_parts, warn_of_rest
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.model.tensors import check_has_values
 
@@ -129,6 +129,7 @@ class TrainerState:
         """Warn if loaders do not go on where the version was saved, or may not. They exist by now."""
         warn_of_moved_loaders(self._trainer.fit_loop, self._loader_states)
         warn_of_parts(self._trainer)
+        warn_of_early_hooks(self._trainer)
 
     def restore_metrics(self) -> None:
         """Give the trainer the metrics of the version, which may be asked for before new ones come."""

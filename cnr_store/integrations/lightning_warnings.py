@@ -40,6 +40,10 @@ def warn_of_parts(trainer: Any) -> None:
             trainer.global_step,
             ", ".join(parts),
         )
+
+
+def warn_of_early_hooks(trainer: Any) -> None:
+    """Warn of callbacks of the user's own that act before a version is loaded, where Lightning's files are loaded."""
     hooks = [
         (type(one).__name__, getattr(unwrap(one.on_fit_start), "__module__", "")) for one in trainer.callbacks
     ]

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from cnr_store.integrations.lightning import CnrCheckpoint
-from tests.test_store.integrations.lightning_fit import BATCHES, WARNINGS, Module, fit
+from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Module, fit
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
@@ -258,6 +258,25 @@ def test_state_that_a_fit_begins_without_is_named(tmp_path: Path, caplog: pytest
     fit(tmp_path, CnrCheckpoint(url, 4), max_epochs=1)
     fit(tmp_path, CnrCheckpoint(url, 4, resume=True), module=Clears())
     assert caplog.text.count("on_fit_start has changed the state of an optimizer") == 1
+
+
+class KeepsInference(Module):
+    """Its scheduler keeps a tensor of inference mode, as made in a validation, of which torch counts no changes."""
+
+    def on_train_start(self) -> None:
+        scheduler: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        with torch.inference_mode():
+            scheduler.best = torch.ones(2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = 1
+
+
+def test_tensors_of_inference_mode_are_given_to_hooks(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    fit(tmp_path, CnrCheckpoint(url, 4), module=KeepsInference(), max_epochs=1)
+    _, trainer = fit(tmp_path, CnrCheckpoint(url, 4, resume=True), module=KeepsInference())
+    assert trainer.global_step == EPOCHS * BATCHES
 
 
 class Early(Callback):
