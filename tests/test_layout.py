@@ -18,9 +18,10 @@ from tools.rooms import PAGE, listing, page_with
 
 MAX_MODULES = 14
 """Of a folder of source, ``__init__`` aside."""
-MAX_LINES = 350
-MAX_REFERENCE_LINES = {"cnr_store.training.checkpointer": 550}
-"""Of a module whose docstrings are the reference of a class with many options."""
+MAX_LINES = 600
+MAX_CLASS_LINES = 300
+LARGE_CLASSES = {"Backend": 320, "CnrCheckpoint": 310, "Checkpointer": 480, "Tracker": 310, "Writer": 305}
+"""Classes that may be longer, and how long: in three, docstrings are the reference of what users call."""
 MAX_TEST_FILES = 25
 
 HIDDEN = {
@@ -71,9 +72,17 @@ def test_rooms_have_few_modules() -> None:
 
 def test_modules_are_short() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
-    assert {
-        name: count for name, count in lines.items() if count > MAX_REFERENCE_LINES.get(name, MAX_LINES)
-    } == {}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_classes_are_short() -> None:
+    found = (
+        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: size for name, size in found if size > LARGE_CLASSES.get(name, MAX_CLASS_LINES)} == {}
 
 
 def test_test_folders_have_few_files() -> None:
