@@ -17,12 +17,14 @@ from cnr_backends.errors import (
 from cnr_backends.opening import open_backend
 from cnr_backends.shards import ShardIndex, build_shard, check_chunk, index_nbytes, parse_index
 from cnr_backends.transfer import Transfer
+from cnr_backends.wrapper import WrapperBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "open_backend",
     "Backend",
+    "WrapperBackend",
     "BackendStore",
     "zarr_store",
     "Transfer",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import cnr_store
 from cnr_backends import Backend, StorageFullError, open_backend
 from cnr_backends.local import RESERVE, RESERVE_BYTES
 from cnr_backends.testing.faulty import Fault, FaultyBackend, Result
+from cnr_backends.wrapper import CHANGES
 from cnr_store import SaveError
 from cnr_store.format.layout import VersionId, version_key
 from tests.small_disks import KINDS, fill, free_bytes, small_disk
@@ -49,9 +51,10 @@ class FullFolder(FaultyBackend):
         self._one = threading.Lock()
         super().__init__(open_backend(folder), self._fault)
 
-    def _change(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
-        with self._one:  # no other thread takes the block that this one found
-            return super()._change(operation, key, call)
+    def _pass(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        # No other thread takes the block that this one found.
+        with self._one if operation in CHANGES else nullcontext():
+            return super()._pass(operation, key, call)
 
     def _fault(self, operation: str, key: str, _: int) -> Fault:
         if operation not in ("put", "create") or self.capacity == UNLIMITED:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, TypeAlias, TypeVar
 
 from cnr_backends.backend import Backend
 from cnr_backends.errors import BackendError, StorageError, StorageFullError
-from cnr_backends.pieces import Pieces
+from cnr_backends.wrapper import CHANGES, WrapperBackend
 
 Result = TypeVar("Result")
 
@@ -19,7 +19,7 @@ _ERRNO = {"full": errno.ENOSPC, "unreachable": errno.ECONNRESET, "unanswered": e
 Decide: TypeAlias = Callable[[str, str, int], Fault]
 
 
-class FaultyBackend(Backend):
+class FaultyBackend(WrapperBackend):
     """Passes every operation on to another backend, except those that `fault` picks.
 
     Parameters
@@ -46,65 +46,16 @@ class FaultyBackend(Backend):
     def __init__(
         self, inner: Backend, fault: Decide, *, reads: bool = False, hang: Callable[[], object] = lambda: None
     ) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.atomic_create = inner.atomic_create
+        super().__init__(inner)
         self.log: list[tuple[str, str]] = []
         self._fault = fault
         self._reads = reads
         self._hang = hang
         self._lock = threading.Lock()
 
-    def close(self) -> None:
-        self.inner.close()
-
-    def hold_reserve(self) -> None:
-        self.inner.hold_reserve()
-
-    def shrink_reserve(self) -> bool:
-        return self.inner.shrink_reserve()
-
-    def prepare(self, key: str) -> None:
-        self.inner.prepare(key)
-
-    def sweep(self, prefix: str) -> None:
-        self.inner.sweep(prefix)
-
-    def confirm(self, key: str) -> None:
-        self.inner.confirm(key)
-
-    def _put(self, key: str, pieces: Pieces) -> None:
-        self._change("put", key, lambda: self.inner.put(key, pieces))
-
-    def _create(self, key: str, data: bytes) -> bool:
-        self._change("create", key, lambda: self.inner.create(key, data))
-        return True
-
-    def _delete(self, key: str) -> None:
-        self._change("delete", key, lambda: self.inner.delete(key))
-
-    def _get(self, key: str) -> bytes:
-        return self._read("get", key, lambda: self.inner.get(key))
-
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read("get_range", key, lambda: self.inner.get_range(key, start, length))
-
-    def _get_suffix(self, key: str, length: int) -> bytes:
-        return self._read("get_suffix", key, lambda: self.inner.get_suffix(key, length))
-
-    def _size(self, key: str) -> int:
-        return self._read("size", key, lambda: self.inner.size(key))
-
-    def _list_names(self, prefix: str) -> list[str]:
-        return self._read("list_names", prefix, lambda: self.inner.list_names(prefix))
-
-    def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
-        return self._read("list_keys", prefix, lambda: self.inner.list_keys(prefix))
-
-    def _read(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
-        return self._change(operation, key, call) if self._reads else call()
-
-    def _change(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+    def _pass(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        if operation not in CHANGES and not self._reads:
+            return call()
         with self._lock:
             index = len(self.log)
             self.log.append((operation, key))
