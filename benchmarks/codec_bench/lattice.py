@@ -15,9 +15,9 @@ from benchmarks.codec_bench.machine import describe, pinned
 from benchmarks.codec_bench.rows import Rows, drawn, trained
 from benchmarks.codec_bench.targets import Target
 from cnr_codecs import LatticeRows, RowCodec, UniformRows, decode_into, lattice_step, parse
-from cnr_codecs.entropy.reference import token_of
 from cnr_codecs.kernels import rans
 from cnr_codecs.lattice.steps import block_sums, root_mean_square
+from tests.test_codecs.references.entropy import token_of
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _WIDTHS = (2, 3, 4, 8)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import ParentError, Pending
-from cnr_codecs.lattice.reference import values_of
+from cnr_codecs.lattice.steps import values_of
 from cnr_store.chains.allocation import Array
 from cnr_store.format.record import ArrayEntry
 

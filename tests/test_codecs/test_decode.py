@@ -23,7 +23,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named, round_to_bfloat16
 from cnr_codecs.payload.payload import build
 from cnr_codecs.protocol import Rows
-from cnr_codecs.uniform import reference
+from tests.test_codecs.references import uniform as reference
 
 ROWS = 40
 

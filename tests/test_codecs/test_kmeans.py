@@ -10,11 +10,11 @@ import cnr_codecs
 from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme, Segment
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
-from cnr_codecs.kmeans import reference as kmeans_reference
 from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
-from cnr_codecs.protocol import Rows
-from cnr_codecs.uniform import reference
+from cnr_codecs.protocol import Rows, pack
 from tests.test_codecs.hard_rows import FLOAT_MAX, RowMaker, adversarial_rows, decode, encode, rows_of
+from tests.test_codecs.references import kmeans as kmeans_reference
+from tests.test_codecs.references import uniform as reference
 
 ROW_MAKERS: dict[str, RowMaker] = {
     "normal": lambda rng, dim: rng.normal(0, 0.1, dim),
@@ -92,7 +92,7 @@ def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: 
         assert np.isfinite(values[rows]).all()
         codebooks = codebooks_of(segment)
         codes = kmeans_reference.nearest(values[rows], codebooks)
-        np.testing.assert_array_equal(segment.codes, reference.pack(codes, bits))
+        np.testing.assert_array_equal(segment.codes, pack(codes, bits))
         expected = np.take_along_axis(codebooks, codes.astype(np.intp), 1)
         np.testing.assert_array_equal(decoded[rows].view(np.uint32), expected.view(np.uint32))
 

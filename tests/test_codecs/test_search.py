@@ -14,9 +14,9 @@ from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.protocol import Rows
-from cnr_codecs.uniform import reference
 from cnr_codecs.uniform.uniform import default_walk
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized
+from tests.test_codecs.references import uniform as reference
 
 ShapedMaker: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], Rows]
 DISTRIBUTIONS: dict[str, ShapedMaker] = {

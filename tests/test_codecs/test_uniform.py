@@ -12,8 +12,7 @@ import cnr_codecs
 from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRows
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
-from cnr_codecs.protocol import Rows, encode_chunks
-from cnr_codecs.uniform import reference
+from cnr_codecs.protocol import Rows, encode_chunks, pack
 from cnr_codecs.uniform.uniform import row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
     BITS,
@@ -25,6 +24,7 @@ from tests.test_codecs.hard_rows import (
     quantized,
     rows_of,
 )
+from tests.test_codecs.references import uniform as reference
 
 
 class WithoutChunks:
@@ -42,7 +42,7 @@ def test_codes_and_values_equal_the_reference(values: Rows, scheme: str, bits: i
     decoded = decode(payload)
     for rows, scale, offset, segment in quantized(payload):
         codes = reference.quantize(values[rows], scale, offset, bits)
-        np.testing.assert_array_equal(segment.codes, reference.pack(codes, bits))
+        np.testing.assert_array_equal(segment.codes, pack(codes, bits))
         np.testing.assert_array_equal(reference.unpack(segment.codes, bits, values.shape[1]), codes)
         expected = reference.dequantize(codes, scale, offset)
         np.testing.assert_array_equal(decoded[rows].view(np.uint32), expected.view(np.uint32))

@@ -26,11 +26,10 @@ from cnr_codecs.payload.payload import build as build_payload
 from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
 from cnr_codecs.payload.validate import parse
-from cnr_codecs.protocol import ChunksCodec, RowCodec
+from cnr_codecs.protocol import ChunksCodec, RowCodec, pack
 from cnr_codecs.registry import row_codec
 from cnr_codecs.report import CodecReport, error_report
 from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
-from cnr_codecs.uniform.reference import pack
 from cnr_codecs.uniform.uniform import UniformRows
 
 __version__ = "0.1.0"

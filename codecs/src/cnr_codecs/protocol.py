@@ -150,3 +150,17 @@ def encode_each(
         )
         for (begin, end), seal in zip(pairwise(edges), seals, strict=True)
     ]
+
+
+def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """Return codes packed to (n, ceil(dim * bits / 8)) bytes, the lowest bit first. Each row starts on a byte.
+
+    Parameters
+    ----------
+    codes
+        uint8 (n, dim), each below 2**bits.
+    bits
+        Bits of a code, 1 to 8.
+    """
+    flags = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return np.packbits(flags.reshape(len(codes), -1), axis=1, bitorder="little")

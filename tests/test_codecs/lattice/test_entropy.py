@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_codecs import PayloadError, RowSet, RowSetKind
-from cnr_codecs.entropy import reference
 from cnr_codecs.entropy.lines import BLOCK_LINES, CodedLines, decoded_blocks
 from cnr_codecs.entropy.models import MAX_TOKENS, model_words, normalize
 from cnr_codecs.kernels.rans import CLASSES, TOKENS
 from cnr_codecs.payload.rowset import validate_row_set
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
+from tests.test_codecs.references import entropy as reference
 
 LINES = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 17, 32, 64])
 

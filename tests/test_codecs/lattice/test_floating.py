@@ -21,16 +21,16 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import element_named
-from cnr_codecs.entropy import reference
 from cnr_codecs.entropy.lines import BLOCK_LINES
 from cnr_codecs.lattice.floating import floating_codes
-from cnr_codecs.lattice.floating_reference import codes_of, symbols_of
 from cnr_codecs.payload.coded import code_range, floating_values
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.lattice.test_lattice import as_element, lattice_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
+from tests.test_codecs.references import entropy as reference
+from tests.test_codecs.references.floating import codes_of, symbols_of
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
 MANTISSAS = st.integers(1, 7)

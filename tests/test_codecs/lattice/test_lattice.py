@@ -28,15 +28,15 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import element_named
-from cnr_codecs.entropy import reference
 from cnr_codecs.entropy.lines import BLOCK_LINES
 from cnr_codecs.lattice.lattice import most_code
-from cnr_codecs.lattice.reference import codes_of, values_of
-from cnr_codecs.lattice.steps import SUM_ROWS, block_sums, root_mean_square
+from cnr_codecs.lattice.steps import SUM_ROWS, block_sums, root_mean_square, values_of
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
+from tests.test_codecs.references import entropy as reference
+from tests.test_codecs.references.lattice import codes_of
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16"])
 STEPS = st.builds(lambda m, e: math.ldexp(m, e), st.integers(128, 255), st.integers(-60, 20))

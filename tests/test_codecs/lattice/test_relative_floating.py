@@ -28,7 +28,6 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import element_named
-from cnr_codecs.entropy import reference
 from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.lattice.segments import segments_over
 from cnr_codecs.payload.coded import floating_values
@@ -38,6 +37,7 @@ from tests.test_codecs.hard_rows import decode
 from tests.test_codecs.lattice.test_lattice import FLOATS, as_element
 from tests.test_codecs.lattice.test_relative import compose
 from tests.test_codecs.payload_bytes import header, segment
+from tests.test_codecs.references import entropy as reference
 
 
 class Sums:

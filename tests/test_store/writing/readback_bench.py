@@ -11,9 +11,9 @@ from torch import nn
 
 from cnr_codecs import element_of
 from cnr_codecs.elements import element_named, round_to_bfloat16
-from cnr_codecs.uniform import reference
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import dense_path, slot_path
+from tests.test_codecs.references import uniform as reference
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

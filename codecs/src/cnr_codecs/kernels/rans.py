@@ -1,4 +1,4 @@
-"""Entropy-codes lines of integers with interleaved rANS states. `cnr_codecs.entropy.reference` defines the words.
+"""Entropy-codes lines of integers with interleaved rANS states. The entropy reference of the tests defines the words.
 
 `codes` (int16 or int32, contiguous) holds lines of `line` codes, one after the other; the last line may be shorter.
 Class 0 is that of lines of zeros; each other class has a model of its own. Models are rows of a table of

@@ -21,7 +21,7 @@ from cnr_codecs import (
     parse,
     take_rows,
 )
-from cnr_codecs.lattice.reference import values_of
+from cnr_codecs.lattice.steps import values_of
 from cnr_codecs.payload.coded import MAX_CODE, code_range, floating_values
 from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.payload.rowset import RowSet

@@ -14,7 +14,6 @@ from torch.optim import Adagrad, SparseAdam
 import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import FloatingRows, LosslessRows
-from cnr_codecs.lattice.floating_reference import codes_of
 from cnr_codecs.payload.coded import floating_values
 from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
@@ -22,6 +21,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout, record_document
 from cnr_store.policies.widths import ExpectedRestores, StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
+from tests.test_codecs.references.floating import codes_of
 from tests.test_docs import block
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.training.saving.test_state_bits import Model, OneSumARow, slots, train

@@ -46,20 +46,6 @@ def quantize(values: Float32s, scale: Float32s, offset: Float32s, bits: int) -> 
     return np.rint(np.clip(steps, 0, (1 << bits) - 1)).astype(np.uint8)
 
 
-def pack(codes: Bytes, bits: int) -> Bytes:
-    """Return codes packed to (n, ceil(dim * bits / 8)) bytes, the lowest bit first. Each row starts on a byte.
-
-    Parameters
-    ----------
-    codes
-        uint8 (n, dim), each below 2**bits.
-    bits
-        Bits of a code, 1 to 8.
-    """
-    flags = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    return np.packbits(flags.reshape(len(codes), -1), axis=1, bitorder="little")
-
-
 def unpack(packed: Bytes, bits: int, dim: int) -> Bytes:
     """Return the codes (n, dim) that `pack` packed."""
     flags = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little").reshape(len(packed), dim, bits)
