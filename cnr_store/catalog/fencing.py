@@ -102,10 +102,16 @@ def last_seen(backend: Backend) -> Seen | None:
     return _last_seen.get(_place(backend))
 
 
+def unloaded(backend: Backend, seen: Seen) -> str:
+    """That nothing was loaded of the versions that were seen; "" if there were none."""
+    return f"{backend.url} holds version {seen.version}, and no version was loaded" if seen.version else ""
+
+
 def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> Claim:
     """Claim the number after all that was seen. Nobody deletes `base`, the version that the run starts from.
 
-    Claims of this process count as seen, and so does one that only ends a run that was seen.
+    Without one the run begins anew, which is logged where others were before it. Claims of this process count as
+    seen, and so does one that only ends a run that was seen.
 
     Parameters
     ----------
@@ -121,9 +127,16 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> C
     """
     tried = -1
     _refuse_another_store(backend, seen.store)
+    run_before = "" if base is not None else _open_run(backend)
     while (number := _count_seen(backend, seen, token)) != tried:
         claim = ClaimId(number + 1, token)
         if create_claim(backend, claim, base):
+            if base is None and number:
+                log.warning(
+                    "%s: this run begins anew, and its versions are the latest from now on. To go on from an earlier "
+                    "version, call resume() or load() before the first save%s",
+                    *(unloaded(backend, seen) or f"{backend.url} was claimed by an earlier run", run_before),
+                )
             return Claim(claim)
         tried = number  # taken meanwhile, perhaps by this process
     raise SupersededError(_stale(backend, f"claim {layout.claim_name(number + 1)} was made"))
@@ -175,7 +188,7 @@ def warn_live_writer(catalog: Catalog) -> None:
             )
 
 
-def open_run(backend: Backend) -> str:
+def _open_run(backend: Backend) -> str:
     """What a writer that begins anew is told of the run before it: nothing where that is over, or this process's."""
     with suppress(BackendError, CheckpointError):
         newest = newest_claim(backend)

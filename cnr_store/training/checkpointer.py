@@ -149,6 +149,9 @@ class Checkpointer:
     max_write_bytes_per_second
         How fast saves write in the background. `close`, a preemption and the end of the process lift it, and it does
         not hold for rows that are encoded before `save` returns. None sets no limit.
+    unloaded
+        What the first save does in a store that has versions of which none was loaded: ``warn`` that the run begins
+        anew, or ``raise`` an `OptionError` before anything is claimed or written.
     group
         The ranks that train this model, as a process group of torch.distributed; by default all of the job. Every one
         of them makes a checkpointer and calls its methods, in the same order.
@@ -190,6 +193,7 @@ class Checkpointer:
         max_failures: int = 3,
         retry_seconds: float = 300.0,
         max_write_bytes_per_second: float | None = None,
+        unloaded: arguments.Unloaded = "warn",
         group: torch.distributed.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -203,7 +207,7 @@ class Checkpointer:
             workers=arguments.check_count("workers", workers, minimum=1),
             max_chain=max_chain,
             snapshot_bytes=arguments.check_count("snapshot_bytes", snapshot_bytes, minimum=0),
-            overlap=arguments.check_overlap(overlap),
+            overlap=arguments.check_choice("overlap", overlap, arguments.Overlap),
             on_done=arguments.check_callback("on_done", on_done),
             trusted_optimizers=trusted_classes(trusted_optimizers),
             policy=check_policy(policy),
@@ -211,12 +215,13 @@ class Checkpointer:
             codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits),
             objects=arguments.check_stateful(state or {}),
             rng=rng,
-            on_failure=arguments.check_on_failure(on_failure),
+            on_failure=arguments.check_choice("on_failure", on_failure, arguments.OnFailure),
             max_failures=arguments.check_count("max_failures", max_failures, minimum=1),
             retry_seconds=number("retry_seconds", retry_seconds),
             max_write_bytes_per_second=arguments.check_rate(
                 "max_write_bytes_per_second", max_write_bytes_per_second
             ),
+            unloaded=arguments.check_choice("unloaded", unloaded, arguments.Unloaded),
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
@@ -285,7 +290,7 @@ class Checkpointer:
         Raises
         ------
         OptionError
-            `step` or `overlap` is out of range.
+            `step` or `overlap` is out of range; or ``unloaded="raise"``, and no version of the store was loaded.
         StateError, UnsupportedModelError
             Something can't be stored exactly. Nothing was written, and no row is forgotten.
         ModelMismatchError

@@ -88,6 +88,12 @@ class Writer:
         return self._claim is not None or self._after is not None
 
     @property
+    def unloaded(self) -> str:
+        """That the first write will begin anew in a store with versions, as its caller is told; "" if it won't."""
+        begins_anew = not self.has_claimed and self._base is None
+        return fencing.unloaded(self._backend, self._seen) if begins_anew else ""
+
+    @property
     def removable(self) -> str:
         """The greatest version of other writers that retention may remove for this one; "" if there is none."""
         return self._seen.removable
@@ -132,16 +138,7 @@ class Writer:
             return fencing.renewed_claim(
                 self._backend, self._after, self._base, self._token, self._seen.store
             )
-        run_before = "" if self._base is not None else fencing.open_run(self._backend)
-        claim = fencing.first_claim(self._backend, self._seen, self._base, self._token)
-        if self._base is None and claim.id.generation > 1:
-            log.warning(
-                "%s was written by earlier runs and none of their versions was loaded: this run begins anew, and its "
-                "versions are the latest from now on. To go on from an earlier version, call load() before the first "
-                "save%s",
-                *(self._backend.url, run_before),
-            )
-        return claim
+        return fencing.first_claim(self._backend, self._seen, self._base, self._token)
 
     def hold(self, lineage: Lineage) -> tuple[list[str], Record | None]:
         """Claim the store, so that nothing of `lineage` is removed any more. Training waits, so nothing is tried again.

@@ -18,22 +18,16 @@ log = logging.getLogger("cnr_store")
 
 Overlap = Literal["wait", "skip"]
 OnFailure = Literal["raise", "log"]
+Unloaded = Literal["warn", "raise"]
 IGNORE = 'load(strict="ignore"), which loads'
 """The advice in messages, which go on with what it loads."""
 
 
-def check_overlap(overlap: object) -> Overlap:
-    """What a save does while another one is being written."""
-    if overlap not in get_args(Overlap):
-        raise OptionError(f"overlap={overlap!r}: give {' or '.join(map(repr, get_args(Overlap)))}")
-    return overlap  # type: ignore[return-value]  # just checked
-
-
-def check_on_failure(on_failure: object) -> OnFailure:
-    """What becomes of a save that failed in the background."""
-    if on_failure not in get_args(OnFailure):
-        raise OptionError(f"on_failure={on_failure!r}: give {' or '.join(map(repr, get_args(OnFailure)))}")
-    return on_failure  # type: ignore[return-value]  # just checked
+def check_choice(name: str, value: object, choices: Any) -> Any:
+    """One of the words of a `Literal`."""
+    if value not in get_args(choices):
+        raise OptionError(f"{name}={value!r}: give {' or '.join(map(repr, get_args(choices)))}")
+    return value
 
 
 def check_callback(name: str, function: Callable[..., object] | None) -> Callable[..., object] | None:

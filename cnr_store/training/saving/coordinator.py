@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cnr_backends import BackendError
-from cnr_store.errors import CheckpointError
+from cnr_store.errors import CheckpointError, OptionError
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.group import Document, Group
@@ -97,6 +97,11 @@ class Coordinator:
         def merge(said: list[Document]) -> Document:
             digests.extend(digest for doc in said for digest in doc.get("state", ()))
             agreed = merge_said(phase, said)
+            if (unloaded := self._saves.writer.unloaded) and self._options.unloaded == "raise":
+                raise OptionError(
+                    f"{phase}: {unloaded}. Nothing was written. Call resume() before the first save; or give another "
+                    "URL, or unloaded='warn', to begin anew"
+                )
             may_be_delta = agreed["skips"] is None and not request.full
             return {**agreed, **self._hold_bases(phase)} if may_be_delta else agreed
 
@@ -134,9 +139,8 @@ class Coordinator:
 
     def _prepare(self, request: Request) -> _Ready:
         step = arguments.check_count("step", request.step, minimum=0)
-        overlap = (
-            self._options.overlap if request.overlap is None else arguments.check_overlap(request.overlap)
-        )
+        overlap = self._options.overlap if request.overlap is None else request.overlap
+        arguments.check_choice("overlap", overlap, arguments.Overlap)
         latest = self._saves.latest
         if overlap == "skip" and latest is not None and not latest.done():
             return _Ready(step, overlap, request.full, None, latest.step)

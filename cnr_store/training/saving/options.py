@@ -15,7 +15,7 @@ from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.ranks.group import Document, Group
-from cnr_store.training.model.arguments import OnFailure, Overlap
+from cnr_store.training.model.arguments import OnFailure, Overlap, Unloaded
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.agreement import check_alike
@@ -58,6 +58,7 @@ class Options:
     max_failures: int
     retry_seconds: float
     max_write_bytes_per_second: float | None
+    unloaded: Unloaded
 
     def agree(self, group: Group, url: str, tables: Sequence[Table]) -> None:
         """Compare what all ranks were given.
@@ -103,6 +104,7 @@ class Options:
             "overlap": self.overlap,
             "on_failure": self.on_failure,
             "max_failures": self.max_failures,
+            "unloaded": self.unloaded,
             "timeout_seconds": group.timeout_seconds,
         }
         group.decide(CONSTRUCT, said, judge)

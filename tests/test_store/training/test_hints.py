@@ -36,7 +36,7 @@ def test_a_run_that_begins_anew_beside_earlier_versions_is_told(
             checkpointer.save(30)
         assert "begins anew" not in caplog.text
         cnr_store.save(tmp_path, model, step=10)
-    assert "call load() before the first save" in caplog.text
+    assert "call resume() or load() before the first save" in caplog.text
 
 
 def test_without_torch_the_extra_is_named() -> None:
