@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.nightly import sample
@@ -28,8 +29,12 @@ ROOM_BYTES = 4 << 30
 def pytest_configure() -> None:
     """Keep temporary files in memory where there is room, since every object is synced.
 
-    And let Ctrl-C interrupt, for the tests that send it: a shell has its background jobs ignore it.
+    And let Ctrl-C interrupt, for the tests that send it: a shell has its background jobs ignore it. No property has a
+    deadline: a busy machine is no fault.
     """
+    hypothesis.settings.register_profile("default", hypothesis.settings.get_profile("default"), deadline=None)
+    if not os.environ.get("CI"):
+        hypothesis.settings.load_profile("default")
     if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
