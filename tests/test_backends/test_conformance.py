@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from zarr.storage import FsspecStore, MemoryStore, ObjectStore
 
-from cnr_backends import Backend, open_backend
+from cnr_backends import Backend, WrapperBackend, open_backend
 from cnr_backends.remote import FsspecBackend
 from cnr_backends.testing import BackendConformance, DelayedBackend, FaultyBackend, FoldingBackend
 
@@ -68,6 +68,12 @@ class TestZarrObjectStore(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
         return open_backend(ObjectStore(import_module("obstore.store").MemoryStore()))
+
+
+class TestWrapper(BackendConformance):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return WrapperBackend(open_backend(tmp_path))
 
 
 class TestFaultyWithoutFaults(BackendConformance):

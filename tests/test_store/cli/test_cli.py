@@ -274,11 +274,23 @@ def test_export_writes_what_state_dict_returns(
 
 
 def test_serve_answers_until_interrupted(store: str) -> None:
-    command = [sys.executable, "-m", "cnr_store.cli", "serve", store, "--port", "0", "--version", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "cnr_store.cli",
+        "serve",
+        store,
+        "--port",
+        "0",
+        "--version",
+        "1",
+        "--host",
+        "127.0.0.2",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            said = re.search(r"\(step 1\) at (http://127\.0\.0\.1:[1-9][0-9]*)/$", server.stderr.readline())
+            said = re.search(r"\(step 1\) at (http://127\.0\.0\.2:[1-9][0-9]*)/$", server.stderr.readline())
             assert said
             address = said[1]
             with urllib.request.urlopen(f"{address}/zarr.json", timeout=60) as answer:

@@ -317,7 +317,7 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said == ["mine is in use and stays as it is"]
     with demo_place("mine", {}, False, said.append) as (url, _):
         assert url == "mine/run-3"
-    with demo_place(None, {}, True, said.append) as (url, _):
+    with demo_place(None, {}, keep=True, say=said.append) as (url, _):
         assert url == "demo-run"
     with demo_place(None, {}, False, said.append) as (url, backend):
         backend.put("a", b"")

@@ -194,6 +194,7 @@ def test_tied_tables_come_once(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, Tied())
     (update,) = cnr_store.follow(tmp_path)
     assert update.arrays["a.weight"].aliases == ("b.weight",)
+    assert update.arrays["a.weight"].is_table
     assert [block.name for block in update.blocks()] == ["a.weight"]
     assert cnr_store.state_dict(tmp_path).keys() == {"a.weight", "b.weight"}
 
