@@ -32,7 +32,7 @@ from cnr_store.dcp.contents import Contents, StoredTensor
 from cnr_store.errors import OptionError, RanksError
 from cnr_store.format.record import Record
 from cnr_store.format.state import decode_state
-from cnr_store.training.loading.validate_state import state_tensor
+from cnr_store.training.loading.validate_state import torch_value
 from cnr_store.training.model.tensors import assign_dense, assign_rows
 
 
@@ -181,7 +181,7 @@ class Reader(StorageReader):
         """
         catalog, record, _ = self._open
         value = decode_state(
-            doc, read=lambda path: read_dense(catalog, record, path)[0], from_leaf=state_tensor
+            doc, read=lambda path: read_dense(catalog, record, path)[0], from_leaf=torch_value
         )
         data = io.BytesIO()
         torch.save(value, data)

@@ -9,9 +9,11 @@ whose keys are strings that do not begin with ``$``. Everything else is an objec
 ``$dict``      a list of ``[key, value]`` pairs: keys that are not plain strings
 ``$ordered``   the same for an ordered dictionary
 ``$counter``   the same for a counter
+``$deque``     ``[maxlen or null, list]``
 ``$bytes``     base64
 ``$scalar``    ``[dtype, base64]``: a numpy scalar, little-endian
 ``$array``     ``{"kind", "dtype", "shape", "data": base64}`` or ``{"kind", "path", ...}``
+``$class``     ``[class, value]``: see `OfClass`
 =============  ======================================================================
 
 ``$array`` holds a numpy array (kind ``numpy``) or a tensor (kind ``torch``, with ``torch_dtype`` where the
@@ -25,7 +27,7 @@ import binascii
 import json
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +37,8 @@ from cnr_store.errors import CheckpointError, FormatError, StateError
 from cnr_store.format.state_arrays import (
     ArrayLeaf,
     Beside,
+    Leaf,
+    OfClass,
     decode_leaf,
     decode_scalar,
     encode_leaf,
@@ -61,7 +65,7 @@ def encode_state(
     value: object,
     *,
     beside: Beside,
-    as_leaf: Callable[[object], ArrayLeaf | None] = lambda _: None,
+    as_leaf: Callable[[object], Leaf | None] = lambda _: None,
 ) -> Json:
     """Turn a state into JSON values.
 
@@ -73,7 +77,7 @@ def encode_state(
         Called with (path in the tree, leaf) for an array too large to stand in the tree, its values
         little-endian; returns the path of the array it becomes in the version.
     as_leaf
-        Recognises other array types, such as tensors; ValueError for one that has no plain values.
+        Recognises other types, such as tensors; ValueError for a value that has no plain ones.
 
     Raises
     ------
@@ -91,7 +95,7 @@ def encode_state(
 class _Encoder:
     """Takes few frames a level, so that `MAX_DEPTH` levels fit the interpreter's stack."""
 
-    def __init__(self, beside: Beside, as_leaf: Callable[[object], ArrayLeaf | None]) -> None:
+    def __init__(self, beside: Beside, as_leaf: Callable[[object], Leaf | None]) -> None:
         self._beside = beside
         self._as_leaf = as_leaf
 
@@ -122,9 +126,11 @@ class _Encoder:
                     for key, item in value.items()
                 ]
             }
-        return self._single(value, path)
+        if isinstance(value, deque) and kind is deque:
+            return {"$deque": [value.maxlen, self.value(list(value), path, depth + 1)]}
+        return self._single(value, path, depth)
 
-    def _single(self, value: object, path: str) -> Json:
+    def _single(self, value: object, path: str, depth: int) -> Json:
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -139,17 +145,19 @@ class _Encoder:
         if isinstance(value, np.generic) and (scalar := encode_scalar(value)) is not None:
             return {"$scalar": scalar}
         try:
-            leaf = self._as_leaf(value)
+            leaf = value if isinstance(value, OfClass) else self._as_leaf(value)
         except ValueError as error:
             raise StateError(f"state{path}: {error}") from error
         if leaf is None and isinstance(value, np.ndarray) and kind is np.ndarray:
             leaf = ArrayLeaf(value)
+        if isinstance(leaf, OfClass):
+            return {"$class": [leaf.name, self.value(leaf.value, path, depth + 1)]}
         if leaf is not None:
             return {"$array": encode_leaf(leaf, path, self._beside)}
         raise StateError(
-            f"state{path}: a {kind.__module__}.{kind.__qualname__} can't be stored; use None, bool, int, float, "
-            "str, bytes, list, tuple, dict, Counter, plain numpy arrays or tensors (give an object's state_dict() "
-            "instead of the object)"
+            f"state{path}: a {kind.__module__}.{kind.__qualname__} can't be stored; use None, bool, int, float, str, "
+            "bytes, list, tuple, deque, dict, Counter, plain numpy arrays or tensors (give an object's state_dict() "
+            "instead of the object, an enum's value, a named tuple as a plain one)"
         )
 
 
@@ -157,11 +165,12 @@ def decode_state(
     doc: Json,
     *,
     read: Callable[[str], np.ndarray[Any, Any]],
-    from_leaf: Callable[[ArrayLeaf], object] = lambda leaf: leaf.values,
+    from_leaf: Callable[[Leaf], object] = lambda leaf: leaf if isinstance(leaf, OfClass) else leaf.values,
 ) -> Any:
     """The state that `encode_state` was given.
 
-    `read` returns the array at a path of the version; `from_leaf` turns a leaf of kind ``torch`` into a tensor.
+    `read` returns the array at a path of the version; `from_leaf` turns a leaf of kind ``torch`` into a tensor, and
+    makes the values of classes that it knows.
 
     Raises
     ------
@@ -178,7 +187,7 @@ class _Decoder:
     """The way back, with as few frames."""
 
     def __init__(
-        self, read: Callable[[str], np.ndarray[Any, Any]], from_leaf: Callable[[ArrayLeaf], object]
+        self, read: Callable[[str], np.ndarray[Any, Any]], from_leaf: Callable[[Leaf], object]
     ) -> None:
         self._read = read
         self._from_leaf = from_leaf
@@ -211,6 +220,16 @@ class _Decoder:
             if len(mapping) != len(pairs):
                 raise ValueError("a key stands twice")
             return mapping
+        if tag == "$deque":
+            maxlen, items = body
+            if not isinstance(items, list) or (maxlen is not None and len(items) > maxlen):
+                raise ValueError("it has no list, or a longer one than it may have")
+            return deque(self.value(items, depth + 1), maxlen)
+        if tag == "$class":
+            name, value = body
+            if type(name) is not str:
+                raise ValueError("its class has no name")
+            return self._from_leaf(OfClass(name, self.value(value, depth + 1)))
         if tag == "$float" and body in ("nan", "inf", "-inf"):
             return float(body)
         if tag == "$bytes":

@@ -53,6 +53,23 @@ class ArrayLeaf:
     is_beside: bool = False
 
 
+@dataclass
+class OfClass:
+    """A value of a class, which readers MUST NOT look up by its name.
+
+    Attributes
+    ----------
+    name
+        Of the class, with its module.
+    value
+        A state of which the class makes it.
+    """
+
+    name: str
+    value: Any
+
+
+Leaf = ArrayLeaf | OfClass
 Beside = Callable[[str, ArrayLeaf], str]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.state import encode_state
-from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.state_arrays import ArrayLeaf, Leaf
 from cnr_store.integrations.lightning_averages import averaging, go_on_averaging, resume_normalizing
 from cnr_store.integrations.lightning_checkpoint import (
     MODEL,
@@ -29,6 +29,7 @@ from cnr_store.integrations.lightning_checkpoint import (
 from cnr_store.integrations.lightning_loaders import position_loaders, warn_of_moved_loaders
 from cnr_store.integrations.lightning_package import KNOWN_MODULES, Callback, LightningModule, callbacks
 from cnr_store.integrations.lightning_warnings import warn_of_early_hooks, warn_of_parts, warn_of_rest
+from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.model.tensors import check_has_values
 
@@ -341,9 +342,9 @@ def _overrides(value: object, method: str, base: type) -> bool:
     return getattr(own, "__func__", None) is not getattr(base, method)
 
 
-def _leaf_without_values(value: object) -> ArrayLeaf | None:
-    """Stands for a tensor or an array, whose values the save itself copies."""
+def _leaf_without_values(value: object) -> Leaf | None:
+    """What `tensor_leaf` returns, without the values of tensors and arrays, which the save itself copies."""
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
         check_has_values(value)
         return ArrayLeaf(np.zeros(0))
-    return ArrayLeaf(np.zeros(0, value.dtype)) if type(value) is np.ndarray else None
+    return ArrayLeaf(np.zeros(0, value.dtype)) if type(value) is np.ndarray else tensor_leaf(value)

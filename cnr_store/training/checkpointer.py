@@ -27,6 +27,7 @@ from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
 from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
+from cnr_store.training.model.object_state import check_settings
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.joint_preemption import JointPreemption
 from cnr_store.training.process.preemption import Preemption, watch_signals
@@ -225,6 +226,7 @@ class Checkpointer:
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer)
+        check_settings(trained.optimizers)
         self._structure = ModelStructure(model, trained.sharded)
         options.codecs.check_tables([table.name for table in trained.tables])
         options.codecs.choose_tables({table.name: table.nbytes for table in trained.tables})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cnr_store.errors import FormatError
-from cnr_store.format.state_arrays import NUMBER_TYPES, ArrayLeaf
+from cnr_store.format.state_arrays import NUMBER_TYPES, Leaf
 
 Array = np.ndarray[Any, Any]
 NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
@@ -57,7 +57,7 @@ class ModelFile:
     tensors: Mapping[str, FileTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_state: Mapping[str, Any] = field(default_factory=dict)
-    as_leaf: Callable[[object], ArrayLeaf | None] = lambda _: None
+    as_leaf: Callable[[object], Leaf | None] = lambda _: None
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:

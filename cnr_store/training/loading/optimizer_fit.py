@@ -14,6 +14,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.loading.moved_tables import FUSED_SLOT, MovedTables
+from cnr_store.training.loading.state_tree import settings_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.model.tables import Table
@@ -203,7 +204,9 @@ def _fit_optimizer(
         )
     if everything:
         try:
-            check_groups(optimizer, names, tree)
+            groups = check_groups(optimizer, names, tree)
+            groups = settings_of(groups, optimizer.param_groups, f"param_groups of optimizer {position}")
+            tree = {**tree, "param_groups": groups}
         except ModelMismatchError as error:
             match.lacks([f"settings of optimizer {position}"], str(error))
             settings = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CheckpointError, FormatError, ModelMismatchError
 from cnr_store.format.record import Record
 from cnr_store.format.state import decode_state
-from cnr_store.training.loading.validate_state import state_tensor
+from cnr_store.format.state_arrays import OfClass
+from cnr_store.training.loading.validate_state import torch_value
 
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
 
@@ -40,7 +42,36 @@ def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: se
         seen.add(path)
         return read_dense(catalog, record, path)[0]
 
-    return decode_state(doc, read=read, from_leaf=state_tensor)
+    return decode_state(doc, read=read, from_leaf=torch_value)
+
+
+def settings_of(stored: Any, live: Any, path: str) -> Any:
+    """Stored settings of an optimizer, in which values have the classes that `live` ones have at their places.
+
+    Raises
+    ------
+    ModelMismatchError
+        There is none of that class, or it does not accept the value.
+    """
+    if isinstance(stored, OfClass):
+        kind: Any = type(live)
+        try:
+            if not stored.name.endswith(f".{kind.__qualname__}"):
+                raise TypeError(f"it is of class {kind.__qualname__} now")
+            make, items = (kind, live.value) if isinstance(live, Enum) else (kind._make, list(live))
+            return make(settings_of(stored.value, items, path))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ModelMismatchError(
+                f"{path} was a {stored.name} of {stored.value!r:.200}, which can't be made again: {error}; set it to "
+                "any value of that class before you load"
+            ) from error
+    if type(stored) is dict:
+        beside = live if isinstance(live, dict) else {}
+        return {key: settings_of(one, beside.get(key), f"{path}[{key!r}]") for key, one in stored.items()}
+    if type(stored) in (list, tuple):
+        beside = dict(enumerate(live)) if isinstance(live, list | tuple) else {}
+        return type(stored)(settings_of(one, beside.get(i), f"{path}[{i}]") for i, one in enumerate(stored))
+    return stored
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from cnr_store.chains.allocation import allocate
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.layout import slot_path, weight_path
 from cnr_store.format.record import ArrayEntry
-from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.state_arrays import Leaf, OfClass
 from cnr_store.format.validate import members, shown, text, texts
 from cnr_store.training.model.optimizer_state import Tree
 from cnr_store.training.model.rng_state import check_rng_state
@@ -181,14 +181,26 @@ def check_slots(
         raise CorruptionError(f"{where}: {unnamed[0]} is stored, but the state names no optimizer of it")
 
 
-def state_tensor(leaf: ArrayLeaf) -> torch.Tensor:
-    """The tensor that a leaf of kind ``torch`` stands for.
+def torch_value(leaf: Leaf) -> object:
+    """The tensor that a leaf of kind ``torch`` stands for, or torch's type, device or shape.
+
+    Values of other classes stay as they are.
 
     Raises
     ------
     FormatError, ModelMismatchError
         Its element type is not one whose bits it holds, or none that this torch has.
     """
+    if isinstance(leaf, OfClass):
+        makers: Mapping[str, Any] = {
+            "torch.dtype": dtype_named,
+            "torch.device": torch.device,
+            "torch.Size": torch.Size,
+        }
+        try:
+            return makers[leaf.name](leaf.value) if leaf.name in makers else leaf
+        except RuntimeError as error:
+            raise FormatError(f"state: {leaf.value!r:.80} is no {leaf.name} of this torch") from error
     if leaf.torch_dtype is not None:
         values, dtype = leaf.values, dtype_named(leaf.torch_dtype)
         # Quantized values mean nothing without a scale, which is not stored.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import StateError
 from cnr_store.format.state import dumps, encode_state
-from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
-from cnr_store.training.model.tensors import dense_numpy, dense_type
+from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name
 from cnr_store.writing.plan import DensePiece
 
 MAX_METADATA_BYTES = 64 << 10
@@ -46,8 +47,8 @@ def spread_leaf(value: torch.Tensor, name: str) -> SpreadLeaf:
     return SpreadLeaf(shape, "torch", torch_dtype, True, pieces)
 
 
-def tensor_leaf(value: object) -> ArrayLeaf | None:
-    """A copy of a tensor or a numpy array as a leaf of a state.
+def tensor_leaf(value: object) -> Leaf | None:
+    """A copy of a tensor or a numpy array as a leaf of a state, or a type, device or shape of torch.
 
     None for subclasses, because their masks, units or shards would be lost, and for anything else.
     """
@@ -59,7 +60,11 @@ def tensor_leaf(value: object) -> ArrayLeaf | None:
         return ArrayLeaf(values, "torch", torch_dtype)
     if isinstance(value, np.ndarray) and kind is np.ndarray:
         return ArrayLeaf(value.copy())
-    return None
+    if isinstance(value, torch.dtype):
+        return OfClass("torch.dtype", dtype_name(value))
+    if isinstance(value, torch.device):
+        return OfClass("torch.device", str(value))
+    return OfClass("torch.Size", list(value)) if isinstance(value, torch.Size) else None
 
 
 def state_of(value: Any) -> Any:
@@ -75,8 +80,52 @@ def state_of(value: Any) -> Any:
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
+def class_name(kind: type) -> str:
+    """What a store calls a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether a class was made by `collections.namedtuple`."""
+    return issubclass(kind, tuple) and hasattr(kind, "_make")
+
+
+def _settings(value: Any) -> Any:
+    """Settings of an optimizer, in which enums and named tuples are values of their class."""
+    kind = type(value)
+    if isinstance(value, Enum):
+        return OfClass(class_name(kind), _settings(value.value))
+    if is_named_tuple(kind):
+        return OfClass(class_name(kind), list(map(_settings, value)))
+    if kind is dict:
+        return {key: _settings(one) for key, one in value.items()}
+    return kind(map(_settings, value)) if kind in (list, tuple) else value
+
+
+def check_settings(optimizers: Sequence[Optimizer]) -> None:
+    """Check that the settings of optimizers can be stored, except where a ``state_dict`` may tell others.
+
+    Raises
+    ------
+    StateError
+        Naming the setting that can't.
+    """
+    for position, each in enumerate(optimizers):
+        if type(each).state_dict is not Optimizer.state_dict or each._optimizer_state_dict_post_hooks:
+            continue
+        groups = [{**group, "params": None} for group in each.param_groups]
+        tree = {"optimizers": {position: {"param_groups": _settings(groups)}}}
+        try:
+            encode_state(tree, beside=lambda path, _: path, as_leaf=tensor_leaf)
+        except StateError as error:
+            raise StateError(
+                f"{error}; or take it out of the groups that {type(each).__name__}.state_dict() returns with "
+                "register_state_dict_post_hook, and put it back with register_load_state_dict_pre_hook"
+            ) from error
+
+
 def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's tree, in which state of parameters that are DTensors is as leaves.
+    """An optimizer's tree as it is stored: state of parameters that are DTensors is as leaves.
 
     Raises
     ------
@@ -100,7 +149,7 @@ def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, 
         name: {key: leaf(name, key, value) for key, value in values.items()}
         for name, values in tree["state"].items()
     }
-    return {**tree, "state": state}
+    return {**tree, "param_groups": _settings(tree["param_groups"]), "state": state}
 
 
 def spread_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -133,9 +182,9 @@ def encode_metadata(metadata: Any) -> Any:
 
     def plain_leaf(value: object) -> ArrayLeaf | None:
         leaf = tensor_leaf(value)
-        if (
-            leaf is not None and leaf.torch_dtype is not None
-        ):  # the catalog, which has no torch, would give its bits
+        if isinstance(leaf, OfClass):  # the catalog, which has no torch, would not know it
+            return None
+        if leaf is not None and leaf.torch_dtype is not None:  # and of this one it would give the bits
             raise ValueError(
                 f"metadata holds no {leaf.torch_dtype} tensor; give its item(), or convert it with float()"
             )

@@ -1,12 +1,13 @@
-"""Loads an optimizer's state in the element types that it had.
+"""Loads an optimizer's state in the element types and classes that it had.
 
 torch casts the state of floating-point parameters to the parameters' type while it loads it, on the assumption that the
-types match. But the moments of a bfloat16 table may be float32, and counts integers.
+types match. But the moments of a bfloat16 table may be float32, and counts integers. It makes all else that has items
+anew from a generator of them: queues lose their length by it, and arrays can't be made so.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -36,29 +37,51 @@ def load_uncast(optimizer: Optimizer, state_dict: dict[str, Any], converted: Col
         if isinstance(values, Mapping)
         for value in values.values()
     }
-    with warnings.catch_warnings():
-        # torch warns of casts that are undone below.
-        warnings.filterwarnings("ignore", "Casting complex values to real", UserWarning)
+    given: dict[int, Mapping[Any, Any]] = {}
+
+    def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        numbers = {number for group in loaded["param_groups"] for number in group["params"]}
+        given.update({number: values for number, values in loaded["state"].items() if number in numbers})
+        rest = {key: value for key, value in loaded["state"].items() if key not in numbers}
+        return {**loaded, "state": rest}
+
+    def put(_: Optimizer) -> None:
+        trained = [(one, group) for group in optimizer.param_groups for one in group["params"]]
+        for number, values in given.items():
+            parameter, group = trained[number]
+            cast = parameter.dtype if number in converted else None
+            optimizer.state[parameter] = {
+                key: _moved(value, key, parameter.device, group, None if id(value) in own else cast)
+                for key, value in values.items()
+            }
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+    # Within the hooks of others, which see what was stored, and what is loaded.
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(put, prepend=True),
+    ]
+    try:
         optimizer.load_state_dict(state_dict)
-    parameters = dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
-    for number, given in state_dict["state"].items():
-        if number not in parameters:  # state of no parameter is taken as it is
-            continue
-        now = optimizer.state[parameters[number]]
-        for key in given.keys() & now.keys() - {"step"}:  # kernels need the type that torch gives steps
-            if number not in converted or id(given[key]) in own:
-                now[key] = _uncast(given[key], now[key], parameters[number].dtype)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _uncast(given: Any, now: Any, cast_to: torch.dtype) -> Any:
-    """`now`, with what torch has cast replaced by what was given; any other change was made by a hook."""
-    if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
-        was_cast = given.dtype != now.dtype == cast_to and given.shape == now.shape
-        return given.to(now.device) if was_cast else now
-    if isinstance(given, str):  # of which torch makes a list of characters
-        return given
-    if isinstance(given, dict) and isinstance(now, dict) and given.keys() == now.keys():
-        return {key: _uncast(given[key], now[key], cast_to) for key in now}
-    if type(given) is type(now) and type(now) in (list, tuple) and len(given) == len(now):
-        return type(now)(_uncast(one, other, cast_to) for one, other in zip(given, now, strict=True))
-    return now
+def _moved(
+    value: Any, key: Any, device: torch.device, group: Mapping[str, Any], cast: torch.dtype | None
+) -> Any:
+    """State with its tensors on a device, and floating-point ones cast; but steps only as kernels need them."""
+    if isinstance(value, torch.Tensor):
+        if key == "step":
+            if not (group.get("capturable") or group.get("fused")):
+                return value
+            cast = torch.float32 if group.get("fused") else None
+        return value.to(device, cast if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return type(value)({name: _moved(one, name, device, group, cast) for name, one in value.items()})
+    if isinstance(value, list | tuple | deque):
+        items = [_moved(one, None, device, group, cast) for one in value]
+        kind = type(value)
+        return deque(items, value.maxlen) if isinstance(value, deque) else getattr(kind, "_make", kind)(items)
+    return value

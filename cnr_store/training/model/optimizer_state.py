@@ -258,15 +258,15 @@ def _share_tensors(own: Sequence[Group], saved: Sequence[Group]) -> None:
                     group[name] = shared
 
 
-def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> None:
-    """Check that the tree has each parameter group of the optimizer, and no other.
+def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> list[Group]:
+    """Check that the tree has each parameter group of the optimizer, and no other; the tree's, in its order.
 
     Raises
     ------
     ModelMismatchError, UnsupportedModelError
         Naming the group that differs.
     """
-    _match_groups(tree["param_groups"], _named_groups(optimizer, names))
+    return _match_groups(tree["param_groups"], _named_groups(optimizer, names))
 
 
 def _slots_of(

@@ -31,6 +31,10 @@ NO_STATE = [
     {"$array": {"kind": "numpy", "path": DENSE}},
     {"$scalar": ["<f8", ""]},
     {"$dict": [[{"$dict": []}, 1]]},
+    {"$class": ["torch.dtype", "load"]},
+    {"$class": ["torch.dtype", 5]},
+    {"$class": ["torch.device", "nowhere"]},
+    {"$class": ["torch.Size", {"$float": "nan"}]},
 ]
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ states = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
+        st.builds(deque, st.lists(inner, max_size=4), st.sampled_from([None, 0, 2, 4])),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(st.sampled_from(["a", "$tuple", "$x", ""]), inner, max_size=4),
         st.dictionaries(st.text(), inner, max_size=4).map(OrderedDict),
@@ -52,8 +53,9 @@ def same(left: Any, right: Any) -> bool:
             for pair in zip(left.items(), right.items(), strict=True)
             for a, b in zip(*pair, strict=True)
         )
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, list | tuple | deque):
+        lengths = (len(left), getattr(left, "maxlen", 0)), (len(right), getattr(right, "maxlen", 0))
+        return lengths[0] == lengths[1] and all(map(same, left, right))
     if isinstance(left, np.ndarray):
         return bool(
             left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
@@ -182,6 +184,15 @@ def test_no_stack_is_too_short_for_an_error() -> None:
         '{"$ordered": 5}',
         '{"$counter": [[1, 2], [1, 3]]}',
         '{"$dict": [[{"$x": 1}, 1]]}',
+        '{"$deque": 5}',
+        '{"$deque": [null, {"$tuple": [1]}]}',
+        '{"$deque": [1, [1, 2]]}',
+        '{"$deque": [-1, []]}',
+        '{"$deque": [1.5, []]}',
+        '{"$deque": [99999999999999999999, []]}',
+        '{"$class": 5}',
+        '{"$class": ["torch.dtype"]}',
+        '{"$class": [5, 5]}',
         '{"$bytes": 5}',
         '{"$scalar": 1}',
         '{"$scalar": ["<f8", ""]}',
