@@ -31,6 +31,22 @@ as the ``__cause__`` of one of these where a version, table or row can be named.
 
 from __future__ import annotations
 
+import shlex
+from contextvars import ContextVar
+
+for_shell: ContextVar[bool] = ContextVar("for_shell", default=False)
+"""Whether messages name options as the command line does."""
+_SHELL_NAMES = {"tables": "table", "stall_seconds": "stall-ms", "failure_seconds": "failure-hours"}
+
+
+def option(name: str, value: object = True) -> str:
+    """An option as the reader of a message types it: ``key='model'``, or ``--key model`` in the shell."""
+    if not for_shell.get():
+        return f"{name}={value!r}"
+    word = f"--{_SHELL_NAMES.get(name, name).replace('_', '-')}"
+    values = value if isinstance(value, list) else [value]
+    return word if value is True else " ".join(f"{word} {shlex.quote(str(each))}" for each in values)
+
 
 class CheckpointError(Exception):
     """Root of this package's errors."""

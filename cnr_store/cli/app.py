@@ -25,11 +25,12 @@ from cnr_store.cli.inspection import diff, info
 from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, repair, verify
 from cnr_store.cli.marks import pin, tag, unpin, untag
+from cnr_store.cli.output import plain
 from cnr_store.cli.report.command import report
 from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm
-from cnr_store.errors import CheckpointError
+from cnr_store.errors import CheckpointError, for_shell
 
 _NARROW = 60
 """Columns of a terminal. With fewer, the tables of help would cut the names of options, so it is plain text."""
@@ -73,11 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 an error, 2 wrong usage, 3 damage, 4 what may be damage."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors=_SPELLED)  # a terminal may know fewer letters than names use
+    token = for_shell.set(True)
     app.rich_markup_mode = "markdown" if get_terminal_size().columns >= _NARROW else None
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="cnr")
         finally:
+            for_shell.reset(token)
             if sys.stdout is not None:  # it was closed
                 sys.stdout.flush()  # here, since at exit nobody could tell that it failed
     except (CheckpointError, BackendError, CodecError) as error:
@@ -104,7 +107,8 @@ codecs.register_error(_SPELLED, _spell)
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {message}", style="red"))
+    lines = "\n".join(map(plain, message.split("\n")))
+    Console(stderr=True, soft_wrap=True).print(Text(f"cnr: {lines}", style="red"))
     sys.exit(1)
 
 

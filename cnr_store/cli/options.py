@@ -125,7 +125,9 @@ def parse_bits(text: str) -> int | str:
     try:
         check_bits(bits)
     except OptionError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(
+            f"there is no width {text}: give auto, 2, 3, 4, 8, or 32 (lossless)"
+        ) from error
     return bits
 
 

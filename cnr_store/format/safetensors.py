@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cnr_store.errors import FormatError, OptionError
+from cnr_store.errors import FormatError, OptionError, option
 from cnr_store.format import validate
 from cnr_store.format.state import loads
 
@@ -103,7 +103,8 @@ def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str,
     for name, (element, _) in tensors.items():
         if element not in _TAGS or name == _METADATA:
             raise OptionError(
-                f"safetensors can't hold {name!r} of type {element}; choose format='zarr', or convert it in the model"
+                f"safetensors can't hold {name!r} of type {element}; choose {option('format', 'zarr')}, or convert it "
+                "in the model"
             )
     places, at = {}, 0
     for name in sorted(tensors, key=lambda name: (-_TAGS[tensors[name][0]][1], name)):

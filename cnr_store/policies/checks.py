@@ -8,7 +8,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from cnr_store.errors import OptionError
+from cnr_store.errors import OptionError, option
 
 MOST = 1 << 62
 
@@ -27,7 +27,7 @@ def number(name: str, value: Any, maximum: float = math.inf) -> float:
             if 0 <= as_float <= maximum and as_float < math.inf:
                 return as_float
     bound = "" if maximum == math.inf else f" and at most {maximum:g}"
-    raise OptionError(f"{name}={_shown(value)}; give a number of at least 0{bound}")
+    raise OptionError(f"{_given(name, value)}; give a number of at least 0{bound}")
 
 
 def integer(name: str, value: Any, minimum: int = 0) -> int:
@@ -43,10 +43,10 @@ def integer(name: str, value: Any, minimum: int = 0) -> int:
             as_int = operator.index(value)
             if minimum <= as_int <= MOST:
                 return as_int
-    raise OptionError(f"{name}={_shown(value)}; give an integer of at least {minimum} and at most 2**62")
+    raise OptionError(f"{_given(name, value)}; give an integer of at least {minimum} and at most 2**62")
 
 
-def _shown(value: object) -> str:
+def _given(name: str, value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"(an integer of {value.bit_length()} bits)"  # Python refuses to print those of 4,300 digits
-    return repr(value)
+        return f"{name}=(an integer of {value.bit_length()} bits)"  # Python refuses to print those of 4,300 digits
+    return option(name, value) if name.isidentifier() else f"{name}={value!r}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cnr_store.errors import OptionError
+from cnr_store.errors import OptionError, option
 from cnr_store.policies.checks import number
 from cnr_store.policies.past import Delta, Past, Since, Sums
 
@@ -62,7 +62,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
-            raise OptionError(f"keep_last={self.keep_last!r}: give an integer of at least 1, or None for all")
+            raise OptionError(
+                f"{option('keep_last', self.keep_last)}: give an integer of at least 1, or None for all"
+            )
         object.__setattr__(self, "restores_per_save", number("restores_per_save", self.restores_per_save))
         if type(self.longest_chain) is not int or self.longest_chain < 2:
             raise OptionError(f"longest_chain={self.longest_chain!r}: give an integer of at least 2")

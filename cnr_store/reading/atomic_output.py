@@ -24,7 +24,7 @@ from cnr_backends import (
     StorageFullError,
     open_backend,
 )
-from cnr_store.errors import CheckpointError, OptionError
+from cnr_store.errors import CheckpointError, OptionError, option
 from cnr_store.format import layout
 
 Target = str | os.PathLike[str] | Store
@@ -307,8 +307,8 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
 def _refuse(target: str | Path, exists: bool) -> None:
     if exists:
         raise OptionError(
-            f"{target} is there already: choose another target, or replace it with overwrite=True (--overwrite), "
-            "which replaces a file by a file and a folder by a folder"
+            f"{target} is there already: choose another target, or replace it with {option('overwrite')}, which "
+            " replaces a file by a file and a folder by a folder"
         )
 
 

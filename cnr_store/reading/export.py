@@ -21,7 +21,7 @@ from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
-from cnr_store.errors import CorruptionError, OptionError
+from cnr_store.errors import CorruptionError, OptionError, option
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
@@ -235,7 +235,9 @@ def _new_group(place: str | Store, options: dict[str, Any], paths: list[str]) ->
         attributes, found = {_UNFINISHED: paths}, options or None
         return zarr.create_group(store, attributes=attributes, zarr_format=3, storage_options=found)
     except (ContainsGroupError, ContainsArrayError, FileExistsError) as error:
-        raise OptionError(f"{place} holds something: choose another target, or overwrite=True") from error
+        raise OptionError(
+            f"{place} holds something: choose another target, or {option('overwrite')}"
+        ) from error
     except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open
         raise OptionError(f"can't write to {place}: {error}") from error
 

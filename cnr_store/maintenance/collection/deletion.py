@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from cnr_backends import Backend, StorageFullError, Transfer
 from cnr_store.catalog.objects import list_ids
+from cnr_store.errors import option
 from cnr_store.format import layout
 from cnr_store.format.record_document import encode_void
 from cnr_store.format.state import dumps
@@ -176,7 +177,7 @@ class Deletion:
             else:
                 reasons[version] = (
                     f"writer {snapshot.newest}, the newest, may still be at work on it; if that run has died, end "
-                    "it by gc with end_run=True (`cnr gc --end-run`)"
+                    f"it by gc with {option('end_run')}"
                 )
         return Left(reasons, nbytes)
 

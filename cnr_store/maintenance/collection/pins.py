@@ -10,7 +10,7 @@ from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids, list_marked
-from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError
+from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
 from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
 from cnr_store.format.state import dumps, loads
@@ -51,7 +51,7 @@ def _check_reason(reason: object) -> None:
     is_text = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= MAX_REASON
     if reason is not None and not is_text:
         raise OptionError(
-            f"reason={reason!r}: give one line of 1 to {MAX_REASON} printable characters, or None"
+            f"{option('reason', reason)}: give one line of 1 to {MAX_REASON} printable characters, or None"
         )
 
 

@@ -17,7 +17,7 @@ from cnr_backends import Backend, StorageFullError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import is_own_version, newest_claim
-from cnr_store.errors import EmptyStoreError, OptionError
+from cnr_store.errors import EmptyStoreError, OptionError, option
 from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
 from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
@@ -299,5 +299,5 @@ class Retention:
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise OptionError(f"grace_seconds={value!r}: give a number of seconds, 0 or more")
+        raise OptionError(f"{option('grace_seconds', value)}: give a number of seconds, 0 or more")
     return float(value)

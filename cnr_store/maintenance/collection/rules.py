@@ -9,7 +9,7 @@ from typing import Any
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.metadata import find_figures
-from cnr_store.errors import OptionError
+from cnr_store.errors import OptionError, option
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 
 KeepBest = tuple[str, str, int]
@@ -56,10 +56,12 @@ class Rules:
         if self.remove_nothing:
             yield from ((known.id, "no rule") for known in listed)
         if self.keep_last is not None:
-            yield from ((known.id, f"keep_last={self.keep_last}") for known in listed[-self.keep_last :])
+            yield from (
+                (known.id, option("keep_last", self.keep_last)) for known in listed[-self.keep_last :]
+            )
         if self.keep_every is not None:
             newest = {-(-known.step // self.keep_every): known.id for known in listed}
-            yield from ((version, f"keep_every={self.keep_every}") for version in newest.values())
+            yield from ((version, option("keep_every", self.keep_every)) for version in newest.values())
         if self.keep_best is not None:
             figure, mode, count = self.keep_best
             sign = 1 if mode == "max" else -1
@@ -135,7 +137,7 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
 
 def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-        raise OptionError(f"{name}={value!r}: give an integer of at least 1, or None to keep all")
+        raise OptionError(f"{option(name, value)}: give an integer of at least 1, or None to keep all")
 
 
 def _check_best(value: Any) -> None:
