@@ -107,16 +107,18 @@ def unloaded(backend: Backend, seen: Seen) -> str:
     return f"{backend.url} holds version {seen.version}, and no version was loaded" if seen.version else ""
 
 
-def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> Claim:
+def first_claim(backend: Backend, seen: Seen, base: str | None, token: str, *, of_run: bool = True) -> Claim:
     """Claim the number after all that was seen. Nobody deletes `base`, the version that the run starts from.
 
-    Without one the run begins anew, which is logged where others were before it. Claims of this process count as
+    Without one a run begins anew, which is logged where others were before it. Claims of this process count as
     seen, and so does one that only ends a run that was seen.
 
     Parameters
     ----------
     token
         The same when a claim of unknown outcome is tried again: if it was made, it is this one.
+    of_run
+        False for one version alone, such as an import.
 
     Raises
     ------
@@ -131,7 +133,7 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str) -> C
     while (number := _count_seen(backend, seen, token)) != tried:
         claim = ClaimId(number + 1, token)
         if create_claim(backend, claim, base):
-            if base is None and number:
+            if of_run and base is None and number:
                 log.warning(
                     "%s: this run begins anew, and its versions are the latest from now on. To go on from an earlier "
                     "version, call resume() or load() before the first save%s",

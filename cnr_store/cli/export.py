@@ -19,7 +19,7 @@ from cnr_store.cli.options import (
     parse_version,
     require,
 )
-from cnr_store.cli.output import print_json, print_line, say, size_text
+from cnr_store.cli.output import plain, print_json, print_line, say, size_text
 from cnr_store.reading import export as reading
 
 
@@ -51,7 +51,14 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 Source = Annotated[
     str, typer.Argument(metavar="FILE", help="A local file, written by torch.save or safetensors.")
 ]
-Step = Annotated[int, typer.Option(min=0, help="The step of the new version.")]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="The step of the new version. By default, that of an entry beside the state dict (step, global_step or "
+        "iteration), else of the file's name (step-1200.pt, 1200.pt), else 0.",
+    ),
+]
 Tables = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,7 +103,7 @@ def export(
 def import_(
     source: Source,
     url: Url,
-    step: Step = 0,
+    step: Step = None,
     bits: Width = "auto",
     tables: Tables = None,
     key: Key = None,
@@ -107,15 +114,17 @@ def import_(
 
     No code from the file is run.
     """
-    from cnr_store.training.importing.import_file import import_file
+    from cnr_store.training.importing.import_file import import_file, taken_text
 
     # Opened here, since options of a filesystem may be called as those of a file are: S3 has a key, too.
     with open_backend(url, storage_options=parse_options(options)) as backend:
         info = import_file(source, backend, step, parse_bits(bits), tables=tables or None, key=key)
+        taken = taken_text(open_record(backend, info.id)[1])
     if as_json:
         print_json({"version": info.id, "step": info.step, "bytes": info.bytes, "rows": info.rows})
     else:
         print_line(f"{info.id} (step {info.step}): {info.rows:,} rows, {size_text(info.bytes)}")
+        print_line(plain(taken))
 
 
 def serve(

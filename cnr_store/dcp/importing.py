@@ -81,6 +81,7 @@ def import_checkpoint(
     writer = Writer(
         url, tables=tables, bits=bits, codec=codec, workers=workers, no_dist=True, **storage_options
     )
+    writer._writer.of_run = False
     check_no_live_writer(open_backend(url, **storage_options))
     metadata = FileSystemReader(path).read_metadata()
     state: dict[str, Any] = {

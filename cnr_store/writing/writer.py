@@ -57,6 +57,8 @@ class Writer:
     ----------
     encoding_seconds, putting_seconds
         Of all writes so far, those of all threads added up.
+    of_run
+        False for versions that stand alone, such as imports: no run begins anew with them.
     """
 
     def __init__(self, backend: Backend, workers: int, patience: Patience | None = None) -> None:
@@ -64,6 +66,7 @@ class Writer:
         self._direct = backend
         self._backend = PatientBackend(backend, self._patience)
         self.encoding_seconds = 0.0
+        self.of_run = True
         self._workers = workers
         self._claim: claims.Claim | None = None
         self._base: str | None = None
@@ -138,7 +141,7 @@ class Writer:
             return fencing.renewed_claim(
                 self._backend, self._after, self._base, self._token, self._seen.store
             )
-        return fencing.first_claim(self._backend, self._seen, self._base, self._token)
+        return fencing.first_claim(self._backend, self._seen, self._base, self._token, of_run=self.of_run)
 
     def hold(self, lineage: Lineage) -> tuple[list[str], Record | None]:
         """Claim the store, so that nothing of `lineage` is removed any more. Training waits, so nothing is tried again.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from cnr_codecs import array_dtype
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import check_no_live_writer
 from cnr_store.catalog.version_info import VersionInfo
-from cnr_store.errors import FormatError, OptionError, UnsupportedModelError
+from cnr_store.errors import FormatError, OptionError, UnsupportedModelError, option
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
-from cnr_store.format.layout import dense_path, table_name, weight_path
+from cnr_store.format.layout import decode_name, dense_path, table_name, weight_path
+from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.policies.policy import decide
@@ -29,8 +32,13 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite
 from cnr_store.writing.writer import Writer
 
+log = logging.getLogger("cnr_store")
 TABLE_ROWS = 10_000
 """With ``tables=None``, a matrix of at least so many rows is taken for a table."""
+_STEP_IN_NAME = re.compile(
+    r"(?:^(?=\d+(?:\.\w+)?$)|(?<![a-z])(?:step|iter|iteration|ckpt|checkpoint)s?[-_=]?)(\d{1,18})(?!\d)", re.I
+)
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class FileRows:
 def import_file(
     source: str | os.PathLike[str],
     url: Url,
-    step: int = 0,
+    step: int | None = None,
     bits: Bits = "auto",
     *,
     codec: CodecOption = None,
@@ -75,12 +83,14 @@ def import_file(
         latest. No run may be live there: the one that wrote last has closed its `Checkpointer`, or was ended by `gc`
         with ``end_run=True``.
     step
-        The step that the version gets.
+        The step that the version gets. By default that of an entry ``step``, ``global_step`` or ``iteration`` beside
+        `key`; else that of the file's name, as in ``step-1200.pt``, ``checkpoint_1200.pt`` or ``1200.pt``; else 0.
     bits, codec
         As in `Checkpointer`.
     tables
         Names of embedding tables (without ``.weight``), or patterns of names. Needed if tables are other than the
-        matrices called ``weight`` of at least 10,000 rows.
+        matrices called ``weight`` of at least 10,000 rows. What was taken for a table and what not is logged, and
+        a warning names smaller matrices that look like tables.
     key
         The entry that holds the state dict, such as ``"model"``, in a checkpoint of several parts.
     workers
@@ -103,19 +113,22 @@ def import_file(
     SupersededError
         A run is or may be live there. Nothing was stored.
     """
-    if type(step) is not int or step < 0:
-        raise OptionError(f"step={step!r}: give an integer of at least 0")
+    if step is not None and (type(step) is not int or step < 0):
+        raise OptionError(f"{option('step', step)}: give an integer of at least 0")
     if type(workers) is not int or workers < 1:
         raise OptionError(f"workers={workers!r}: give an integer of at least 1")
     path = _path(source)
     patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)
     model = _open(path, key)
+    if step is None:
+        step = int([0, *_STEP_IN_NAME.findall(path.name)][-1]) if model.step is None else model.step
     chosen = _choose_tables(model.tensors, patterns)
     codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
     writer = Writer(backend, workers)  # before the check: a job that claims the store after it wins
+    writer.of_run = False
     check_no_live_writer(backend)
     dense = [
         DenseWrite(
@@ -136,9 +149,49 @@ def import_file(
         policy=asdict(decide("full", None, full=True)),
     )
     try:
-        return VersionInfo.from_record(writer.write(plan))
+        record = writer.write(plan)
     finally:
         writer.close()
+    log.info("%s is version %s of step %d: %s", path, record.id, record.step, taken_text(record))
+    return VersionInfo.from_record(record)
+
+
+def taken_text(record: Record) -> str:
+    """What of a file became tables, and what is stored whole."""
+    found: dict[str, list[str]] = {"tables": [], dense_path("model", "")[:-1]: []}
+    for path, entry in record.arrays.items():
+        place, _, name = path.removesuffix("/weight" * (entry.kind != "dense")).rpartition("/")
+        if place in found:
+            found[place].append(_shown(decode_name(name), entry.shape))
+    tables, whole = found.values()
+    return f"tables: {', '.join(tables) or 'none'}; whole: {_listed(whole) or 'nothing'}"
+
+
+def _shown(name: str, shape: Sequence[int]) -> str:
+    return f"{name} ({' x '.join(f'{length:,}' for length in shape)})"
+
+
+def _listed(shown: Sequence[str]) -> str:
+    more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _warn_of_small_tables(
+    shapes: Mapping[str, Sequence[int]], chosen: Sequence[str], names: Collection[str]
+) -> None:
+    """Name matrices with the name and the shape of an embedding that are stored whole. A linear layer has a bias."""
+    small = [
+        name
+        for name, (rows, dim) in shapes.items()
+        if dim < rows < TABLE_ROWS and name.removesuffix("weight") + "bias" not in names
+    ]
+    if small:
+        log.warning(
+            "stored whole, as they have fewer than 10,000 rows: %s. If any of these are tables, import again with all "
+            "of the tables, such as %s",
+            _listed([_shown(name, shapes[name]) for name in small]),
+            option("tables", [table_name(name) for name in (*chosen, *small)][:_SHOWN]),
+        )
 
 
 def _path(source: object) -> Path:
@@ -160,7 +213,7 @@ def _open(path: Path, key: str | None) -> ModelFile:
     except OSError as error:
         raise FormatError(f"can't read {path}: {error}") from error
     if not is_zip:
-        raise FormatError(f"{path} is no file of torch.save, so it has nothing under key={key!r}")
+        raise FormatError(f"{path} is no file of torch.save, so it has nothing under {option('key', key)}")
     try:
         from cnr_store.training.importing.torch_file import read_torch_file
     except ModuleNotFoundError as error:
@@ -178,7 +231,9 @@ def _choose_tables(tensors: Mapping[str, FileTensor], patterns: Sequence[str] | 
         name for name, tensor in tensors.items() if tensor.may_be_table and name.split(".")[-1] == "weight"
     ]
     if patterns is None:
-        return [name for name in candidates if len(tensors[name].values) >= TABLE_ROWS]
+        chosen = [name for name in candidates if len(tensors[name].values) >= TABLE_ROWS]
+        _warn_of_small_tables({name: tensors[name].values.shape for name in candidates}, chosen, tensors)
+        return chosen
     wanted = dict.fromkeys(patterns, True)
     for pattern in wanted:
         if not any(match_pattern({pattern: True}, table_name(name)) for name in candidates):
@@ -195,7 +250,7 @@ def _rows(name: str, tensor: FileTensor, aliases: tuple[str, ...], codecs: Codec
     if row_bytes > MAX_CHUNK_DECODED_BYTES:
         raise UnsupportedModelError(
             f"{name}: a row takes {row_bytes} bytes, and at most {MAX_CHUNK_DECODED_BYTES} can be stored by rows; "
-            "name the tables with tables=..."
+            f"name the tables, such as {option('tables', ['users'])}"
         )
     table = table_name(name)
     return RowsWrite(

@@ -52,12 +52,15 @@ class ModelFile:
         What modules returned from ``get_extra_state``, by name.
     as_leaf
         Recognises the tensors within `extra_state`.
+    step
+        The step that the file gives beside the state dict.
     """
 
     tensors: Mapping[str, FileTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     as_leaf: Callable[[object], Leaf | None] = lambda _: None
+    step: int | None = None
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:

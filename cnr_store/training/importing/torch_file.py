@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cnr_store.errors import FormatError, OptionError
+from cnr_store.errors import FormatError, OptionError, option
 from cnr_store.training.importing.model_file import FileTensor, ModelFile, clean_names
 from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.tensors import dtype_name, numpy_view
 
 _EXTRA_STATE = "_extra_state"
+_STEPS = ("step", "global_step", "iteration")
+"""What the entry of a checkpoint that holds its step may be called."""
 
 
 def read_torch_file(path: Path, key: str | None) -> ModelFile:
@@ -30,17 +34,33 @@ def read_torch_file(path: Path, key: str | None) -> ModelFile:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
+        found = re.search(r"GLOBAL (\S+)", str(error))  # a class or function
+        reason = f"it holds a {found[1]}" if found else str(error).partition("\n")[0]
         raise FormatError(
             f"{path} can't be read as tensors alone: {reason}; save `model.state_dict()` by torch.save"
         ) from error
+    step = None
     if key is not None:
         if not isinstance(content, Mapping) or key not in content:
-            raise OptionError(f"{path} has nothing under key={key!r}; it holds {_shown(content)}")
+            raise OptionError(f"{path} has nothing under {option('key', key)}; it holds {_shown(content)}")
+        counts = (content.get(name) for name in _STEPS)
+        step = next((count for count in counts if type(count) is int and count >= 0), None)
         content = content[key]
+    elif isinstance(content, Mapping) and (
+        parts := [name for name in content if _is_part(name, content[name])]
+    ):
+        choices = " or ".join(option("key", part) for part in parts)
+        raise FormatError(f"{path} holds more than a state dict: give the part to import, {choices}")
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise FormatError(f"{path} holds {_shown(content)}, not tensors by name; save `model.state_dict()`")
-    return _model_file(content, clean_names(content, str(path)), path)
+    return replace(_model_file(content, clean_names(content, str(path)), path), step=step)
+
+
+def _is_part(name: object, value: object) -> bool:
+    """Whether an entry may be a state dict."""
+    if not isinstance(value, Mapping) or not isinstance(name, str) or name.endswith(_EXTRA_STATE):
+        return False
+    return any(isinstance(each, torch.Tensor) for each in value.values())
 
 
 def _model_file(state: Mapping[str, Any], names: Mapping[str, str], path: Path) -> ModelFile:
@@ -67,10 +87,6 @@ def _model_file(state: Mapping[str, Any], names: Mapping[str, str], path: Path) 
 
 
 def _check(key: str, value: object, path: Path) -> None:
-    if isinstance(value, Mapping):
-        raise FormatError(
-            f"{path} holds more than a state dict: give the part to import, such as key={key!r}"
-        )
     if not isinstance(value, torch.Tensor):
         raise FormatError(
             f"{path}: {key!r} is of type {type(value).__name__}, not a tensor; save `model.state_dict()`"

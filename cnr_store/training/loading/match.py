@@ -283,6 +283,15 @@ def match_model(
         {name: tensor for name, owner, tensor in items if name == owner},
         stored_type,
     )
+    named = [table.name for table in tables]
+    whole = [name for name in match.missing if name in named and table_parameter(name) in dense]
+    in_model = {name for name, *_ in items}
+    by_rows = [name for name in match.unexpected if name in weights and table_parameter(name) in in_model]
+    if whole or by_rows:
+        match.differs(
+            f"{match.where} holds {whole or by_rows} {'whole, not ' * bool(whole)}by rows; if that was an import of "
+            f"a file, import again with {' '.join(f'--table {name}' for name in named)} (tables={named})"
+        )
     entries = {table_parameter(name): entry for name, entry in weights.items()} | dense
     match.compare_ties(
         {alias: owner for owner, entry in entries.items() for alias in entry.aliases},

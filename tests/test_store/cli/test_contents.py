@@ -138,6 +138,17 @@ def test_import_stores_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path
     np.testing.assert_array_equal(cnr_store.rows(tmp_path / "store", "users", range(50)), table.numpy())
 
 
+def test_import_says_what_became_a_table_and_what_not(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    torch.save({"users.weight": torch.zeros(500, 4), "big.weight": torch.zeros(10_000, 2)}, tmp_path / "7.pt")
+    status, out, _ = cnr(capsys, "import", str(tmp_path / "7.pt"), str(tmp_path / "store"))
+    assert status == 0
+    assert "(step 7): 10,000 rows" in out
+    assert "tables: big (10,000 x 2); whole: users.weight (500 x 4)" in out
+    assert caplog.messages[0].endswith("--table big --table users")
+
+
 def test_import_of_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, _, err = cnr(capsys, "import", str(tmp_path / "model.pt"), str(tmp_path / "store"))
     assert status == 1

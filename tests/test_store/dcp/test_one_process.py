@@ -381,13 +381,14 @@ def test_a_checkpointer_loads_what_dcp_saved(tmp_path: Path) -> None:
 # Import
 
 
-def test_a_checkpoint_in_files_is_imported(tmp_path: Path) -> None:
+def test_a_checkpoint_in_files_is_imported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_checkpoint(whole_state(), checkpoint_id=tmp_path / "files")
     info = import_checkpoint(tmp_path / "files", tmp_path / "store", 40)
     assert info.step == 40
     same(load(zeroed(whole_state()), tmp_path / "store"), whole_state())
     again = import_checkpoint(tmp_path / "files", tmp_path / "store", 41, tables=["model.users"], bits=8)
     assert again.bytes < info.bytes
+    assert "begins anew" not in caplog.text
     # Nobody's turn is left open.
     save({"x": 1}, Writer(tmp_path / "store"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -210,6 +211,85 @@ def test_a_store_goes_on_with_what_is_imported_into_it(model: Model, tmp_path: P
     assert cnr_store.versions(tmp_path / "store") == [first, second]
 
 
+# What is told
+
+
+def test_a_series_of_imports_is_no_run_that_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        torch.save(nn.Embedding(50, 4).state_dict(), tmp_path / f"{step}.pt")
+        cnr_store.import_file(tmp_path / f"{step}.pt", tmp_path / "store", tables=["weight"])
+    cnr_store.save(tmp_path / "trained", nn.Embedding(50, 4), step=1)
+    cnr_store.import_file(tmp_path / "2.pt", tmp_path / "trained", tables=["weight"])
+    assert [info.step for info in cnr_store.versions(tmp_path / "store")] == [1, 2]
+    assert [info.step for info in cnr_store.versions(tmp_path / "trained")] == [1, 2]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_what_became_a_table_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cnr_store")
+    model = nn.Module()
+    model.large, model.small, model.top = nn.Embedding(10_000, 2), nn.Embedding(500, 2), nn.Linear(2, 300)
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    cnr_store.import_file(tmp_path / "file.pt", tmp_path / "store")
+    warned, told = (each.getMessage() for each in caplog.records)
+    assert told.endswith(
+        "tables: large (10,000 x 2); whole: small.weight (500 x 2), top.weight (300 x 2), top.bias (300)"
+    )
+    assert "fewer than 10,000 rows: small.weight (500 x 2)" in warned
+    assert warned.endswith("tables=['large', 'small']")
+    caplog.clear()
+    for tables in (["large"], []):  # who names tables knows them
+        cnr_store.import_file(tmp_path / "file.pt", tmp_path / "store", tables=tables)
+    assert [each.levelname for each in caplog.records] == ["INFO", "INFO"], caplog.text
+
+
+def test_a_load_says_which_tables_to_import(tmp_path: Path) -> None:
+    def build() -> nn.ModuleDict:
+        return nn.ModuleDict({"users": nn.Embedding(50, 4), "top": nn.Linear(4, 30)})
+
+    torch.save(build().state_dict(), tmp_path / "file")
+    again = r"import again with --table users \(tables=\['users'\]\)"
+    for tables, found in ((None, r"\['users'\] whole, not by rows"), (["*"], r"\['top'\] by rows")):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=tables)
+        with pytest.raises(ModelMismatchError, match=f"{found}; .*{again}"):
+            cnr_store.load(tmp_path / "store", build())
+    cnr_store.load(tmp_path / "store", build(), tables=["users"])  # which fits
+    with pytest.raises(ModelMismatchError) as told:  # no word of imports where another table is missing
+        cnr_store.load(tmp_path / "store", nn.ModuleDict({"ads": nn.Embedding(50, 4)}))
+    assert "import again" not in str(told.value)
+    cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=["users"])
+    cnr_store.load(tmp_path / "store", build())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "step"),
+    [
+        ("1200.pt", {}, 1200),
+        ("1200", {}, 1200),
+        ("epoch=3-step=70.ckpt", {}, 70),
+        ("model_Step-00012.pt", {}, 12),
+        ("checkpoint-9", {}, 9),
+        ("2026-11-27.pt", {}, 0),
+        ("footstep3.pt", {}, 0),
+        ("resnet-50.pt", {}, 0),
+        ("model.pt", {}, 0),
+        (f"step-{10**18}.pt", {}, 0),
+        ("70.pt", {"step": 5, "global_step": 6}, 5),
+        ("70.pt", {"global_step": 6, "epoch": 2}, 6),
+        ("70.pt", {"step": True, "iteration": 7}, 7),
+        ("70.pt", {"step": -1, "epoch": 2}, 70),
+    ],
+)
+def test_the_step_is_that_of_the_file(
+    tmp_path: Path, name: str, content: dict[str, object], step: int
+) -> None:
+    torch.save({"model": nn.Linear(2, 1).state_dict()} | content, tmp_path / name)
+    assert cnr_store.import_file(tmp_path / name, tmp_path / "store", key="model").step == step
+    assert cnr_store.import_file(tmp_path / name, tmp_path / "store", 3, key="model").step == 3
+
+
 # What is refused
 
 
@@ -229,7 +309,11 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"model": {"weight": torch.zeros(3)}, "epoch": 1}, "give the part to import, such as key='model'"),
+        ({"model": {"weight": torch.zeros(3)}, "epoch": 1}, "give the part to import, key='model'$"),
+        ({"epoch": 1, "args": {}, "net": {"weight": torch.zeros(3)}}, "give the part to import, key='net'$"),
+        ({"a": {"w": torch.zeros(3)}, "b": {"w": torch.zeros(3)}}, "import, key='a' or key='b'$"),
+        ({"args": {"lr": 0.1}}, "'args' is of type dict, not a tensor"),
+        ({"a": deque()}, r"tensors alone: it holds a collections\.deque; save"),
         ({"epoch": 1}, "'epoch' is of type int, not a tensor"),
         ([torch.zeros(3)], "holds an object of type list, not tensors by name"),
         (torch.zeros(3), "holds an object of type Tensor"),
