@@ -51,6 +51,8 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer as VersionWriter
 
 log = logging.getLogger("cnr_store")
+_NUMBER = "dcp/number"
+_UNDER_WAY = "another save of this writer is under way: wait for its future first"
 
 
 class Writer(StorageWriter):
@@ -130,7 +132,7 @@ class Writer(StorageWriter):
             self._restores = self._last.restores + 1
             self._writer.restart(self._last.id, seen)
         self._named_step = NamedStep()
-        self._number = 0  # of saves that all ranks began
+        self._number = 0  # of the last save, as the first rank counts them
         self._saving = threading.Lock()
         self._group = Alone(timeout_seconds) if no_dist else job_group(process_group, timeout_seconds)
 
@@ -210,6 +212,9 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans themselves: planners that cache plans would hand back what was put into those of an earlier save.
 
+        The first rank tells the number of the save beside them. DCP gives no rank its plan before that, so a rank that
+        missed a save has the number of this one.
+
         Raises
         ------
         OptionError
@@ -220,6 +225,10 @@ class Writer(StorageWriter):
                 f"{len(plans)} ranks save, and {self._group.world} made the writer: give save and Writer the same "
                 "process_group and no_dist"
             )
+        if self._saving.locked():
+            raise SaveError(_UNDER_WAY)  # whose ranks may still have to read their number
+        self._number += 1
+        self._group.keyvalue.set(_NUMBER, str(self._number).encode())
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -239,7 +248,7 @@ class Writer(StorageWriter):
             Another writer has claimed the store.
         """
         if not self._saving.acquire(blocking=False):
-            raise SaveError("another save of this writer is under way: wait for its future first")
+            raise SaveError(_UNDER_WAY)
         try:
             self._last = self._write(plan, planner)
             self._restores = self._last.restores
@@ -263,17 +272,18 @@ class Writer(StorageWriter):
         raise TypeError("a Writer can't go to another process: give async_save AsyncCheckpointerType.THREAD")
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Record:
+        self._number = int(self._group.keyvalue.get(_NUMBER) or 0)
+        phase = f"save number {self._number}"
         local, merged = together(
             self._group,
-            "save",
+            phase,
             lambda: local_items(plan, planner, self._group.rank),
             lambda found: {**found.say(), **self._where()},
             lambda: 0,
             lambda documents: {"said": documents},
         )
         said = merged["said"]
-        check_alike("save", said, ("checkpoint_id",))
-        self._number = 1 + max(doc["number"] for doc in said)
+        check_alike(phase, said, ("checkpoint_id",))
         team = Team(self._group, self._number)
         try:
             record = self._writer.write(self._plan(local, said, team), team=team)
@@ -289,7 +299,6 @@ class Writer(StorageWriter):
         last, named = self._last, self._named_step.now
         step = named if named is not None else 0 if last is None else last.step + 1
         return {
-            "number": self._number,
             "checkpoint_id": named,
             "step": step,
             "previous": None if last is None else last.id,

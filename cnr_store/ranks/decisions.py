@@ -57,6 +57,7 @@ class Decisions:
         self._timeout = timeout_seconds
         self._margin = min(MAX_MARGIN_SECONDS, timeout_seconds / 4)
         self._verdicts: list[str] = []
+        self._given_up = ""  # the phase of the last decision, if the others gave this rank up in it
         self.beats = Beats(keyvalue, prefix, rank, timeout_seconds)
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
@@ -92,15 +93,19 @@ class Decisions:
             self._conclude(f"{self._prefix}/{self.number}", _failure(error))
 
     def _next(self, phase: str) -> str:
-        """The prefix of the next decision, past those in which the others gave this rank up in another phase."""
+        """The prefix of the next decision, past those in which the others gave this rank up in another phase.
+
+        In the same phase it is late, and fails as they did. If that happens twice in a row it missed one, and would be
+        one behind for ever.
+        """
         while True:
             self.number += 1
             prefix = f"{self._prefix}/{self.number}"
             value = self._keys.get(f"{prefix}/verdict")
-            if value is None:
-                return prefix
-            verdict = decode(value)
-            if self._rank not in verdict.get("without", ()) or verdict["phase"] == phase:
+            verdict = {} if value is None else decode(value)
+            is_given_up = self._rank in verdict.get("without", ())
+            if not is_given_up or phase == verdict["phase"] != self._given_up:
+                self._given_up = phase if is_given_up else ""
                 return prefix
 
     def _lead(self, prefix: str, phase: str, judge: Judge) -> Document:

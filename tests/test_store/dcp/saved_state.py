@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
@@ -214,6 +215,35 @@ def fail_and_save_again(url: str) -> list[str]:
     load_on("columns of 3", url)
     said.append(writer.version.id)
     return said
+
+
+class Unplanned(DefaultSavePlanner):
+    """Fails on one rank before that comes to the writer."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if dist.get_rank() == self.rank:
+            raise ValueError("no room")
+        return super().finish_plan(new_plan)
+
+
+def miss_saves_and_save_again(url: str) -> tuple[list[str], list[int]]:
+    """Each rank in turn misses a save, the last one two."""
+    writer = Writer(url, timeout_seconds=1)
+    said, steps = [], []
+    for seed, missing in enumerate([None, 0, None, 1, 1, None, None]):
+        planner = None if missing is None else Unplanned(missing)
+        try:
+            save(whole_state(seed), storage_writer=writer, planner=planner)
+        except CheckpointException as error:
+            said.append(str(error))
+        else:
+            steps.append(writer.version.step)
+    load_on("columns of 2", url, seed)
+    return said, steps
 
 
 def lose_a_put_and_save_again(folder: str) -> list[str]:

@@ -59,6 +59,13 @@ def test_a_rank_without_data_fails_the_save_and_not_the_next(tmp_path: Path) -> 
         assert [info.id for info in cnr_store.versions(tmp_path)] == [version]
 
 
+def test_ranks_that_missed_a_save_take_part_in_the_next(tmp_path: Path) -> None:
+    for failed, steps in run(2, saved_state.miss_saves_and_save_again, str(tmp_path)):
+        assert ["no room" in text for text in failed] == [True] * 3
+        assert steps == [0, 1, 2, 3]
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [0, 1, 2, 3]
+
+
 def test_a_rank_whose_storage_fails_leaves_nothing(tmp_path: Path) -> None:
     for failed, *left, _ in run(3, saved_state.lose_a_put_and_save_again, str(tmp_path)):
         assert "rank 2 failed" in failed

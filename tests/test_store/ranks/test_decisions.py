@@ -207,3 +207,14 @@ def test_what_rank_0_asks_does_not_grow_with_the_ranks() -> None:
     before = keys.requests
     assert Decisions(keys, 0, 2048, 600).decide("save", {"n": 1}, total)["total"] == 2048
     assert keys.requests - before <= 8
+
+
+@pytest.mark.some_by_day(1)
+@pytest.mark.parametrize("absent", [1, 0])
+def test_a_rank_that_missed_a_call_is_not_behind_for_ever(absent: int) -> None:
+    """The phase does not tell calls apart: the rank takes the next one for the one it missed, but not the third."""
+    _, ranks = group(3)
+    others = [rank for number, rank in enumerate(ranks) if number != absent]
+    assert f"rank {absent} did not answer" in str(deciding(others, "load")[0])
+    assert f"rank {absent} did not answer" in str(deciding(ranks, "load")[absent])
+    assert [each["total"] for each in deciding(ranks, "load")] == [3] * 3
