@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.errors import CorruptionError, UnsupportedModelError
+from cnr_store.errors import CorruptionError, ModelMismatchError, UnsupportedModelError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
 from cnr_store.format.validate import shown
@@ -16,14 +16,10 @@ from cnr_store.reading.blocks import Block
 from cnr_store.reading.opening import model_arrays
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import match_model
+from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.selection import Selection
-from cnr_store.training.loading.state_tree import accepted, decode_tree
-from cnr_store.training.model.dense_state import (
-    check_extra_state,
-    dense_tensors,
-    load_extra_state,
-    remade_names,
-)
+from cnr_store.training.loading.state_tree import decode_tree
+from cnr_store.training.model.dense_state import Loaders, dense_tensors, extra_state, remade_names
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     assign_dense,
@@ -34,7 +30,9 @@ from cnr_store.training.model.tensors import (
 
 
 def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable[[Iterable[Block]], None]:
-    """A function that writes blocks of `record` into `model`, in place, and then sets its extra state.
+    """A function that writes blocks of `record` into `model`, in place, and then has modules load their extra state.
+
+    Hooks of ``load_state_dict`` run then, too, and loaders of the modules' own.
 
     Raises
     ------
@@ -47,7 +45,7 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     """
     tables = find_tables(model)
     where = match_model(catalog, record, model, tables, Selection()).where
-    extra = _read_extra_state(catalog, record, model, where)
+    extra, loaders = _read_extra_state(catalog, record, model, where), Loaders(model)
     weights = {weight_path(table.name): table.parameter for table in tables}
     # Blocks carry the names that readers see; a table's parameter may be named otherwise.
     by_name: dict[str, torch.Tensor] = {
@@ -73,25 +71,26 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
                 assign_dense(tensor, values, stored)
             else:
                 assign_ids(by_name[name], rows, values)
-        if extra is not None:
-            with accepted(where, "a module's set_extra_state"):
-                load_extra_state(model, extra)
+        if extra or loaders.act:
+            ModuleLoad(model, tables, loaders, extra, (), where).run(strict=True)
 
     return write
 
 
-def _read_extra_state(
-    catalog: Catalog, record: Record, model: nn.Module, where: str
-) -> Mapping[str, object] | None:
-    """The extra state of the model's modules, proven to be theirs; None if no module has any.
+def _read_extra_state(catalog: Catalog, record: Record, model: nn.Module, where: str) -> Mapping[str, object]:
+    """The extra state of the model's modules, proven to be theirs.
 
     The rest of the state is not read into arrays.
     """
-    if all(type(module).get_extra_state is nn.Module.get_extra_state for module in model.modules()):
-        return None
+    if not (own := extra_state(model)):
+        return {}
     state = catalog.state(record)
     extra = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)
     if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
         raise CorruptionError(f"{where}: the state is malformed: extra_state is {shown(extra)}")
-    check_extra_state(model, extra)
+    if extra.keys() != own.keys():
+        raise ModelMismatchError(
+            f"{where} holds the extra state {sorted(extra)}, and the model has {sorted(own)}; follow with the model "
+            "that was saved"
+        )
     return extra

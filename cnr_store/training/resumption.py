@@ -151,13 +151,15 @@ class Loader:
         def read() -> tuple[Restored, dict[str, Bitmap]]:
             try:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                    return restore.run(self.options.rng, transfer, saves.tracker.clear)
+                    found = restore.run(self.options.rng, transfer, saves.tracker.clear)
+                    saves.tracker.adopt_replaced()  # by code of the caller that the load ran
+                    restore.explain_changes(saves.tracker, transfer)
+                    return found
             finally:
                 trained.follow_loaded()
 
         restored, since_whole = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)
-        saves.tracker.adopt_replaced()  # by code of the caller that the load ran
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)

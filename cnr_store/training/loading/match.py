@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from cnr_store.format.layout import decode_name, dense_path, table_parameter
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.training.loading.selection import Ids, Patterns, Selection
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import dense_items
+from cnr_store.training.model.dense_state import Loaders, dense_items
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_name, dtype_named
 
@@ -65,6 +65,10 @@ class Match:
         Element type stored and in the model, by name.
     retied
         What a tied name is the same as in the version and in the model, by that name.
+    loaders
+        Modules to which entries are left that they may take in another shape, or under other names. None if nothing is.
+    handed, absent
+        Names of tensors that only the version has, and that a module may take; and that only the model has.
     refusals
         Differences that keep the load from beginning, each with what to do.
     """
@@ -79,6 +83,9 @@ class Match:
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     retied: dict[str, tuple[str, str]] = field(default_factory=dict)
+    loaders: Loaders | None = None
+    handed: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
     def differs(self, message: str) -> None:
@@ -174,7 +181,7 @@ class Match:
         """
         for name in self._common("tensor", self.selection.tensors, stored, tensors):
             tensor, shape, type_name = tensors[name], stored[name], stored_type(name)
-            if shape != tuple(tensor.shape):
+            if shape != tuple(tensor.shape) and not (self.loaders and self.loaders.takes(name)):
                 self.refusals.append(
                     self._shapes("tensor", name, shape, tensor.shape) + self._without("tensor")
                 )
@@ -216,6 +223,11 @@ class Match:
         """Names that a pattern matches and both sides have, in the model's order."""
         chosen = self._chosen(kind, patterns, {*stored, *model})
         missing, unexpected = sorted(chosen - {*stored}), sorted(chosen - {*model})
+        if kind == "tensor":
+            self.absent = missing
+            self.handed = sorted({*unexpected} - {*self.not_taken(unexpected)})
+            if self.selection.strict == "raise":  # else they are told of, whatever becomes of them
+                missing, unexpected = self.not_taken(missing), self.not_taken(unexpected)
         self.missing += missing
         self.unexpected += unexpected
         if missing or unexpected:
@@ -224,6 +236,10 @@ class Match:
                 f"store: {unexpected or 'none'}; give the model that was saved, or {IGNORE} what both have"
             )
         return [name for name in model if name in chosen and name in stored]
+
+    def not_taken(self, names: Iterable[str]) -> list[str]:
+        """Those that no module may take, of names that only one side has."""
+        return [name for name in names if self.loaders is None or not self.loaders.may_take(name)]
 
     def _chosen(self, kind: str, patterns: Patterns, names: Collection[str]) -> set[str]:
         """The names that a pattern matches."""
@@ -251,9 +267,14 @@ class Match:
 
 
 def match_model(
-    catalog: Catalog, record: Record, model: nn.Module, tables: Sequence[Table], selection: Selection
+    catalog: Catalog,
+    record: Record,
+    model: nn.Module,
+    tables: Sequence[Table],
+    selection: Selection,
+    loaders: Loaders | None = None,
 ) -> Match:
-    """Compare the tables and dense tensors of a model with those of a version.
+    """Compare the tables and dense tensors of a model with those of a version. `loaders`: see `Match`.
 
     Raises
     ------
@@ -262,7 +283,7 @@ def match_model(
     CorruptionError, FormatError
         The version is damaged.
     """
-    match = Match(f"version {record.id} of {catalog.backend.url}", selection)
+    match = Match(f"version {record.id} of {catalog.backend.url}", selection, loaders=loaders)
 
     def stored_type(name: str) -> str:
         path = dense_path("model", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
-from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
@@ -26,6 +26,7 @@ from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
+from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.moved_tables import MovedTables, move_tables
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
 from cnr_store.training.loading.row_fill import (
@@ -36,6 +37,7 @@ from cnr_store.training.loading.row_fill import (
     Reader,
     Target,
     all_rows,
+    differing_rows,
     fill_all,
 )
 from cnr_store.training.loading.selection import Selection
@@ -48,12 +50,7 @@ from cnr_store.training.loading.validate_state import (
     with_own_part,
 )
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import (
-    check_extra_state,
-    extra_state,
-    load_extra_state,
-    load_remade,
-)
+from cnr_store.training.model.dense_state import Loaders, extra_state, remade_names
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
@@ -63,6 +60,7 @@ from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tenso
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.lineage import Lineage
 
 ExpectedSlots = tuple[Optimizer, Slots]
@@ -120,7 +118,8 @@ class Restore:
         # Decodes what `metadata` was given, so it is a proof, too.
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
-        self._match = match_model(catalog, record, trained.model, trained.tables, selection)
+        self._loaders = Loaders(trained.model, [each.module for each in trained.sharded])
+        self._match = match_model(catalog, record, trained.model, trained.tables, selection, self._loaders)
         self._state = self._read_state()
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         trees = self._unwrapped_trees()
@@ -197,11 +196,15 @@ class Restore:
             f"state of optimizer {position}" for position in range(given, len(self._stepping))
         ]
         match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
-        try:
-            check_extra_state(self._trained.model, state.extra_state)
-        except ModelMismatchError as error:
-            match.lacks(sorted(extra_state(self._trained.model)), str(error))
-            match.unexpected += sorted(state.extra_state)
+        own, stored = extra_state(self._trained.model).keys(), state.extra_state.keys()
+        missing, unexpected = sorted(own - stored), sorted(stored - own)
+        if match.not_taken(missing + unexpected):
+            match.lacks(
+                missing,
+                f"extra state of the model ({sorted(own)}) is not that of the checkpoint ({sorted(stored)}); give "
+                f"the model that was saved, or {IGNORE} the rest",
+            )
+            match.unexpected += unexpected
             self._has_extra = False
 
     @torch.inference_mode(False)
@@ -224,10 +227,7 @@ class Restore:
         """
         changed, salvaged = self._read_rows(transfer)
         on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
-        self._read_dense(transfer)
-        if self._has_extra:
-            with accepted(self._match.where, "a module's set_extra_state"):
-                load_extra_state(self._trained.model, self._state.extra_state)
+        self._read_modules(transfer)
         for fit in self._fits:
             self._load_optimizer(fit)
         self._fused.assign_settings(self._trained)
@@ -288,21 +288,38 @@ class Restore:
         salvaged = salvaged_by_label(salvagers)
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
-    def _read_dense(self, transfer: Transfer) -> None:
-        tensors = self._match.tensors
+    def explain_changes(self, tracker: Tracker, transfer: Transfer) -> None:
+        """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes.
+
+        Those that did not become what the version holds are saved whole anyway.
+        """
+        for table in (fit.table for fit in self._match.tables if fit.table.path in self._exact):
+            if not self._salvage:
+                reader = partial(ArrayReader, self._catalog, self._record, table.path)
+                target = Target(table.first_row, table.local_rows, table.parts)
+                tracker.named(table.name).explain_changes(partial(differing_rows, reader, target, transfer))
+
+    def _read_modules(self, transfer: Transfer) -> None:
+        """Read all that is no table into place, or give it to the modules that take it in a way of their own."""
+        match, trained, loaders = self._match, self._trained, self._loaders
+        tensors, names = match.tensors, [*match.tensors, *match.handed]
+        remade = {*remade_names(trained.model, trained.tables, tensors)} if tensors else ()
+        values = dict(self._state.extra_state) if self._has_extra else {}
 
         def read(name: str) -> tuple[AnyArray, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
-        for (name, tensor), (values, torch_dtype) in zip(
-            tensors.items(), transfer.map(read, tensors), strict=True
-        ):
-            if is_dtensor(tensor):
-                copy_whole(dense_tensor(values, torch_dtype), tensor, repr(name))
+        for name, (array, torch_dtype) in zip(names, transfer.map(read, names), strict=True):
+            tensor = tensors.get(name)
+            if tensor is None or name in remade or (loaders.may_take(name) and not is_dtensor(tensor)):
+                values[name] = dense_tensor(array, torch_dtype)
+            elif is_dtensor(tensor):
+                copy_whole(dense_tensor(array, torch_dtype), tensor, repr(name))
             else:
-                assign_dense(tensor, values, torch_dtype)
-        with accepted(self._match.where, "a module's _load_from_state_dict"):
-            load_remade(self._trained.model, self._trained.tables, tensors)
+                assign_dense(tensor, array, torch_dtype)
+        if values or loaders.act:
+            load = ModuleLoad(trained.model, trained.tables, loaders, values, match.absent, match.where)
+            load.run(match.selection.whole)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast

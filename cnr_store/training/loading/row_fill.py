@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cnr_backends import Transfer
+from cnr_backends import BackendError, Transfer
 from cnr_codecs import Payload, Segment, decode_into
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
-from cnr_store.errors import FormatError
+from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.training.devices.decode import DeviceRows, rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
@@ -23,6 +23,7 @@ from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
     assign_rows,
+    copy_slice,
     note_change,
     overwriting,
     rows_view,
@@ -186,6 +187,24 @@ class ChosenRows(Fill):
         return stored
 
 
+class Compared(Fill):
+    """Changes nothing: finds the rows that the target has otherwise than the array, bit for bit, as `differs`."""
+
+    def __init__(self, reader: Reader, target: Target) -> None:
+        super().__init__(reader, target)
+        self.differs = np.zeros(target.rows, bool)
+
+    def fill(self, first: int, rows: int) -> None:
+        start = first - self.target.first_row
+        stored = np.empty((rows, self.reader.columns), self.reader.dtype)
+        self.reader.read(first, stored)
+        for part in self.target.parts:
+            own = np.empty((rows, *part.tensor.shape[1:]), stored.dtype)
+            copy_slice(part.tensor, slice(start, start + rows), own)
+            expected = np.ascontiguousarray(_columns(part, stored))
+            self.differs[start : start + rows] |= (own.view(np.uint8) != expected.view(np.uint8)).any(axis=1)
+
+
 class Blended(ChosenRows):
     """The same, each column made of the numbers stored by `weights`.
 
@@ -234,12 +253,29 @@ def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
     CorruptionError
         The tensors are then partly overwritten.
     """
-    pieces = ((fill, region) for fill in fills for region in fill.regions())
     try:
-        for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
-            pass
+        read_all(fills, transfer)
     finally:
         # A read that fails half way has changed rows, too.
         for fill in fills:
             for part in fill.target.parts:
                 note_change(part.tensor)
+
+
+def read_all(fills: Sequence[Fill], transfer: Transfer) -> None:
+    """Read what every fill takes."""
+    pieces = ((fill, region) for fill in fills for region in fill.regions())
+    for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
+        pass
+
+
+def differing_rows(
+    reader: Callable[[], ArrayReader], target: Target, transfer: Transfer
+) -> torch.Tensor | None:
+    """The rows of the target that are not as stored: ``(n,)`` int64 from its first on. None if they can't be read."""
+    try:
+        compared = Compared(reader(), target)
+        read_all([compared], transfer)
+    except (BackendError, CorruptionError):  # as upkeep may have removed what was read
+        return None
+    return torch.from_numpy(np.flatnonzero(compared.differs))

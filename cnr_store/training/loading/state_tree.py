@@ -17,6 +17,8 @@ from cnr_store.format.state import decode_state
 from cnr_store.format.state_arrays import OfClass
 from cnr_store.training.loading.validate_state import torch_value
 
+PARTLY = "the model is partly overwritten, load another version or give what was saved"
+"""How messages end where a load failed half way."""
 _BESIDE_STATE = ("dense/optim/", "dense/state/")
 
 
@@ -83,6 +85,5 @@ def accepted(where: str, taker: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever foreign code raises for a state that it does not expect
         raise ModelMismatchError(
-            f"{where}: {taker} did not accept the stored state: {error!r}; the model is partly "
-            "overwritten, load another version or give what was saved"
+            f"{where}: {taker} did not accept the stored state: {error!r}; {PARTLY}"
         ) from error

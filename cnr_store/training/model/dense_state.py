@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import dense_numpy, may_overlap_itself
+from cnr_store.training.model.tensors import may_overlap_itself
+from cnr_store.training.model.wrappers import wrapped_parts
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 NamedState = Mapping[str, tuple[str, Any]]
 """Key in the model's state dict and value, by stored name."""
 
@@ -57,18 +58,26 @@ def dense_items(
     spread = {table.key for table in tables if isinstance(table, SpreadTable)}
     first_names: dict[int, str] = {}
     for name, (key, value) in (named_state(model) if state is None else state).items():
-        if id(value) not in of_tables and name not in spread and not _is_extra_state(key):
+        if id(value) in of_tables or name in spread:
+            continue
+        if not isinstance(value, torch.Tensor):
+            _check_taken(model, key, name)
+        elif not is_extra_state(key, value):
             _check_dense(key, value)
             yield name, first_names.setdefault(id(value), name), value
 
 
-def _check_dense(key: str, value: object) -> None:
-    """Check that an entry of a state dict can be stored."""
-    if not isinstance(value, torch.Tensor):
+def _check_taken(model: nn.Module, key: str, name: str) -> None:
+    """Check that a module takes an entry that is no tensor."""
+    if key.rpartition(".")[2] != EXTRA_STATE and not Loaders(model).may_take(name):
         raise UnsupportedModelError(
-            f"{key!r} of the model's state dict is of type {type(value).__name__}, neither a tensor nor extra "
-            "state; return it from get_extra_state"
+            f"{key!r} of the model's state dict is neither a tensor nor extra state, and no hook or "
+            "_load_from_state_dict loads it; return it from get_extra_state"
         )
+
+
+def _check_dense(key: str, value: torch.Tensor) -> None:
+    """Check that an entry of a state dict can be stored."""
     if value.is_meta or is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
         raise UnsupportedModelError(
             f"{key!r} of the model is not a dense tensor with values: layout {value.layout}, device "
@@ -103,62 +112,13 @@ def remade_names(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str
     ]
 
 
-def load_remade(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give modules what was loaded into `tensors` that they make anew, through their own ``_load_from_state_dict``.
-
-    Raises
-    ------
-    ModelMismatchError
-        A module refuses them, or its state dict holds something else afterwards.
-    """
-    if not (remade := remade_names(model, tables, tensors)):
-        return
-    wrappers = wrapper_paths(model)
-    # Of a wrapper and what is in it, which have one name, the latter.
-    modules = {
-        clean_name(path, wrappers): module for path, module in model.named_modules(remove_duplicate=False)
-    }
-    metadata = {
-        clean_name(path, wrappers): local
-        for path, local in getattr(model.state_dict(keep_vars=True), "_metadata", {}).items()
-    }
-    entries = {name: tensor.detach() for name, _, tensor in dense_items(model, tables)}
-    entries |= {name: tensors[name].detach() for name in remade}
-    errors: list[str] = []
-    for path in dict.fromkeys(_owner(name, modules) for name in remade):
-        prefix = f"{path}." if path else ""
-        own = {name: tensor for name, tensor in entries.items() if name.startswith(prefix)}
-        modules[path]._load_from_state_dict(own, prefix, metadata.get(path, {}), True, [], [], errors)
-    now = {name: tensor for name, _, tensor in dense_items(model, tables)}
-    lost = [name for name in remade if not _same_bits(now.get(name), tensors[name])]
-    if errors or lost:
-        raise ModelMismatchError(
-            f"{(lost or remade)[0]!r} is in the model's state dict, but a module computes it in state_dict(), and the "
-            f"stored value could not be loaded into that module{': ' + '; '.join(errors) if errors else ''}; load it "
-            "in the module's _load_from_state_dict, keep it in a buffer, or return it from get_extra_state"
-        )
-
-
-def _owner(name: str, modules: Collection[str]) -> str:
-    """The path of the innermost module that an entry of the state dict may be of."""
-    path = name.rpartition(".")[0]
-    while path not in modules:
-        path = path.rpartition(".")[0]
-    return path
-
-
-def _same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    if one is None or is_dtensor(one) or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return dense_numpy(one)[0].tobytes() == dense_numpy(other)[0].tobytes()
-
-
-def _is_extra_state(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA_STATE
+def is_extra_state(key: str, value: object) -> bool:
+    """Whether an entry of a state dict is stored with the state: what a module makes of itself, or no tensor."""
+    return key.rpartition(".")[2] == EXTRA_STATE or not isinstance(value, torch.Tensor)
 
 
 def extra_state(model: nn.Module, state: NamedState | None = None) -> dict[str, object]:
-    """What the model's modules return from ``get_extra_state``, by name (ending in ``_extra_state``).
+    """What the model's modules return from ``get_extra_state``, and what is no tensor, by name.
 
     Parameters
     ----------
@@ -166,39 +126,71 @@ def extra_state(model: nn.Module, state: NamedState | None = None) -> dict[str, 
         From `named_state`, where the caller has it.
     """
     found = named_state(model) if state is None else state
-    return {name: value for name, (key, value) in found.items() if _is_extra_state(key)}
+    return {name: value for name, (key, value) in found.items() if is_extra_state(key, value)}
 
 
-def check_extra_state(model: nn.Module, values: Mapping[str, object]) -> dict[str, nn.Module]:
-    """The modules of a model that have extra state, by the name of that state.
+def state_root(module: nn.Module) -> nn.Module:
+    """The module whose keys a state dict has: wrappers of Fabric and TorchRec leave theirs out."""
+    while parts := wrapped_parts(module):
+        module = getattr(module, parts[-1])
+        if isinstance(module, DistributedDataParallel):  # TorchRec's own
+            module = module.module
+    return module
 
-    Raises
-    ------
-    ModelMismatchError
-        The names are not those of `values`.
+
+def users_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """Those of a module's hooks that are neither ours nor FSDP2's, which give parameters their place back."""
+    ours = ("cnr_store.", "torch.distributed.")
+    return [hook for hook in hooks.values() if not getattr(hook, "__module__", "").startswith(ours)]
+
+
+def is_overridden(method: Any) -> bool:
+    """Whether a method of a module is not torch's usual one."""
+    return not method.__module__.startswith("torch.nn.modules.")
+
+
+class Loaders:
+    """The modules of a model that take entries of a state dict in a way of their own.
+
+    These have hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own. `skipped`, TorchRec's
+    modules, are passed over with all in them.
+
+    Attributes
+    ----------
+    act
+        Whether a load runs any code of the model's, hooks after it included.
     """
-    wrappers = wrapper_paths(model)
-    owners = {
-        clean_name(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE, wrappers): module
-        # A module with two names has an entry of the state dict under each.
-        for path, module in model.named_modules(remove_duplicate=False)
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-    if owners.keys() != values.keys():
-        raise ModelMismatchError(
-            f"extra state of the model ({sorted(owners)}) is not that of the checkpoint ({sorted(values)}); give "
-            f"the model that was saved, or {IGNORE} the rest"
-        )
-    return owners
 
+    def __init__(self, model: nn.Module, skipped: Collection[nn.Module] = ()) -> None:
+        wrappers, root = wrapper_paths(model), state_root(model)
+        self._skipped = {*map(id, skipped)}
+        self._prefixes: dict[str, str] = {}
+        own: set[str] = set()
+        self.act = is_overridden(root.load_state_dict)
+        modules = [("", root)]
+        for prefix, module in modules:  # which grows
+            modules += self.children(prefix, module)
+            name = clean_name(prefix, wrappers)
+            self._prefixes[name] = prefix  # of a wrapper and what is in it, which have one name, the latter's
+            if is_overridden(module._load_from_state_dict) or users_hooks(module._load_state_dict_pre_hooks):
+                own.add(name)
+            self.act |= name in own or bool(users_hooks(module._load_state_dict_post_hooks))
+        self._own = tuple(own)
 
-def load_extra_state(model: nn.Module, values: Mapping[str, object]) -> None:
-    """Give every module its extra state back.
+    def children(self, prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules that torch loads after `module`, each with what its keys begin with."""
+        found = [(f"{prefix}{part}.", child) for part, child in module._modules.items() if child is not None]
+        return [(key, state_root(child)) for key, child in found if id(child) not in self._skipped]
 
-    Raises
-    ------
-    ModelMismatchError
-        The model's modules with extra state are not those of `values`; nothing was set.
-    """
-    for name, module in check_extra_state(model, values).items():
-        module.set_extra_state(values[name])
+    def key(self, name: str) -> str:
+        """The key of an entry that the model's state dict has not now."""
+        owner = max(filter(name.startswith, self._prefixes), key=len)
+        return self._prefixes[owner] + name[len(owner) :]
+
+    def takes(self, name: str) -> bool:
+        """Whether the module that has an entry takes it in a way of its own, in another shape, too."""
+        return name[: name.rfind(".") + 1] in self._own
+
+    def may_take(self, name: str) -> bool:
+        """Whether it or a module around it does so, under another name, too."""
+        return name.startswith(self._own)

@@ -18,7 +18,7 @@ from torch import nn
 from cnr_store.training.model.tables import DTensorTable, Lookup
 from cnr_store.training.tracking.bitmap import mark_at
 from cnr_store.training.tracking.step_hooks import outside_graphs
-from cnr_store.training.tracking.table_tracker import OUTSIDE, TableTracker
+from cnr_store.training.tracking.table_tracker import LOADED, OUTSIDE, TableTracker
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 # A captured CUDA graph replays kernels only, and would skip the operator. Releases of torch without this tag capture
@@ -73,7 +73,7 @@ class _AfterLoad(_TableHook):
     __slots__ = ()
 
     def __call__(self, *_: object) -> None:
-        self._tracker.make_whole("a state dict was loaded into it")
+        self._tracker.make_whole(LOADED)
 
 
 class _BeforeLookup(_TableHook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from cnr_store.training.tracking.version_counter import (
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
 )
+LOADED = "a state dict was loaded into it"
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
 _OUT_OF_RANGE = "an id out of range was looked up"
 _RESIZED = "its number of rows changed"
@@ -212,6 +213,14 @@ class TableTracker:
         """Take every change of the parameter so far as flagged."""
         if not self._counter.catch_up(self.table.parameter):
             self._counter = counter_of(self.table.parameter)
+
+    def explain_changes(self, find: Callable[[], torch.Tensor | None]) -> None:
+        """Flag the rows that `find` says were changed, if it can, where the reason to be whole is that nothing does."""
+        stays = self.changes == math.inf or self.whole_reason not in (OUTSIDE, LOADED)
+        if not stays and (rows := find()) is not None:
+            self.mark(rows)
+            self.whole = None
+            self.acknowledge()
 
     def slot_changes(self, optimizer: Optimizer, written: Collection[str] | None = None) -> float:
         """The most changes of one slot of `optimizer` that are not acknowledged.

@@ -175,7 +175,7 @@ class Tracker:
             Nothing was flagged.
         """
         self.adopt_replaced()
-        tracker = self._named(name)
+        tracker = self.named(name)
         rows = check_row_ids(name, ids, tracker.table.rows)
         first = tracker.table.first_row
         held = rows[(rows >= first) & (rows < first + tracker.table.local_rows)]
@@ -195,7 +195,7 @@ class Tracker:
         ModelMismatchError
             There is no such table.
         """
-        self._named(name).make_whole(reason)
+        self.named(name).make_whole(reason)
 
     def whole_reasons(self) -> dict[str, str]:
         """Why tables are saved whole if the interval ends now, by name; call it before `swap`.
@@ -298,7 +298,7 @@ class Tracker:
         ModelMismatchError
             There is no such table; nothing was flagged.
         """
-        for tracker, flagged in [(self._named(name), flagged) for name, flagged in bitmaps.items()]:
+        for tracker, flagged in [(self.named(name), flagged) for name, flagged in bitmaps.items()]:
             tracker.give_back(flagged)
 
     def clear(self, slots: Iterable[tuple[Optimizer, Mapping[str, Mapping[str, torch.Tensor]]]] = ()) -> None:
@@ -316,7 +316,8 @@ class Tracker:
                 self._trackers[name].expect_slots(optimizer, given)
         self._stepped.forget()
 
-    def _named(self, name: str) -> TableTracker:
+    def named(self, name: str) -> TableTracker:
+        """What is known of a table."""
         if name not in self._trackers:
             raise ModelMismatchError(f"no table {name!r}; there are {sorted(self._trackers)}")
         return self._trackers[name]

@@ -106,6 +106,22 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_all_at_once(url: str, v
     assert_same(load_alone(url), truth)
 
 
+def test_a_hook_that_fails_on_one_rank_fails_the_load_on_all(url: str) -> None:
+    truth = save_two(url)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no cache")
+
+    with SmallJob(url) as job:
+        handle = job.models[1].register_load_state_dict_post_hook(fail)  # type: ignore[no-untyped-call]
+        for error in job.attempt(lambda rank: job.checkpointers[rank].load()):
+            assert isinstance(error, cnr_store.ModelMismatchError)
+            assert "no cache" in str(error)
+        handle.remove()
+        job.load()
+        assert_same(job.found(), truth)
+
+
 @pytest.mark.slow
 def test_ranks_wait_for_a_fold_that_takes_long(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fold_slowly(*arguments: Any) -> Any:

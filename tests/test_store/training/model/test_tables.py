@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+import cnr_store
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.model import tensors
-from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state, load_extra_state
+from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state
 from cnr_store.training.model.names import clean_name, parameter_names, state_names
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
@@ -233,28 +235,32 @@ def test_lazy_layers_are_refused_until_they_have_run() -> None:
         dense_tensors(module, [])
 
 
-def test_extra_state_is_given_back_whatever_it_is() -> None:
+def test_extra_state_is_given_back_whatever_it_is(tmp_path: Path) -> None:
     model, other = nn.DataParallel(Model()), Model()
     model.module.counter.value = torch.arange(3)
-    load_extra_state(other, extra_state(model))
-    assert other.counter.value is model.module.counter.value
+    cnr_store.save(tmp_path, model)
+    cnr_store.load(tmp_path, other)
+    assert str(other.counter.value) == "tensor([0, 1, 2])"
     assert "counter._extra_state" not in dense_tensors(model, find_tables(model))
 
 
-def test_extra_state_of_a_module_with_two_names_is_given_back() -> None:
+def test_extra_state_of_a_module_with_two_names_is_given_back(tmp_path: Path) -> None:
     model, other = Model(), Model()
     for each in (model, other):
         each.add_module("again", each.counter)
     model.counter.value = {"seen": 3}
-    values = extra_state(model)
-    assert values.keys() == {"counter._extra_state", "again._extra_state"}
-    load_extra_state(other, values)
+    assert extra_state(model).keys() == {"counter._extra_state", "again._extra_state"}
+    cnr_store.save(tmp_path, model)
+    cnr_store.load(tmp_path, other)
     assert other.counter.value == {"seen": 3}
 
 
-def test_extra_state_of_another_model_is_refused() -> None:
+def test_extra_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = Model()
+    del model.counter
+    cnr_store.save(tmp_path, model)
     with pytest.raises(ModelMismatchError, match=r"counter\._extra_state"):
-        load_extra_state(Model(), {})
+        cnr_store.load(tmp_path, Model())
 
 
 # Tensors and arrays

@@ -1,0 +1,143 @@
+"""Gives modules what was loaded as torch's ``load_state_dict`` does: through their hooks and loaders of their own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from cnr_store.errors import ModelMismatchError
+from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.loading.state_tree import PARTLY, accepted
+from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
+from cnr_store.training.model.names import state_names
+from cnr_store.training.model.tables import Table
+
+
+class ModuleLoad:
+    """One load of a state dict in which what is in place already stands for itself, so that nothing of it is copied.
+
+    Parameters
+    ----------
+    tables
+        They are filled.
+    values
+        What is not in place, by stored name: tensors, and extra state. Everything else in the state dict is.
+    absent
+        Names that the state dict is to be without.
+    where
+        The version, for messages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[Table],
+        loaders: Loaders,
+        values: Mapping[str, Any],
+        absent: Collection[str],
+        where: str,
+    ) -> None:
+        self._model, self._loaders, self._where = model, loaders, where
+        self._tables = {id(table.parameter): table for table in tables}
+        self._state = model.state_dict(keep_vars=True)  # kept, so that no other tensor gets one's id
+        self._metadata: Mapping[str, Any] = getattr(self._state, "_metadata", {})
+        self._given: OrderedDict[str, Any] = OrderedDict()
+        self._in_place: dict[int, Any] = {}  # by id of the model's tensor: what stands for it
+        names = state_names(model, self._state)
+        for key, present in self._state.items():
+            name = names[key]
+            if name not in absent and (name in values or key.rpartition(".")[2] != EXTRA_STATE):
+                value = _entry(present, values.get(name, present))
+                self._given[key] = self._in_place.setdefault(id(present), value)
+        self._of_tables = {id(self._in_place.get(each)) for each in self._tables} | {id(None)}
+        keys = {name: key for key, name in names.items()}
+        self._loaded = {keys.get(name) or loaders.key(name): value for name, value in values.items()}
+        self._given = OrderedDict({**self._loaded, **self._given})
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._errors: list[str] = []
+
+    def run(self, strict: bool) -> None:
+        """Run it. With `strict`, each entry has to be taken, and none may be missing.
+
+        Raises
+        ------
+        ModelMismatchError
+            A module or a hook failed, or moved a table's entry; or an entry was not taken, or is missing. The model is
+            partly overwritten.
+        """
+        root = state_root(self._model)
+        if is_overridden(root.load_state_dict):
+            with accepted(self._where, f"load_state_dict of {type(root).__name__}"):
+                root.load_state_dict(self._given, strict=strict)
+            return
+        self._load(root, self._given, "")
+        for table in self._tables.values():
+            if table.key in self._missing:
+                raise self._moved(table)
+        problems = list(self._errors)
+        if strict:
+            problems += [f"no module took {key!r}" for key in self._unexpected if key in self._loaded]
+            problems += [f"a module lacks {key!r}" for key in self._missing if key in self._state]
+        if problems:
+            raise ModelMismatchError(
+                f"{self._where} does not fit what modules load for themselves: {'; '.join(problems)}; load it in the "
+                f"module's _load_from_state_dict, keep it in a buffer, or return it from get_extra_state; {PARTLY}"
+            )
+
+    def _load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """What ``load_state_dict`` does for a module, and for those in it."""
+        taker = f"load_state_dict of module {prefix[:-1] or 'the model'!r} ({type(module).__name__})"
+        told = self._missing, self._unexpected
+        if self._has_to_load(module, state, prefix):
+            with accepted(self._where, taker):
+                metadata = self._metadata.get(prefix[:-1], {})
+                module._load_from_state_dict(state, prefix, metadata, True, *told, self._errors)
+        by_part: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            if key.startswith(prefix):
+                part = key[len(prefix) :].partition(".")[0]
+                by_part.setdefault(f"{prefix}{part}.", {})[key] = value
+        for below, child in self._loaders.children(prefix, module):
+            self._load(child, by_part.get(below, {}), below)
+        for hook in users_hooks(module._load_state_dict_post_hooks):
+            with accepted(self._where, taker):
+                if hook(module, _IncompatibleKeys(*told)) is not None:
+                    raise AssertionError("a hook after load_state_dict returned a value")
+
+    def _has_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a module has something to load, or code of its own that may do more than to copy."""
+        is_in_place = True
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            expected, found = self._in_place.get(id(tensor)), state.get(prefix + name)
+            is_in_place &= expected is found
+            if found is not expected and id(tensor) in self._tables and id(found) in self._of_tables:
+                raise self._moved(self._tables[id(tensor)])
+        return (
+            not is_in_place
+            or prefix + EXTRA_STATE in state
+            or bool(module._load_state_dict_pre_hooks)
+            or is_overridden(module._load_from_state_dict)
+        )
+
+    def _moved(self, table: Table) -> ModelMismatchError:
+        return ModelMismatchError(
+            f"{self._where}: a hook or a _load_from_state_dict gave the entry of table {table.name!r}, {table.key!r}, "
+            "another key in the state dict, but rows of tables are loaded by their stored names alone; leave the keys "
+            f"of tables as they are, or call its module by the stored name; {PARTLY}"
+        )
+
+
+def _entry(present: Any, value: Any) -> Any:
+    """What stands for an entry: its own memory, to be written to; or the value loaded, on the same device."""
+    if value is not present:
+        both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
+        return value.to(present.device) if both else value
+    return value.detach() if type(value) in (torch.Tensor, nn.Parameter) or is_dtensor(value) else value

@@ -1,0 +1,260 @@
+"""Hooks of ``load_state_dict`` and loaders of modules run on a load as torch runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cnr_store
+from cnr_store import Checkpointer, ModelMismatchError
+
+ROWS = 300
+
+
+class Noted(nn.Module):
+    """Writes down what a load runs of it, with what it then holds."""
+
+    def __init__(self, name: str, notes: list[str], **children: nn.Module) -> None:
+        super().__init__()
+        self.name, self.notes = name, notes
+        self.weight = nn.Parameter(torch.randn(2))
+        for child, module in children.items():
+            self.add_module(child, module)
+        hooked: Any = self
+        hooked.register_load_state_dict_pre_hook(lambda *_: self.note("pre"))
+        hooked.register_load_state_dict_post_hook(lambda *_: self.note("post"))
+
+    def note(self, what: str) -> None:
+        self.notes.append(f"{self.name} {what} {self.weight.tolist()}")
+
+    def get_extra_state(self) -> str:
+        return self.name
+
+    def set_extra_state(self, state: str) -> None:
+        self.note(f"extra {state}")
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.note(f"loader {sorted(state)} {prefix!r}")
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.note("loaded")
+
+
+def noted(notes: list[str]) -> Noted:
+    torch.manual_seed(len(notes))
+    inner = Noted("inner", notes, top=nn.Linear(2, 2), users=nn.Embedding(ROWS, 2))
+    return Noted("outer", notes, first=inner, last=Noted("last", notes))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_all_run_in_the_order_of_torch(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    expected: list[str] = []
+    found: list[str] = []
+    torch.manual_seed(9)
+    saved = wrap(noted([]))
+    cnr_store.save(tmp_path, saved)
+    plain, loaded = wrap(noted(expected)), wrap(noted(found))
+    plain.load_state_dict(saved.state_dict())
+    with Checkpointer(tmp_path, loaded) as checkpointer:
+        checkpointer.load()
+        assert checkpointer.save(2).result().kind == "delta"
+    assert found == expected
+    assert len(expected) == 15
+    for name, values in saved.state_dict().items():
+        if isinstance(values, torch.Tensor):
+            assert torch.equal(loaded.state_dict()[name], values), name
+
+
+class Bank(nn.Module):
+    """Buffers that take the shape that is stored, one of them from nothing, and a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.empty(0))
+        self.register_buffer("late", None)
+        self.seen: list[torch.Tensor] = []
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep)
+        state[prefix + "seen"] = self.seen
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.seen = state.pop(prefix + "seen")
+        self.kept = torch.empty_like(state[prefix + "kept"])
+        if prefix + "late" in state:
+            self.late = torch.empty_like(state[prefix + "late"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 2, **more: nn.Module) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, 4)
+        self.top = nn.Linear(4, width)
+        for name, module in more.items():
+            self.add_module(name, module)
+
+
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_a_module_takes_its_entries_in_the_shape_they_have(tmp_path: Path, strict: Any) -> None:
+    model, fresh = Model(bank=Bank()), Model(bank=Bank())
+    bank: Any = model.bank
+    bank.kept, bank.late, bank.seen = torch.rand(5, 2), torch.rand(3), [torch.rand(2), torch.arange(5000)]
+    cnr_store.save(tmp_path, model, bits=32)
+    cnr_store.load(tmp_path, fresh, strict=strict)
+    found: Any = fresh.bank
+    assert torch.equal(found.kept, bank.kept)
+    assert torch.equal(found.late, bank.late)
+    assert [each.tolist() for each in found.seen] == [each.tolist() for each in bank.seen]
+
+
+def test_other_shapes_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, other = Model(bank=Bank()), Model(width=3, bank=Bank())
+    cnr_store.save(tmp_path, model)
+    before = {name: str(value) for name, value in other.state_dict().items()}
+    with pytest.raises(ModelMismatchError, match=r"'top\.bias' is 3 in the model and 2"):
+        cnr_store.load(tmp_path, other)
+    assert {name: str(value) for name, value in other.state_dict().items()} == before
+
+
+def test_what_no_module_takes_is_refused_at_the_save(tmp_path: Path) -> None:
+    model: Any = Model()
+    model.register_state_dict_post_hook(lambda _module, state, _prefix, _: state.update(epoch=3))
+    with pytest.raises(cnr_store.UnsupportedModelError, match=r"'epoch'.*get_extra_state"):
+        cnr_store.save(tmp_path, model)
+
+
+def test_a_hook_may_rename_and_change_what_is_no_table(tmp_path: Path) -> None:
+    def move(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "top.weight"] = state.pop(prefix + "old.weight") * 2
+        state[prefix + "top.bias"] = state.pop(prefix + "old.bias")
+
+    saved = Model()
+    saved.old = saved._modules.pop("top")  # type: ignore[assignment]
+    cnr_store.save(tmp_path, saved)
+    model: Any = Model()
+    model.register_load_state_dict_pre_hook(move)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.load()
+        assert checkpointer.save(2).result().kind == "delta"
+    assert torch.equal(model.top.weight, 2 * saved.get_parameter("old.weight"))
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["people.weight"] = state.pop("users.weight")
+
+
+def swap(state: dict[str, Any]) -> None:
+    state["users.weight"], state["items.weight"] = state["items.weight"], state["users.weight"]
+
+
+@pytest.mark.parametrize("move", [rename, swap])
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_a_hook_that_moves_a_table_is_refused_by_name(tmp_path: Path, move: Any, strict: Any) -> None:
+    model: Any = Model(items=nn.Embedding(ROWS, 4))
+    model.register_load_state_dict_pre_hook(lambda _module, state, *_: move(state))
+    cnr_store.save(tmp_path, model)
+    with pytest.raises(ModelMismatchError, match=r"table 'users', 'users\.weight', another key"):
+        cnr_store.load(tmp_path, model, strict=strict)
+
+
+def raise_error(*_: object) -> None:
+    raise ValueError("no cache")
+
+
+def return_value(*_: object) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(("hook", "kind"), [(raise_error, ValueError), (return_value, AssertionError)])
+def test_an_error_in_a_hook_says_that_the_model_is_partly_overwritten(
+    tmp_path: Path, hook: Any, kind: type[Exception]
+) -> None:
+    model = Model(bank=Bank())
+    cnr_store.save(tmp_path, model)
+    hooked: Any = model.bank
+    hooked.register_load_state_dict_post_hook(hook)
+    with pytest.raises(ModelMismatchError, match=r"module 'bank' \(Bank\).*partly overwritten") as caught:
+        cnr_store.load(tmp_path, model)
+    assert type(caught.value.__cause__) is kind
+
+
+class Doubled(nn.Embedding):
+    """A table whose loader changes a row."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        with torch.no_grad():
+            self.weight[7] *= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_loader_changes_are_in_the_next_save(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Model(words=Doubled(ROWS, 4, dtype=dtype))
+    with Checkpointer(tmp_path, model, policy="consecutive", bits=32) as checkpointer:
+        checkpointer.save(1).result()
+        checkpointer.load()
+        version = checkpointer.save(2).result()
+        assert (version.kind, version.rows) == ("delta", 1)
+    other = Model(words=nn.Embedding(ROWS, 4, dtype=dtype))
+    cnr_store.load(tmp_path, other)
+    assert torch.equal(other.get_parameter("words.weight"), model.get_parameter("words.weight"))
+
+
+class Own(Model):
+    """A model with a ``load_state_dict`` of its own."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*args, **options)
+        self.norm = self.users.weight.norm().item()
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"tables": "users"}])
+def test_a_models_own_load_state_dict_is_called(tmp_path: Path, options: Any) -> None:
+    saved, model = Model(), Own()
+    cnr_store.save(tmp_path, saved, bits=32)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.load(**options)
+        assert checkpointer.save(2).result().rows == 0
+    assert model.norm == saved.users.weight.norm().item()
+
+
+def test_a_partial_load_runs_hooks_and_leaves_what_was_not_chosen(tmp_path: Path) -> None:
+    notes: list[str] = []
+    model: Any = Model(some=Noted("some", notes), bank=Bank())
+    cnr_store.save(tmp_path, model)
+    seen = model.bank.seen = [torch.rand(3)]
+    notes.clear()
+    cnr_store.load(tmp_path, model, tables="users")
+    assert [note.split()[1] for note in notes] == ["loader", "pre", "loaded", "post"]
+    assert model.bank.seen is seen
+
+
+def test_a_tied_tensor_reaches_a_module_with_a_loader(tmp_path: Path) -> None:
+    def build() -> Any:
+        model: Any = Model(again=nn.Linear(4, 2))
+        model.again.weight = model.top.weight
+        model.again.register_load_state_dict_post_hook(
+            lambda module, _: setattr(module, "sum", module.weight.sum().item())
+        )
+        model.top.register_load_state_dict_pre_hook(lambda *_: None)
+        return model
+
+    saved, model = build(), build()
+    cnr_store.save(tmp_path, saved)
+    cnr_store.load(tmp_path, model)
+    assert model.again.sum == saved.top.weight.sum().item()
+    assert model.again.weight is model.top.weight
+
+
+def test_hooks_run_when_an_update_is_applied(tmp_path: Path) -> None:
+    saved, served = Own(), Own()
+    cnr_store.save(tmp_path, saved, bits=32)
+    for update in cnr_store.follow(tmp_path):
+        update.apply(served)
+    assert served.norm == saved.users.weight.norm().item()
