@@ -24,6 +24,7 @@ import cnr_store
 from cnr_backends import build_shard, check_chunk, open_backend, parse_index
 from cnr_store.format import layout
 from cnr_store.format.record_document import decode_record
+from cnr_store.policies.policy import PolicyName
 from cnr_store.training.saving.snapshot import StagedRows
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.writer import Writer
@@ -206,7 +207,7 @@ class Model(nn.Module):
     [(2, torch.float32), (3, torch.float16), (8, torch.bfloat16), (32, torch.bfloat16), (4, torch.float32)],
 )
 def test_the_reader_of_the_page_reads_every_version(
-    reader: Reader, tmp_path: Path, policy: str, bits: int, dtype: torch.dtype
+    reader: Reader, tmp_path: Path, policy: PolicyName, bits: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     model = Model(dtype)

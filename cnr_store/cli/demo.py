@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from cnr_store.cli.options import Policy, StorageOptions, parse_bits, parse_options, require
+from cnr_store.policies.policy import check_policy
 
 DemoUrl = Annotated[
     str | None,
@@ -62,7 +63,7 @@ def demo(
     chosen = DemoOptions(
         url=url,
         storage_options=parse_options(options),
-        policy=policy,
+        policy=check_policy(policy),
         bits=None if bits is None else parse_bits(bits),
         steps=steps,
         every=every,

@@ -16,8 +16,7 @@ from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
 from cnr_store.errors import OptionError
-from cnr_store.maintenance.collection import pins, retention
-from cnr_store.maintenance.collection.rules import check_figure
+from cnr_store.maintenance.collection import pins, retention, rules
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
@@ -243,7 +242,7 @@ def gc(
     if best is not None:
         catalog = open_store(url, parse_options(options))
         try:
-            check_figure(catalog, best[0])  # before a run is ended
+            rules.check_figure(catalog, best[0])  # before a run is ended
         except OptionError as error:
             raise typer.BadParameter(str(error)) from error
     if end_run:
@@ -275,7 +274,7 @@ def gc(
         raise typer.Exit(1)
 
 
-def _parse_best(text: str | None) -> tuple[str, str, int] | None:
+def _parse_best(text: str | None) -> rules.KeepBest | None:
     """The rule from NAME:max:N.
 
     Raises
@@ -288,7 +287,7 @@ def _parse_best(text: str | None) -> tuple[str, str, int] | None:
     name, mode, count = [*text.rsplit(":", 2), "", ""][:3]
     if not (name and mode in ("max", "min") and count.isascii() and count.isdecimal() and int(count)):
         raise typer.BadParameter(f"--keep-best {text}: give a figure, max or min, and a number: auc:max:3")
-    return name, mode, int(count)
+    return name, "max" if mode == "max" else "min", int(count)
 
 
 def _end_run(url: str, yes: bool, options: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ _NUMBERS = frozenset(
     }
 )
 _WIDEST = 10_000
-Report = Callable[[int, int], None]
+Report = Callable[[int, int | None], None]
 
 
 def new_table(*names: str) -> Table:

@@ -11,7 +11,7 @@ from rich.console import Console
 from cnr_store.cli.options import AsJson
 from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table
 from cnr_store.policies.interval import Interval, best_interval
-from cnr_store.policies.policy import MAX_CHAIN, POLICIES
+from cnr_store.policies.policy import MAX_CHAIN, POLICIES, check_policy
 from cnr_store.policies.simulation import SimulatedSave, Trace
 from cnr_store.policies.simulation import simulate as run_policy
 
@@ -74,8 +74,8 @@ def simulate(
         )
         return
     trace = Trace.zipf(rows, saves, accesses, exponent)
-    names = POLICIES if policy is None else (policy,)
-    simulated = {
+    names = POLICIES if policy is None else (check_policy(policy),)
+    simulated: dict[str, list[SimulatedSave]] = {
         name: run_policy(
             trace,
             name,

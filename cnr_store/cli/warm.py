@@ -10,7 +10,7 @@ import typer
 
 from cnr_codecs import cache_folders, compile_all
 from cnr_store.cli.options import AsJson
-from cnr_store.cli.output import print_json, print_line, say
+from cnr_store.cli.output import print_json, print_line, progress, say
 from cnr_store.training.tracking.bitmap import compile_kernels
 
 
@@ -21,12 +21,14 @@ def warm(as_json: AsJson = False) -> None:
     and are valid for this type of processor.
     """
     began = time.perf_counter()
-    for _ in chain(compile_all(), compile_kernels()):
-        if not _files():  # not even of the first: the others take long
-            say(
-                "cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room"
-            )
-            raise typer.Exit(1)
+    with progress("compiling") as on_progress:
+        for done, _ in enumerate(chain(compile_all(), compile_kernels()), 1):
+            if not _files():  # not even of the first: the others take long
+                say(
+                    "cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room"
+                )
+                raise typer.Exit(1)
+            on_progress(done, None)
     seconds = time.perf_counter() - began
     folders, files = _folders(), _files()
     nbytes = sum(file.stat().st_size for file in files)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cnr_store.errors import CheckpointError
+from cnr_store.policies.policy import PolicyName
 
 OnStep = Callable[[int], object]
 
@@ -39,7 +40,7 @@ class TrainConfig:
     every: int
     url: str | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
-    policy: str = "intermittent"
+    policy: PolicyName = "intermittent"
     bits: int | str = "auto"
     codec: dict[str, Any] | None = None
     state_bits: int | str = 32

@@ -22,6 +22,7 @@ from cnr_store.demo.data import find_data, load_features
 from cnr_store.demo.interrupt import Story, train_killed, train_with_failed_save
 from cnr_store.demo.protocol import DemoError, OnStep, RunLog, TrainConfig
 from cnr_store.demo.train import train
+from cnr_store.policies.policy import PolicyName
 
 _KEPT_FOLDER = "demo-run"
 _KILL_AFTER = 4
@@ -55,7 +56,7 @@ class DemoOptions:
 
     url: str | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
-    policy: str = "intermittent"
+    policy: PolicyName = "intermittent"
     bits: int | str | None = None
     steps: int | None = None
     every: int = 200

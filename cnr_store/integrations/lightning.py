@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -80,7 +80,7 @@ class CnrCheckpoint(Callback):
         *,
         every_n_minutes: float | None = None,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         save_top_k: int | None = None,
         resume: bool = False,
         **options: Any,

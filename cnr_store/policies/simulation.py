@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import MOST, integer, number
 from cnr_store.policies.past import Past, past_after
-from cnr_store.policies.policy import MAX_CHAIN, Costs, Decision, Offer, check_policy, decide
+from cnr_store.policies.policy import MAX_CHAIN, Costs, Decision, Offer, PolicyName, check_policy, decide
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class SimulatedSave:
 
 def simulate(
     trace: Trace,
-    policy: str = "auto",
+    policy: PolicyName = "auto",
     *,
     keep_last: int | None = None,
     restores_per_save: float = 0.1,

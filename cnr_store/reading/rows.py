@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import zarr
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.chains.allocation import Array
@@ -17,7 +18,13 @@ from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
 
 
-def rows(url: Url, name: str, ids: ArrayLike, version: Version = "latest", **storage_options: Any) -> Array:
+def rows(
+    url: Url,
+    name: str,
+    ids: Sequence[int] | NDArray[np.integer[Any]],
+    version: Version = "latest",
+    **storage_options: Any,
+) -> NDArray[Any]:
     """Rows of a table, of its optimizer state, or of a dense tensor. Reads only the chunks that they are in.
 
     Parameters

@@ -21,7 +21,7 @@ from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
 from cnr_store.maintenance.collection.rules import KeepBest, Rules
 from cnr_store.policies.checks import number
-from cnr_store.policies.policy import MAX_CHAIN, Costs, check_policy
+from cnr_store.policies.policy import MAX_CHAIN, Costs, PolicyName, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
@@ -171,7 +171,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        policy: str = "intermittent",
+        policy: PolicyName = "intermittent",
         bits: Bits = "auto",
         codec: CodecOption = None,
         state_bits: StateBits = LOSSLESS,

@@ -11,6 +11,7 @@ from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme, Segment
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
 from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
+from cnr_codecs.kmeans.kmeans import GroupName
 from cnr_codecs.protocol import Rows, pack
 from tests.test_codecs.hard_rows import FLOAT_MAX, RowMaker, adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.references import kmeans as kmeans_reference
@@ -79,7 +80,7 @@ def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> N
 
 @given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE, most_rows=40), bits=st.integers(1, 8), group=GROUPS)
 @settings(deadline=None, max_examples=200)
-def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: str) -> None:
+def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: GroupName) -> None:
     payload = encode(KMeansRows(bits, group), values)
     decoded = decode(payload)
     np.testing.assert_array_equal(cnr_codecs.present_rows(payload), np.arange(len(values)))
@@ -231,7 +232,7 @@ def test_rows_that_codebooks_would_not_make_smaller_stay_exact() -> None:
 
 
 @pytest.mark.parametrize("group", ["row", "block", "cluster"])
-def test_rows_that_are_not_finite_stay_exact_even_if_all_are(group: str) -> None:
+def test_rows_that_are_not_finite_stay_exact_even_if_all_are(group: GroupName) -> None:
     values = np.full((20, 64), np.inf, np.float32)
     for finite in 0, 3:
         values[:finite] = np.arange(64) % 7
@@ -248,7 +249,7 @@ def test_zeros_decode_to_positive_zero() -> None:
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("group", ["row", "block", "cluster"])
-def test_sixteen_bit_floats_are_rounded_when_decoded(element: str, group: str) -> None:
+def test_sixteen_bit_floats_are_rounded_when_decoded(element: str, group: GroupName) -> None:
     rng = np.random.default_rng(7)
     wide = np.concatenate([rng.normal(size=(200, 90)) * 10.0 ** rng.integers(-6, 4, (200, 1))])
     wide[:9] = rng.choice([65504.0, -60000], (9, 90))

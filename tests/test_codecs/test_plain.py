@@ -14,6 +14,7 @@ from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import build
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.protocol import Rows
+from cnr_codecs.uniform.uniform import SchemeName
 from tests.test_codecs.hard_rows import BITS, SCHEMES, adversarial_rows, decode
 from tests.test_codecs.payload_bytes import head_bytes, of_version_1, proved
 
@@ -26,7 +27,7 @@ def plain_of(data: bytes, max_bytes: int = ROOM, out: Rows | None = None) -> npt
 
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
-def test_plain_payloads_decode_to_the_same_bits(values: Rows, scheme: str, bits: int) -> None:
+def test_plain_payloads_decode_to_the_same_bits(values: Rows, scheme: SchemeName, bits: int) -> None:
     data = UniformRows(scheme, bits).encode_rows(values, None, len(values), element="float32")
     payload = parse(data)
     plain = plain_of(data)

@@ -14,7 +14,7 @@ from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.protocol import Rows
-from cnr_codecs.uniform.uniform import default_walk
+from cnr_codecs.uniform.uniform import SchemeName, default_walk
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized
 from tests.test_codecs.references import uniform as reference
 
@@ -46,7 +46,7 @@ def in_element(values: Rows, element: str) -> Rows:
 )
 @settings(deadline=None, max_examples=400)
 def test_parameters_equal_the_reference(
-    values: Rows, scheme: str, bits: int, walk: tuple[int, float] | None, element: str
+    values: Rows, scheme: SchemeName, bits: int, walk: tuple[int, float] | None, element: str
 ) -> None:
     walk = walk if scheme == "adaptive" else None
     values = in_element(values, element)

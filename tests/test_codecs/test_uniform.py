@@ -13,7 +13,7 @@ from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRow
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
 from cnr_codecs.protocol import Rows, encode_chunks, pack
-from cnr_codecs.uniform.uniform import row_extremes, search_factor
+from cnr_codecs.uniform.uniform import SchemeName, row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
     BITS,
     FLOAT_MAX,
@@ -37,7 +37,7 @@ class WithoutChunks:
 
 @given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=300)
-def test_codes_and_values_equal_the_reference(values: Rows, scheme: str, bits: int) -> None:
+def test_codes_and_values_equal_the_reference(values: Rows, scheme: SchemeName, bits: int) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     decoded = decode(payload)
     for rows, scale, offset, segment in quantized(payload):
@@ -77,7 +77,9 @@ def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values: 
 
 @given(values=adversarial_rows(), scheme=st.sampled_from(["symmetric", "asymmetric"]), bits=BITS)
 @settings(deadline=None, max_examples=300)
-def test_errors_stay_within_half_a_step_and_three_roundings(values: Rows, scheme: str, bits: int) -> None:
+def test_errors_stay_within_half_a_step_and_three_roundings(
+    values: Rows, scheme: SchemeName, bits: int
+) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     decoded = decode(payload)
     for rows, scale, offset, _ in quantized(payload):
@@ -92,7 +94,7 @@ def test_errors_stay_within_half_a_step_and_three_roundings(values: Rows, scheme
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
 def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(
-    values: Rows, scheme: str, bits: int
+    values: Rows, scheme: SchemeName, bits: int
 ) -> None:
     payload = encode(UniformRows(scheme, bits), values)
     np.testing.assert_array_equal(cnr_codecs.present_rows(payload), np.arange(len(values)))
@@ -115,7 +117,7 @@ def test_constant_rows_are_exact(values: Rows, bits: int) -> None:
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
 @settings(deadline=None)
 def test_a_row_decodes_alike_whatever_it_is_encoded_with(
-    values: Rows, scheme: str, bits: int, data: st.DataObject
+    values: Rows, scheme: SchemeName, bits: int, data: st.DataObject
 ) -> None:
     codec = UniformRows(scheme, bits)
     together = decode(encode(codec, values))
@@ -127,7 +129,7 @@ def test_a_row_decodes_alike_whatever_it_is_encoded_with(
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
 @settings(deadline=None, max_examples=200)
 def test_chunks_encoded_together_are_those_encoded_one_by_one(
-    values: Rows, scheme: str, bits: int, data: st.DataObject
+    values: Rows, scheme: SchemeName, bits: int, data: st.DataObject
 ) -> None:
     codec, count, rows = UniformRows(scheme, bits), len(values), len(values) + 9
     inner = data.draw(st.sets(st.integers(1, count - 1), max_size=4)) if count > 1 else set()
@@ -243,7 +245,7 @@ def test_the_walk_reaches_the_error_of_the_published_search(
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric", "adaptive"])
 def test_sixteen_bit_floats_are_quantized_as_float32_and_rounded_when_decoded(
-    element: str, scheme: str
+    element: str, scheme: SchemeName
 ) -> None:
     rng = np.random.default_rng(7)
     scales = 10.0 ** rng.integers(-6, 4, (200, 1))
@@ -277,7 +279,7 @@ def test_expected_size_is_the_size_of_plain_rows() -> None:
     ("element", "largest"), [("float32", FLOAT_MAX), ("float16", 65504.0), ("bfloat16", 255 * 2.0**120)]
 )
 def test_steps_rounded_up_do_not_carry_the_largest_values_to_infinity(
-    scheme: str, bits: int, element: str, largest: float
+    scheme: SchemeName, bits: int, element: str, largest: float
 ) -> None:
     lows = np.array([0, 0.1, 0.3, 0.5, -0.3, -1])[:, None] * largest
     values = np.concatenate([np.repeat(lows, 20, axis=1), np.full((6, 20), largest)], axis=1)

@@ -31,6 +31,7 @@ from cnr_codecs import (
     RowsError,
     UniformRows,
 )
+from cnr_codecs.kmeans.kmeans import GroupName
 from cnr_codecs.plugins.zarr import ZarrFloating, ZarrKMeans, ZarrLattice, ZarrRows, ZarrUniform
 from cnr_codecs.protocol import Rows
 
@@ -136,7 +137,7 @@ def test_wrong_options_are_refused(entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("group", ["row", "block", "cluster"])
-def test_k_means_arrays_read_what_the_codec_decodes(group: str) -> None:
+def test_k_means_arrays_read_what_the_codec_decodes(group: GroupName) -> None:
     serializer = {"name": "cnr.kmeans", "configuration": {"bits": 2, "group": group}}
     array = create(serializer, chunks=(250, 16), shards=(500, 16))
     array[:] = VALUES

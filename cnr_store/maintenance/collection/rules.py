@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.metadata import find_figures
 from cnr_store.errors import OptionError, option
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 
-KeepBest = tuple[str, str, int]
+KeepBest = tuple[str, Literal["max", "min"], int]
 """A figure of the metadata, ``"max"`` or ``"min"``, and how many versions."""
 
 

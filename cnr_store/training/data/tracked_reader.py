@@ -39,7 +39,8 @@ class TrackedReader(Generic[T]):
     workers have fetched ahead are kept for later, and fetched again after a restore.
 
     A restored reader begins the epoch with the same random numbers as before and continues after the batches that were
-    taken. Map-style data doesn't load those again; anything else reads and drops them.
+    taken. Map-style data doesn't load those again; anything else reads and drops them. What a dataset itself changes
+    while it is read, other than its random number generators, is not saved.
 
     Parameters
     ----------
@@ -96,27 +97,17 @@ class TrackedReader(Generic[T]):
         while drawn := self._draw():
             yield drawn[0]
 
-    def interval(self, batches: int) -> Iterator[T]:
+    def interval(self, batches: int) -> Interval[T]:
         """Yield exactly `batches` batches, across epochs. The next interval continues after them.
+
+        What is returned is an iterator, and its length is the number of batches that are left of the interval.
 
         Raises
         ------
         OptionError
             `batches` is no integer of at least 0, or an epoch has no batch at all (raised while iterating).
         """
-        return self._emit(check_count("batches", batches, minimum=0))
-
-    def _emit(self, batches: int) -> Iterator[T]:
-        while batches:
-            was_fresh = self._taken == 0
-            drawn = self._draw()
-            if drawn:
-                batches -= 1
-                yield drawn[0]
-            elif was_fresh:
-                raise OptionError(
-                    f"the loader has no batch in epoch {self._epoch - 1}, and the interval needs {batches} more"
-                )
+        return Interval(self, check_count("batches", batches, minimum=0))
 
     def _draw(self) -> tuple[T] | None:
         """The next batch, or None at the end of the epoch."""
@@ -285,6 +276,30 @@ class TrackedReader(Generic[T]):
         check_generator_states(self._own, start["own"])
         if _PRESENT in state:
             check_generator_states(self._own, state[_PRESENT])
+
+
+class Interval(Iterator[T]):
+    """The batches of `TrackedReader.interval`; its length is how many are left."""
+
+    def __init__(self, reader: TrackedReader[T], batches: int) -> None:
+        self._reader = reader
+        self._left = batches
+
+    def __len__(self) -> int:
+        return self._left
+
+    def __next__(self) -> T:
+        while self._left:
+            was_fresh = self._reader.batch == 0
+            if drawn := self._reader._draw():
+                self._left -= 1
+                return drawn[0]
+            if was_fresh:
+                raise OptionError(
+                    f"the loader has no batch in epoch {self._reader.epoch - 1}, and the interval needs {self._left} "
+                    "more"
+                )
+        raise StopIteration
 
 
 def _begun_with(state: Mapping[str, Any]) -> Any:

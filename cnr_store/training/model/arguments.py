@@ -13,6 +13,7 @@ from torch import nn
 from cnr_store.errors import ModelMismatchError, OptionError
 from cnr_store.format.validate import MOST
 from cnr_store.policies.checks import number
+from cnr_store.training.model.object_state import refuse_loader
 
 log = logging.getLogger("cnr_store")
 
@@ -72,6 +73,7 @@ def check_rate(name: str, value: object) -> float | None:
 
 def check_reader(reader: object) -> None:
     """A reader to restore, or None."""
+    refuse_loader(reader)
     if reader is not None and not callable(getattr(reader, "load_state_dict", None)):
         raise OptionError(
             f"the reader is of type {type(reader).__name__} and has no load_state_dict: give one that has, or call "
@@ -93,7 +95,8 @@ def check_stateful(objects: object) -> dict[str, Any]:
         methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
         if not all(map(callable, methods)):
             raise OptionError(
-                f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict"
+                f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict; "
+                f"give a few values to a save: metadata={{{name!r}: ...}}"
             )
         if isinstance(value, nn.Module) and not value.state_dict():
             log.warning(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from cnr_store.errors import StateError
+from cnr_store.errors import OptionError, StateError
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
@@ -67,6 +68,20 @@ def tensor_leaf(value: object) -> Leaf | None:
     return OfClass("torch.Size", list(value)) if isinstance(value, torch.Size) else None
 
 
+def refuse_loader(reader: object) -> None:
+    """Refuse a `DataLoader`, which has no position that could be saved. torchdata's has one.
+
+    Raises
+    ------
+    OptionError
+    """
+    if isinstance(reader, DataLoader) and not callable(getattr(reader, "state_dict", None)):
+        raise OptionError(
+            "a DataLoader does not tell its position: make reader = TrackedReader(loader), take the batches from it, "
+            "and give reader=reader"
+        )
+
+
 def state_of(value: Any) -> Any:
     """An object's `state_dict()`, or the value itself where it has none.
 
@@ -74,7 +89,10 @@ def state_of(value: Any) -> Any:
     ------
     StateError
         It is a class.
+    OptionError
+        It is a loader without a state.
     """
+    refuse_loader(value)
     if isinstance(value, type):
         raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value

@@ -18,13 +18,14 @@ from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CorruptionError
 from cnr_store.format import layout
+from cnr_store.policies.policy import PolicyName
 from cnr_store.reading.filesystem import CnrFileSystem
 
 ROWS = 3000
 CHUNK = "tables/weight/weight/c/0/0"
 
 
-def chained(url: str, policy: str) -> str:
+def chained(url: str, policy: PolicyName) -> str:
     """Store a version of a chain of four, pinned, and a newer one that shares nothing with it."""
     torch.manual_seed(1)
     model = nn.Embedding(ROWS, 8)
@@ -74,7 +75,7 @@ READS: dict[str, Callable[[Any, str], np.ndarray[Any, Any]]] = {
 
 @pytest.mark.parametrize("policy", ["consecutive", "one-shot"])
 @pytest.mark.parametrize("name", READS)
-def test_a_read_goes_on_in_the_fold(url: str, name: str, policy: str) -> None:
+def test_a_read_goes_on_in_the_fold(url: str, name: str, policy: PolicyName) -> None:
     version = chained(url, policy)
     expected = cnr_store.state_dict(url, version)["weight"]
     assert READS[name](folding_at_first_read(url, version), version).tobytes() == expected.tobytes()
@@ -115,7 +116,7 @@ def test_open_views_stay_as_they_are_cut(url: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "one-shot"])
-def test_training_goes_on_from_a_version_folded_while_it_was_loaded(url: str, policy: str) -> None:
+def test_training_goes_on_from_a_version_folded_while_it_was_loaded(url: str, policy: PolicyName) -> None:
     version = chained(url, policy)
     backend = folding_at_first_read(url, version)
     model = nn.Embedding(ROWS, 8)

@@ -386,6 +386,15 @@ def test_warm_compiles_and_tells_where(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{found['files']} files" in cnr(capsys, "warm")[1]
 
 
+def test_warm_shows_that_it_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which lets rich take standard error for a terminal
+    status, out, err = cnr(capsys, "warm")
+    assert (status, "compiling" in out) == (0, False)
+    assert re.search(r"compiling .*[1-9]\d*/\?", err)
+
+
 @pytest.mark.slow
 def test_warm_fails_where_nothing_can_be_kept() -> None:
     nowhere = {"NUMBA_CACHE_DIR": "", "NUMBA_CACHE_LOCATOR_CLASSES": "_UserProvidedCacheLocator"}

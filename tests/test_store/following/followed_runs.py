@@ -18,6 +18,7 @@ from cnr_store import (
 )
 from cnr_store.catalog.catalog import Url
 from cnr_store.following.follow import Since
+from cnr_store.policies.policy import PolicyName
 
 ROWS, DIM = 4000, 8
 
@@ -37,7 +38,9 @@ class Model(nn.Module):
 class Run:
     """A job that trains on chosen users, with lossless rows unless told otherwise."""
 
-    def __init__(self, place: Path, policy: str = "intermittent", bits: int = 32, **model: Any) -> None:
+    def __init__(
+        self, place: Path, policy: PolicyName = "intermittent", bits: int = 32, **model: Any
+    ) -> None:
         self.place = place
         torch.manual_seed(0)
         self.model = Model(**model)

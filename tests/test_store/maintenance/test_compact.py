@@ -33,6 +33,7 @@ from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import FormatError
 from cnr_store.format import grid, layout
 from cnr_store.format.record_document import decode_record, encode_record
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.support.retention_helpers import delete_version
 from tests.test_store.support.same_arrays import assert_same_arrays
 from tests.test_store.support.zarr_nodes import values_of
@@ -101,7 +102,9 @@ def bits_of(codec: Any) -> dict[str, Any]:
     return {"bits": quantized} if isinstance(codec, int) else {"codec": quantized}
 
 
-def history(url: str, codec: Any, policy: str = "consecutive", saves: int = 5, seed: int = 0) -> list[Arrays]:
+def history(
+    url: str, codec: Any, policy: PolicyName = "consecutive", saves: int = 5, seed: int = 0
+) -> list[Arrays]:
     """Save a model again and again; what each version reads as."""
     rng, model, found = np.random.default_rng(seed), Tables(), []
     with Checkpointer(url, model, None, policy=policy, rng=False, **bits_of(codec)) as checkpointer:

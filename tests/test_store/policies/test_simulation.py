@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import OptionError
-from cnr_store.policies.policy import POLICIES
+from cnr_store.policies.policy import POLICIES, PolicyName
 from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
 
 ROWS = 60
@@ -77,7 +77,7 @@ def test_auto_never_writes_and_keeps_more_than_intermittent(
 @settings(max_examples=100, deadline=None)
 @given(traces, st.sampled_from(POLICIES), retentions, st.one_of(st.none(), st.integers(1, 9)))
 def test_what_is_kept_is_what_the_kept_versions_read(
-    trace: Trace, policy: str, keep_last: int | None, max_chain: int | None
+    trace: Trace, policy: PolicyName, keep_last: int | None, max_chain: int | None
 ) -> None:
     saves = simulate(trace, policy, keep_last=keep_last, max_chain=max_chain)
     for save in saves:
@@ -246,7 +246,7 @@ def test_sizes_and_rates_that_are_none(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_largest_numbers_are_counted_with(policy: str) -> None:
+def test_the_largest_numbers_are_counted_with(policy: PolicyName) -> None:
     most: Any = np.int64(2**62)
     trace = Trace.of_growth(most, [0.3, 0.4, 0.5], 6)
     ran = simulate(trace, policy, row_bytes=2.0**62, fixed_bytes=most, restores_per_save=np.float64(1e308))

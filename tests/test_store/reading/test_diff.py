@@ -13,6 +13,7 @@ from torch import nn
 
 import cnr_store
 from cnr_codecs import LosslessRows
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.chains.test_relative import RELATIVE
 
 
@@ -35,7 +36,9 @@ def _by_path(found: list[cnr_store.ArrayDiff]) -> dict[str, cnr_store.ArrayDiff]
     [(policy, {"bits": 32}) for policy in ("full", "one-shot", "consecutive")]
     + [("consecutive", {"codec": {"user": RELATIVE, "*": LosslessRows()}})],
 )
-def test_changed_rows_are_counted_bit_for_bit(tmp_path: Path, policy: str, options: dict[str, Any]) -> None:
+def test_changed_rows_are_counted_bit_for_bit(
+    tmp_path: Path, policy: PolicyName, options: dict[str, Any]
+) -> None:
     model, url = Model(), str(tmp_path / "store")
     with cnr_store.Checkpointer(url, model, policy=policy, **options) as ckpt, torch.no_grad():
         ckpt.save(1).result()

@@ -49,7 +49,7 @@ def test_rows_of_state_dense_and_other_types(store: str) -> None:
     )
     assert cnr_store.rows(store, "over.weight", [0]).shape == (1, 8)
     items = cnr_store.rows(store, "films", np.array([19, 0], np.uint8))
-    assert (items.dtype, items.shape) == (np.float32, (2, 3))
+    assert (items.dtype, items.shape) == (np.dtype("float32"), (2, 3))
 
 
 def test_dense_tensors_of_types_that_numpy_lacks(tmp_path: Path) -> None:

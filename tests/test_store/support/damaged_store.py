@@ -14,6 +14,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer
+from cnr_store.policies.policy import PolicyName
 
 ROWS, DIM = 20_000, 16
 WEIGHT, SLOT = "tables/emb/weight", "tables/emb/sum"
@@ -52,7 +53,9 @@ def train(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
 class SavedStore:
     """Five versions under one policy, and the values of each."""
 
-    def __init__(self, folder: Path, policy: str, bits: int = 32, versions: int = 5, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, policy: PolicyName, bits: int = 32, versions: int = 5, **options: Any
+    ) -> None:
         self.folder = folder
         model, optimizer = new_job()
         options = options or {"bits": bits}

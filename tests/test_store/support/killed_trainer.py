@@ -21,6 +21,7 @@ from torch import nn
 import cnr_codecs.plugins.zarr  # noqa: F401 - once here, rather than by zarr in each job
 from cnr_codecs import FloatingRows, LatticeRows, LosslessRows, RowCodec, UniformRows, decode_into, parse
 from cnr_store import Checkpointer, versions
+from cnr_store.policies.policy import PolicyName
 from cnr_store.training.tracking import bitmap
 from tests.test_store.support.fork_server import fork_jobs
 
@@ -33,7 +34,7 @@ RELATIVE = 1
 class Job(TypedDict):
     url: str
     side: str
-    policy: str
+    policy: PolicyName
     bits: int
     seed: int
     job: int

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnr_store import Checkpointer, TrackedReader, versions
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import fork_jobs
 
@@ -34,7 +35,7 @@ STEPS_PER_SAVE = 3
 class Job(TypedDict):
     url: str
     side: str
-    policy: str | None
+    policy: PolicyName | None
     bits: int
     kind: str
     job: int

@@ -17,6 +17,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_rows_document
 from cnr_store.format.layout import record_key, version_key
 from cnr_store.format.record import Record
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.support.faults import Spoil, Weather
 from tests.test_store.support.oracle import RELATIVE, Attempt, Bits, Content, Expected, StateBits, restored
 from tests.test_store.support.small_model import (
@@ -38,7 +39,7 @@ ENOUGH_BYTES = 1 << 30
 class Setting:
     """How a job saves. With fewer `snapshot_bytes` than a snapshot takes, rows are encoded before `save` returns."""
 
-    policy: str = "intermittent"
+    policy: PolicyName = "intermittent"
     bits: Bits = "auto"
     workers: int = 1
     snapshot_bytes: int = ENOUGH_BYTES

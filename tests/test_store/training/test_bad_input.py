@@ -194,6 +194,10 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
         ({"workers": 1.5}, "workers=1.5: give an integer"),
         ({"snapshot_bytes": -1}, "snapshot_bytes=-1: give an integer of at least 0"),
         ({"state": {"clock": 3}}, "state 'clock': an object of type int has no state_dict"),
+        (
+            {"state": {"best": {"auc": 0.7}}},
+            r"dict has .*give a few values to a save: metadata=\{'best': \.\.\.\}",
+        ),
         ({"state": [3]}, "state is of type list; give"),
         ({"state": {1: nn.Linear(2, 2)}}, "state: the name 1 is of type int; give a string"),
         ({"state": {"clock": nn.Linear}}, "state 'clock': Linear is a class; give an object of it"),

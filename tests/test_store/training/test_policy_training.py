@@ -15,7 +15,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store import Checkpointer, ExpectedRestores, OptionError, Trace, simulate
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.policies.policy import POLICIES
+from cnr_store.policies.policy import POLICIES, PolicyName
 
 ROWS, DIM, SAVES = 3000, 64, 12
 ROW_BYTES = 4 * DIM
@@ -65,7 +65,7 @@ def run(store: Path, options: dict[str, Any], restart_every: int = SAVES) -> lis
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("restart_every", [SAVES, 5])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_training_decides_as_simulated(tmp_path: Path, policy: str, restart_every: int) -> None:
+def test_training_decides_as_simulated(tmp_path: Path, policy: PolicyName, restart_every: int) -> None:
     found = run(tmp_path, {"policy": policy}, restart_every)
     bytes_written = [info.bytes for info in cnr_store.versions(tmp_path)]
     fixed_bytes = bytes_written[0] - ROWS * ROW_BYTES
@@ -124,7 +124,7 @@ def two_tables(rows: int) -> tuple[nn.Module, nn.Embedding, nn.Embedding, SGD]:
 
 @pytest.mark.parametrize("policy", ["one-shot", "intermittent"])
 def test_a_small_table_that_changes_as_a_whole_keeps_no_version_beside_the_baseline(
-    tmp_path: Path, policy: str
+    tmp_path: Path, policy: PolicyName
 ) -> None:
     model, large, other, optimizer = two_tables(7)
     with Checkpointer(tmp_path, model, optimizer, policy=policy, bits=32, keep_last=1) as checkpointer:

@@ -20,6 +20,7 @@ from cnr_backends import open_backend
 from cnr_codecs import Followed, RowCodec, UniformRows, row_codec
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format.arrays import parse_unpacker
+from cnr_store.policies.policy import PolicyName
 from tests.paths import ROOT
 from tests.test_store.support.zarr_nodes import array_of, values_of
 
@@ -82,7 +83,7 @@ def _as_stored(codec: RowCodec, values: Array) -> Array:
     return decoded
 
 
-def _train(url: Path, policy: str, codec: Any, codecs: dict[str, RowCodec]) -> list[dict[str, Array]]:
+def _train(url: Path, policy: PolicyName, codec: Any, codecs: dict[str, RowCodec]) -> list[dict[str, Array]]:
     """Four versions; of each, by table, what it must read as."""
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -138,7 +139,7 @@ def _assert_zarr_alone_reads(url: Path, expected: list[dict[str, Array]]) -> int
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive"])
 @pytest.mark.parametrize("name", CODECS)
-def test_a_codec_for_every_table(tmp_path: Path, name: str, policy: str) -> None:
+def test_a_codec_for_every_table(tmp_path: Path, name: str, policy: PolicyName) -> None:
     codec = CODECS[name]
     expected = _train(tmp_path, policy, codec, {"users": codec, "items": codec})
     _assert_holds(tmp_path, expected)

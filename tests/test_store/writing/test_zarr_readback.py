@@ -26,6 +26,7 @@ from cnr_backends import index_nbytes, open_backend, parse_index
 from cnr_codecs import parse
 from cnr_store import Checkpointer, VersionInfo
 from cnr_store.format.layout import decode_name, seal
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.support.zarr_nodes import values_of
 from tests.test_store.writing.readback_bench import TABLES, Arrays, Bench, Oracle
 
@@ -46,7 +47,7 @@ def _draw_changes(draw: np.random.Generator, share: float, skipped: int) -> dict
     return changes
 
 
-def _train(url: Any, policy: str, bits: int, reader: Any = None) -> tuple[list[VersionInfo], Oracle]:
+def _train(url: Any, policy: PolicyName, bits: int, reader: Any = None) -> tuple[list[VersionInfo], Oracle]:
     """Five versions of one training run; the first is saved before SparseAdam has made its state."""
     draw = np.random.default_rng(bits)
     bench, oracle = Bench(), Oracle(policy, bits)
@@ -92,7 +93,7 @@ def _is_dense(path: str) -> bool:
 @pytest.mark.some_by_day(5)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_zarr_reads_every_array(tmp_path: Path, policy: str, bits: int) -> None:
+def test_zarr_reads_every_array(tmp_path: Path, policy: PolicyName, bits: int) -> None:
     infos, oracle = _train(tmp_path, policy, bits)
     kinds = [info.kind for info in infos]
     assert kinds[:2] == ["baseline", "baseline" if policy == "full" else "delta"]
@@ -108,7 +109,7 @@ def test_zarr_reads_memory() -> None:
 
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_overlay_equals_load(tmp_path: Path, policy: str) -> None:
+def test_overlay_equals_load(tmp_path: Path, policy: PolicyName) -> None:
     infos, oracle = _train(tmp_path, policy, 4)
     for info in infos:
         expected = oracle.versions[info.id]

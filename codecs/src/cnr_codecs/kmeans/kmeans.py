@@ -8,7 +8,7 @@ values when it is encoded with other rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,8 @@ from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows, raw_segment
 from cnr_codecs.uniform.uniform import row_extremes
 
-GROUPS = ("row", "block", "cluster")
+GroupName = Literal["row", "block", "cluster"]
+GROUPS: tuple[GroupName, ...] = ("row", "block", "cluster")
 MAX_CLUSTERS = 256
 DEFAULT_BLOCK_ROWS = 64
 
@@ -64,7 +65,7 @@ class KMeansRows:
     """
 
     bits: int = 4
-    group: str = "row"
+    group: GroupName = "row"
     exact: bool = False
     block_rows: int | None = None
     clusters: int | None = None

@@ -12,7 +12,7 @@ from numcodecs.compat import ensure_ndarray
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import array_dtype, element_of
 from cnr_codecs.errors import PayloadError, RowsError
-from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.kmeans.kmeans import GroupName, KMeansRows
 from cnr_codecs.lattice.floating import DEFAULT_MANTISSA_BITS, FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.head import DEFAULT_MAX_DECODED_BYTES
@@ -21,7 +21,7 @@ from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
-from cnr_codecs.uniform.uniform import UniformRows
+from cnr_codecs.uniform.uniform import SchemeName, UniformRows
 
 # `encode` stores all rows, and one bit a float32 value is its densest code. A payload that expands more was not made
 # here, and would let a few bytes take much memory.
@@ -126,7 +126,11 @@ class UniformCodec(_NumcodecsCodec):
     codec_id: ClassVar[str] = "cnr_uniform"
 
     def __init__(
-        self, scheme: str = "adaptive", bits: int = 4, bins: int | None = None, ratio: float | None = None
+        self,
+        scheme: SchemeName = "adaptive",
+        bits: int = 4,
+        bins: int | None = None,
+        ratio: float | None = None,
     ) -> None:
         self.rows_codec = UniformRows(scheme, bits, bins, ratio)
 
@@ -139,7 +143,7 @@ class KMeansCodec(_NumcodecsCodec):
     def __init__(
         self,
         bits: int = 4,
-        group: str = "row",
+        group: GroupName = "row",
         exact: bool = False,
         block_rows: int | None = None,
         clusters: int | None = None,

@@ -18,14 +18,14 @@ from zarr.core.common import parse_named_configuration
 from cnr_codecs.dense import decode_dense, encode_dense
 from cnr_codecs.elements import array_dtype, element_named, element_of
 from cnr_codecs.errors import CodecConfigError, PayloadError, RowsError
-from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.kmeans.kmeans import GroupName, KMeansRows
 from cnr_codecs.lattice.floating import DEFAULT_MANTISSA_BITS, FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.rows import LosslessRows
-from cnr_codecs.uniform.uniform import UniformRows
+from cnr_codecs.uniform.uniform import SchemeName, UniformRows
 
 # To hand a smaller chunk to a thread takes longer than to encode it.
 _THREAD_BYTES = 1 << 20
@@ -144,7 +144,7 @@ class ZarrUniform(_ZarrCodec):
 
     name: ClassVar[str] = "cnr.uniform"
 
-    scheme: str = "adaptive"
+    scheme: SchemeName = "adaptive"
     bits: int = 4
     bins: int | None = None
     ratio: float | None = None
@@ -167,7 +167,7 @@ class ZarrKMeans(_ZarrCodec):
     name: ClassVar[str] = "cnr.kmeans"
 
     bits: int = 4
-    group: str = "row"
+    group: GroupName = "row"
     exact: bool = False
     block_rows: int | None = None
     clusters: int | None = None

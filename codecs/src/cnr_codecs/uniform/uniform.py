@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,12 @@ from cnr_codecs.uniform.quantized import QuantizedRows
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 
-SCHEMES = {"symmetric": Scheme.SYMMETRIC, "asymmetric": Scheme.ASYMMETRIC, "adaptive": Scheme.ASYMMETRIC}
+SchemeName = Literal["symmetric", "asymmetric", "adaptive"]
+SCHEMES: dict[SchemeName, Scheme] = {
+    "symmetric": Scheme.SYMMETRIC,
+    "asymmetric": Scheme.ASYMMETRIC,
+    "adaptive": Scheme.ASYMMETRIC,
+}
 MAX_BINS = 4096
 
 
@@ -71,7 +76,7 @@ class UniformRows:
         An option is unknown or out of range.
     """
 
-    scheme: str = "adaptive"
+    scheme: SchemeName = "adaptive"
     bits: int = 4
     bins: int | None = None
     ratio: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from cnr_store import OptionError, TrackedReader
+import cnr_store
+from cnr_store import Checkpointer, OptionError, TrackedReader
 from tests.test_store.training.data.loaders import BATCH, MAKE, Ids, Stream, seeded, taken
 
 pytestmark = [
@@ -59,6 +61,21 @@ def test_no_state_was_saved_without_a_reader() -> None:
 def test_loaders_that_are_refused(loader: Callable[[], Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         TrackedReader(loader())
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Ids(), BATCH), DataLoader(Stream(), BATCH)])
+def test_a_loader_is_no_reader(tmp_path: Path, loader: DataLoader[Any]) -> None:
+    model = torch.nn.EmbeddingBag(9, 2)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        with pytest.raises(OptionError, match=r"make reader = TrackedReader\(loader\)"):
+            checkpointer.save(1, reader=loader)
+        with pytest.raises(OptionError, match=r"make reader = TrackedReader\(loader\)"):
+            checkpointer.resume(reader=loader)
+        checkpointer.save(1, reader=StatefulDataLoader(Ids(), BATCH)).result()
+        assert checkpointer.resume(reader=StatefulDataLoader(Ids(), BATCH)) == 1
+    with pytest.raises(OptionError, match=r"make reader = TrackedReader\(loader\)"):
+        cnr_store.save(tmp_path, model, step=2, reader=loader)
+    assert [info.step for info in cnr_store.versions(tmp_path)] == [1]
 
 
 def test_only_generators_are_taken_for_generators() -> None:

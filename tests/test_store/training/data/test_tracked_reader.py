@@ -34,6 +34,15 @@ def test_intervals_hold_the_rest_for_the_next_one() -> None:
     assert (reader.epoch, reader.batch) == (2, 3)
 
 
+def test_an_interval_has_the_length_that_is_left() -> None:
+    reader = TrackedReader(DataLoader(Ids(), BATCH))
+    interval = reader.interval(7)  # over three epochs
+    lengths = [len(interval) for _ in interval]
+    assert (lengths, len(interval), list(interval)) == ([6, 5, 4, 3, 2, 1, 0], 0, [])
+    assert len(reader.interval(0)) == 0
+    assert len(TrackedReader(iter([1])).interval(5)) == 5  # of a loader that has none
+
+
 @pytest.mark.slow
 def test_what_workers_fetched_ahead_is_not_counted(tmp_path: Path) -> None:
     def make() -> TrackedReader[Any]:

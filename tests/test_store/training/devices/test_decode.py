@@ -25,6 +25,7 @@ from cnr_codecs.lattice.steps import values_of
 from cnr_codecs.payload.coded import MAX_CODE, code_range, floating_values
 from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.uniform.uniform import SchemeName
 from cnr_store.training.devices.decode import can_decode, decode
 from tests.test_codecs.hard_rows import rows_of
 from tests.test_store.training.devices.device import DEVICE, kernels
@@ -39,7 +40,7 @@ from tests.test_store.training.devices.test_encode import DTYPES, ELEMENTS, SEED
     seed=SEEDS,
 )
 @settings(deadline=None, max_examples=60)
-def test_decoded_rows(dim: int, scheme: str, bits: int, element: str, seed: int) -> None:
+def test_decoded_rows(dim: int, scheme: SchemeName, bits: int, element: str, seed: int) -> None:
     kernels()
     rows, rng = 40, np.random.default_rng(seed)
     values = table_of(rows, dim, seed, element).float().cpu().numpy().astype(array_dtype(element))

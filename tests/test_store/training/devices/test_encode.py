@@ -25,6 +25,7 @@ from cnr_codecs.lattice import steps
 from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.quantized import QuantizedRows
+from cnr_codecs.uniform.uniform import SchemeName
 from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices import moving
 from cnr_store.training.devices.encode import can_encode, encode
@@ -82,7 +83,7 @@ def check(codec: RowCodec, table: torch.Tensor, element: str, seed: int) -> None
     seed=SEEDS,
 )
 @settings(deadline=None, max_examples=60)
-def test_rows_over_their_ranges(dim: int, scheme: str, bits: int, element: str, seed: int) -> None:
+def test_rows_over_their_ranges(dim: int, scheme: SchemeName, bits: int, element: str, seed: int) -> None:
     kernels()
     codec, table = UniformRows(scheme, bits), table_of(40, dim, seed, element)
     if codec.is_worthwhile(dim, element):

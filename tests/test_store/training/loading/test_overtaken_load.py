@@ -14,6 +14,7 @@ from torch import nn
 import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
+from cnr_store.policies.policy import PolicyName
 
 ROWS = 3000
 
@@ -70,7 +71,7 @@ class _Overtaker:
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive"])
 @pytest.mark.parametrize("remove", [False, True])
 def test_a_fold_that_lands_while_its_version_is_loaded_makes_no_save_forget_a_row(
-    tmp_path: Path, policy: str, remove: bool
+    tmp_path: Path, policy: PolicyName, remove: bool
 ) -> None:
     at, loads = 0, 0
     while True:

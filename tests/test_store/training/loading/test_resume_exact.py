@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cnr_store
+from cnr_store.policies.policy import PolicyName
 from tests.nightly import by_day
 from tests.test_store.support import resumed_trainer
 from tests.test_store.support.fork_server import ForkServer
@@ -54,7 +55,7 @@ class Trainers(ForkServer):
         super().__init__(resumed_trainer)
         self._jobs = 0
 
-    def finish(self, folder: Path, kind: str, policy: str | None = None, bits: int = 32) -> Arrays:
+    def finish(self, folder: Path, kind: str, policy: PolicyName | None = None, bits: int = 32) -> Arrays:
         """Run a job to its end. How training ended."""
         job = self._job(folder, kind, policy, bits)
         with Pipes(folder, job["job"]) as pipes:
@@ -66,7 +67,9 @@ class Trainers(ForkServer):
         with np.load(folder / f"{job['job']}.npz") as found:
             return dict(found)
 
-    def kill_one(self, folder: Path, kind: str, policy: str, bits: int, draw: np.random.Generator) -> None:
+    def kill_one(
+        self, folder: Path, kind: str, policy: PolicyName, bits: int, draw: np.random.Generator
+    ) -> None:
         """Run a job for a few steps and kill it while or after it makes them: at once, or at a random object."""
         steps = int(draw.integers(1, MOST_STEPS))
         wanted = _objects(folder) + int(draw.integers(0, 120)) if draw.random() < 0.7 else None
@@ -83,7 +86,7 @@ class Trainers(ForkServer):
         _check_no_failure(folder)
         assert killed_by == signal.SIGKILL
 
-    def _job(self, folder: Path, kind: str, policy: str | None, bits: int) -> Job:
+    def _job(self, folder: Path, kind: str, policy: PolicyName | None, bits: int) -> Job:
         self._jobs += 1
         return {
             "url": str(folder / "store"),
@@ -150,7 +153,9 @@ def undisturbed(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) ->
     }
 
 
-def _interrupted(trainers: Trainers, folder: Path, kind: str, policy: str, bits: int, seed: int) -> Arrays:
+def _interrupted(
+    trainers: Trainers, folder: Path, kind: str, policy: PolicyName, bits: int, seed: int
+) -> Arrays:
     draw = np.random.default_rng(seed)
     kills = resumed = 0
     while kills < KILLS or resumed < RESUMED:
@@ -164,7 +169,7 @@ def _interrupted(trainers: Trainers, folder: Path, kind: str, policy: str, bits:
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "kind"), by_day(LOSSLESS, LOSSLESS_AT_NIGHT))
 def test_lossless_training_ends_bit_for_bit_alike(
-    trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, kind: str
+    trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: PolicyName, kind: str
 ) -> None:
     seed = LOSSLESS.index((policy, kind))
     found, expected = _interrupted(trainers, tmp_path, kind, policy, 32, seed), undisturbed[kind]
@@ -177,7 +182,12 @@ def test_lossless_training_ends_bit_for_bit_alike(
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "bits", "most"), by_day(QUANTIZED, QUANTIZED_AT_NIGHT))
 def test_quantized_training_ends_at_nearly_the_same_loss(
-    trainers: Trainers, undisturbed: dict[str, Arrays], tmp_path: Path, policy: str, bits: int, most: float
+    trainers: Trainers,
+    undisturbed: dict[str, Arrays],
+    tmp_path: Path,
+    policy: PolicyName,
+    bits: int,
+    most: float,
 ) -> None:
     found = _interrupted(trainers, tmp_path, "adagrad", policy, bits, 100 + bits)
     expected = undisturbed["adagrad"]

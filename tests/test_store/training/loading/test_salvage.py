@@ -15,6 +15,7 @@ from torch import nn
 import cnr_store
 from cnr_backends import BackendError
 from cnr_store import Checkpointer, CheckpointError, CorruptionError
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support.damaged_store import (
     DAMAGES,
@@ -279,7 +280,7 @@ def test_quantized_rows_are_salvaged_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "is_folded"), [("consecutive", True), ("intermittent", False)])
-def test_damage_of_any_object(tmp_path: Path, policy: str, is_folded: bool) -> None:
+def test_damage_of_any_object(tmp_path: Path, policy: PolicyName, is_folded: bool) -> None:
     """Whatever is damaged: an error, or rows as they were saved but for those named, which are as they say."""
     saved = SavedStore(tmp_path / "saved", policy, versions=3, codec=RELATIVE)
     if is_folded:

@@ -18,6 +18,7 @@ from cnr_store import Checkpointer, VersionInfo
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 from cnr_store.format.record import Record
+from cnr_store.policies.policy import PolicyName
 from tests.test_store.golden.golden_jobs import JOBS
 from tests.test_store.golden.golden_values import Golden
 
@@ -47,7 +48,7 @@ class Training:
 
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "saves"), [("consecutive", 200), ("auto", 80), ("one-shot", 80)])
-def test_records_stay_small_however_many_versions_there_are(policy: str, saves: int) -> None:
+def test_records_stay_small_however_many_versions_there_are(policy: PolicyName, saves: int) -> None:
     training = Training(open_backend(f"memory://{uuid.uuid4()}"), policy=policy)
     records = [training.save() for _ in range(saves)]
     training.checkpointer.close()
@@ -95,7 +96,7 @@ def test_a_save_asks_the_storage_for_as_much_among_many_versions(options: dict[s
 
 
 @pytest.mark.parametrize("name", ["consecutive", "auto", "intermittent", "one-shot"])
-def test_a_store_whose_records_list_every_size_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_store_whose_records_list_every_size_goes_on(name: PolicyName, tmp_path: Path) -> None:
     golden = Golden(name, tmp_path)
     newest = golden.versions[-1]
     catalog = Catalog(open_backend(golden.url))

@@ -19,6 +19,7 @@ import pytest
 import cnr_store
 from cnr_codecs import RowCodec, decode_into, parse
 from cnr_store import Checkpointer, VersionInfo
+from cnr_store.policies.policy import PolicyName
 from tests.nightly import NIGHT, by_day
 from tests.test_store.support import killed_trainer
 from tests.test_store.support.fork_server import ForkServer
@@ -83,7 +84,7 @@ class Oracle:
     """Computes each version from what its job noted before saving, by the policy's definition alone."""
 
     side: Path
-    policy: str
+    policy: PolicyName
     bits: int
     known: dict[str, Expected] = field(default_factory=dict)
 
@@ -168,7 +169,7 @@ class Killer:
     trainers: Trainers
     store: Path
     side: Path
-    policy: str
+    policy: PolicyName
     bits: int
     draw: np.random.Generator
     jobs: int = 0
@@ -229,7 +230,9 @@ class Killer:
 
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("policy", "bits"), by_day(CASES, AT_NIGHT))
-def test_newest_version_survives_kills(trainers: Trainers, tmp_path: Path, policy: str, bits: int) -> None:
+def test_newest_version_survives_kills(
+    trainers: Trainers, tmp_path: Path, policy: PolicyName, bits: int
+) -> None:
     store, side = tmp_path / "store", tmp_path / "side"
     side.mkdir()
     seed = CASES.index((policy, bits))

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import cnr_store
+from cnr_store.policies.policy import PolicyName
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.tracker import Tracker
 from tests.nightly import at_night
@@ -215,7 +216,7 @@ def test_exported_programs_are_free_of_hooks() -> None:
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
-def test_what_a_full_graph_trains_is_restored(tmp_path: Path, policy: str) -> None:
+def test_what_a_full_graph_trains_is_restored(tmp_path: Path, policy: PolicyName) -> None:
     job = Job(backend="aot_eager", fullgraph=True)
     with cnr_store.Checkpointer(tmp_path, job.net, job.optimizer, policy=policy, bits=32) as ckpt:
         for step, rows in enumerate(([1, 2], [5, 6], [2, 39])):

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cnr_store
 from cnr_store import Checkpointer
+from cnr_store.policies.policy import PolicyName
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import assign_rows, gather
 from cnr_store.training.tracking.bitmap import count, full_bitmap
@@ -27,7 +28,7 @@ from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, id
 
 
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
-def test_a_load_by_another_checkpointer_is_seen(tmp_path: Path, policy: str) -> None:
+def test_a_load_by_another_checkpointer_is_seen(tmp_path: Path, policy: PolicyName) -> None:
     bench = Bench("adagrad")
     bench.train(7)
     cnr_store.save(tmp_path / "other", bench.model, bench.optimizer, bits=32)
@@ -238,7 +239,7 @@ def test_telling_rows_does_not_explain_a_tensor_that_was_replaced(change: Callab
 
 @pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
-def test_state_changed_outside_steps_is_saved(tmp_path: Path, policy: str, kind: str) -> None:
+def test_state_changed_outside_steps_is_saved(tmp_path: Path, policy: PolicyName, kind: str) -> None:
     bench = Bench(kind)
     with Checkpointer(tmp_path, bench.model, bench.optimizer, policy=policy, bits=32) as checkpointer:
         bench.train(*ALL)
