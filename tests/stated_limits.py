@@ -78,6 +78,7 @@ PHRASES = (
     f"The text has at most {_size(manifest.MAX_MANIFEST_BYTES)}, and at most {_size(manifest._max_inflated(0))} and "
     f"{manifest.MAX_RATIO} times the stream's bytes",
     f"of at most {_size(state.MAX_DOCUMENT_BYTES)}. The tree that it stands for",
+    f"stride is at most {state_arrays.SPARSEST} times the number of elements.",
     f"Integers have at most {state.MAX_INTEGER_BITS:,} bits.",
     f"is at most {state.MAX_DEPTH} levels deep.",
     f"Of more than {validate_policy.MAX_RANKS_LISTED} ranks, `bytes` and `seconds` are objects",

@@ -17,7 +17,8 @@ whose keys are strings that do not begin with ``$``. Everything else is an objec
 =============  ======================================================================
 
 ``$array`` holds a numpy array (kind ``numpy``) or a tensor (kind ``torch``, with ``torch_dtype`` where the
-element type has no numpy name). Arrays of at most 8 KiB stand in the tree, others beside it.
+element type has no numpy name), with ``strides`` where it did not lie in C order. Arrays of at most 8 KiB stand in the
+tree, others beside it.
 """
 
 from __future__ import annotations
@@ -165,12 +166,12 @@ def decode_state(
     doc: Json,
     *,
     read: Callable[[str], np.ndarray[Any, Any]],
-    from_leaf: Callable[[Leaf], object] = lambda leaf: leaf if isinstance(leaf, OfClass) else leaf.values,
+    from_leaf: Callable[[Leaf], object] = lambda leaf: leaf if isinstance(leaf, OfClass) else leaf.laid_out(),
 ) -> Any:
     """The state that `encode_state` was given.
 
-    `read` returns the array at a path of the version; `from_leaf` turns a leaf of kind ``torch`` into a tensor, and
-    makes the values of classes that it knows.
+    `read` returns the array at a path of the version; `from_leaf` turns a leaf into an array or a tensor, and makes the
+    values of classes that it knows.
 
     Raises
     ------
@@ -237,8 +238,7 @@ class _Decoder:
         if tag == "$scalar":
             return decode_scalar(body)
         if tag == "$array":
-            leaf = decode_leaf(body, self._read)
-            return self._from_leaf(leaf) if leaf.kind == "torch" else leaf.values
+            return self._from_leaf(decode_leaf(body, self._read))
         if tag in ("$tuple", "$float", *_OF_TAG):
             raise ValueError("its body is of another type")
         raise FormatError(f"state: unknown tag {tag[:_SHOWN_PATH]}; a newer cnr-store may have written it")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from cnr_store.errors import StateError
 
@@ -26,6 +27,9 @@ NUMBER_TYPES: Mapping[str, np.dtype[Any]] = {
     )
 }
 """Element types that a state may hold, as numpy writes them: those that are the same on every machine."""
+
+SPARSEST = 16
+"""How much memory an array may span, for each element that it has."""
 
 _INLINE = frozenset({"kind", "dtype", "shape", "data"})
 _BESIDE = frozenset({"kind", "path"})
@@ -45,12 +49,24 @@ class ArrayLeaf:
         torch's name of the element type where numpy lacks it, else None.
     is_beside
         Whether it stands beside the state however small it is.
+    strides
+        In elements, where it did not lie in C order. They may overlap.
     """
 
     values: Array
     kind: str = "numpy"
     torch_dtype: str | None = None
     is_beside: bool = False
+    strides: tuple[int, ...] | None = None
+
+    def laid_out(self) -> Array:
+        """The values, lying by these strides."""
+        if not self.strides:
+            return self.values
+        memory = np.zeros(span(self.values.shape, self.strides), self.values.dtype)
+        laid_out = as_strided(memory, self.values.shape, [n * memory.itemsize for n in self.strides])
+        laid_out[...] = self.values
+        return laid_out
 
 
 @dataclass
@@ -73,6 +89,11 @@ Leaf = ArrayLeaf | OfClass
 Beside = Callable[[str, ArrayLeaf], str]
 
 
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """From the first to the last element of an array that has some, how many there is room for."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
     """The body of a ``$array`` tag; an array too large to stand in the tree goes through `beside`.
 
@@ -90,6 +111,8 @@ def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
     doc: dict[str, Any] = {"kind": leaf.kind}
     if leaf.torch_dtype is not None:
         doc["torch_dtype"] = leaf.torch_dtype
+    if leaf.strides is not None:
+        doc["strides"] = list(leaf.strides)
     if leaf.is_beside or little.nbytes > INLINE_BYTES:
         return doc | {"path": beside(path, replace(leaf, values=little))}
     return doc | {"dtype": little.dtype.str, "shape": list(little.shape), "data": _base64(little)}
@@ -103,6 +126,20 @@ def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayL
     ValueError, TypeError, KeyError
         It is malformed.
     """
+    leaf, strides = (
+        _in_c_order({key: body[key] for key in body if key != "strides"}, read),
+        body.get("strides"),
+    )
+    if strides is None:
+        return leaf
+    if any(type(n) is not int or n < 0 for n in strides):
+        raise ValueError("its strides are no natural numbers")
+    if span(leaf.values.shape, strides) > SPARSEST * leaf.values.size:
+        raise ValueError("its strides span much more memory than it has elements")
+    return replace(leaf, strides=tuple(strides))
+
+
+def _in_c_order(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayLeaf:
     kind, torch_dtype = body["kind"], body.get("torch_dtype")
     if kind not in ("numpy", "torch") or not (torch_dtype is None or type(torch_dtype) is str):
         raise ValueError("its kind or its torch_dtype is unknown")

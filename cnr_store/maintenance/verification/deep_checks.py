@@ -183,14 +183,15 @@ class DeepCheck:
             if entry is None or path in referred or not path.startswith(_STATE_ARRAYS):
                 raise FormatError(f"it refers to {path[:80]!r}, which is not stored for it, or twice")
             referred.add(path)
-            return np.empty(0)
+            return np.broadcast_to(np.uint8(), entry.shape)
 
         try:
             state = catalog.state(record)
-            decode_state(state, read=read)
+            decode_state(state, read=read, from_leaf=lambda leaf: leaf)
             for rank in range(count_parts(state)):
                 key = record.key(layout.state_part(rank))
-                decode_state(read_state_part(catalog, record, state, rank), read=read)
+                part = read_state_part(catalog, record, state, rank)
+                decode_state(part, read=read, from_leaf=lambda leaf: leaf)
         except (CorruptionError, FormatError) as error:
             return _Outcome(0, f"{record.home}: {key}: {error}", key)
         return _Outcome()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from cnr_store.training.loading.state_tree import settings_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
+from cnr_store.training.model.tensors import dtype_named, lies_by_columns, may_overlap_itself
 
 Slots = dict[str, dict[str, torch.Tensor]]
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
@@ -67,7 +67,8 @@ class OptimizerFit:
                     target = row_slots(self.optimizer, fit.table.parameter)[slot]
                     target = target.clone() if may_overlap_itself(target) else target
                 else:
-                    target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)])
+                    by_columns = slot in self.tree.get("columns", {}).get(name, ())
+                    target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)], by_columns)
                 self.slots.setdefault(name, {})[slot] = target
             if fit.ids is None and fit.stored_rows != fit.table.rows:
                 self._check_rest(fit)
@@ -217,21 +218,31 @@ def _with_slots(tree: Tree, slots: Slots) -> Tree:
     return {**tree, "slots": {name: sorted(by_slot) for name, by_slot in slots.items()}}
 
 
-def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -> torch.Tensor:
+def _target(
+    optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry, by_columns: bool
+) -> torch.Tensor:
     parameter, shape = fit.table.parameter, (fit.table.rows, *entry.shape[1:])
+    is_whole = fit.ids is None and fit.stored_rows == fit.table.rows
+    # Fused kernels walk memory, not shapes.
+    is_fused = shape == tuple(parameter.shape) and any(group.get("fused") for group in optimizer.param_groups)
+    follows = is_dtensor(parameter) or is_fused
     own = row_slots(optimizer, parameter).get(slot)
     dtype = dtype_named(entry.element)
     if own is not None and may_overlap_itself(own):
         own = own.clone(memory_format=torch.contiguous_format)
-    if own is not None and tuple(own.shape) == shape and own.dtype == dtype:
+    lies_so = own is not None and (follows or not is_whole or lies_by_columns(own) == by_columns)
+    if own is not None and lies_so and tuple(own.shape) == shape and own.dtype == dtype:
         return own
     if is_dtensor(parameter) and shape != tuple(parameter.shape):
         raise ModelMismatchError(
             f"table {fit.table.name!r} is a DTensor, and the optimizer's {slot!r} is stored as {entry.shape}: it "
             "is not known how to split it over the ranks; load without the optimizer"
         )
-    if fit.ids is None and fit.stored_rows == fit.table.rows:
-        return _new(torch.empty_like, torch.empty, parameter, shape, dtype)
+    if is_whole and follows:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if is_whole:
+        made = torch.empty(shape[::-1] if by_columns else shape, dtype=dtype, device=parameter.device)
+        return made.t() if by_columns else made
     if own is not None:
         if tuple(own.shape) == shape and own.is_floating_point() and dtype.is_floating_point:
             return own
@@ -244,17 +255,6 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
             f"table {fit.table.name!r} has rows that are not loaded, and {type(optimizer).__name__} has no {slot!r} of "
             "them: make a step before, or load without the optimizer"
         )
-    return _new(torch.zeros_like, torch.zeros, parameter, shape, dtype)
-
-
-def _new(
-    like: Callable[..., torch.Tensor],
-    make: Callable[..., torch.Tensor],
-    parameter: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """State of this shape, spread and in memory as the parameter is."""
     if is_dtensor(parameter) or shape == tuple(parameter.shape):
-        return like(parameter.detach(), dtype=dtype)
-    return make(shape, dtype=dtype, device=parameter.device)
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)

@@ -136,6 +136,8 @@ def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
     for slots in by_table.values():
         if len(set(texts(slots, f"{name}.slots"))) != len(slots):
             raise ValueError(f"{name}.slots holds one slot twice")
+    for slots in members(tree.get("columns", {}), f"{name}.columns").values():
+        texts(slots, f"{name}.columns")
     other: dict[Any, Any] = members(tree["other"], f"{name}.other")
     if any(isinstance(key, int) for key in other):
         raise ValueError(f"{name}.other holds the state of a parameter")
@@ -182,7 +184,7 @@ def check_slots(
 
 
 def torch_value(leaf: Leaf) -> object:
-    """The tensor that a leaf of kind ``torch`` stands for, or torch's type, device or shape.
+    """The tensor or the array that a leaf stands for, or torch's type, device or shape.
 
     Values of other classes stay as they are.
 
@@ -207,4 +209,9 @@ def torch_value(leaf: Leaf) -> object:
         quantized = dtype_name(dtype).startswith(("qint", "quint"))
         if values.dtype.kind != "u" or values.dtype.itemsize != dtype.itemsize or quantized:
             raise FormatError(f"state: an array of {values.dtype} does not hold the bits of a {dtype} tensor")
-    return dense_tensor(leaf.values, leaf.torch_dtype)
+    if leaf.kind == "numpy":
+        return leaf.laid_out()
+    if not leaf.strides:
+        return dense_tensor(leaf.values, leaf.torch_dtype)
+    tensor = torch.from_numpy(leaf.laid_out())
+    return tensor if leaf.torch_dtype is None else tensor.view(dtype)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from cnr_store.errors import OptionError, StateError
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
-from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name
+from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name, kept_strides
 from cnr_store.writing.plan import DensePiece
 
 MAX_METADATA_BYTES = 64 << 10
@@ -45,7 +47,7 @@ def spread_leaf(value: torch.Tensor, name: str) -> SpreadLeaf:
         DensePiece(piece.first_row, piece.first_column, dense_numpy(piece.tensor)[0])
         for piece in held_pieces(value, name)
     )
-    return SpreadLeaf(shape, "torch", torch_dtype, True, pieces)
+    return SpreadLeaf(shape, "torch", torch_dtype, is_beside=True, pieces=pieces)
 
 
 def tensor_leaf(value: object) -> Leaf | None:
@@ -58,9 +60,11 @@ def tensor_leaf(value: object) -> Leaf | None:
         return value
     if isinstance(value, torch.Tensor) and kind in (torch.Tensor, nn.Parameter):
         values, torch_dtype = dense_numpy(value)
-        return ArrayLeaf(values, "torch", torch_dtype)
+        return ArrayLeaf(values, "torch", torch_dtype, strides=kept_strides(value))
     if isinstance(value, np.ndarray) and kind is np.ndarray:
-        return ArrayLeaf(value.copy())
+        # As pickle does, which puts all other orders into that of C.
+        strides = tuple(accumulate((1, *value.shape[:-1]), operator.mul)) if value.flags.fnc else None
+        return ArrayLeaf(value.copy(), strides=strides)
     if isinstance(value, torch.dtype):
         return OfClass("torch.dtype", dtype_name(value))
     if isinstance(value, torch.device):

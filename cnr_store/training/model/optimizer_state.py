@@ -13,7 +13,7 @@ from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelErr
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as
+from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as, lies_by_columns
 from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
@@ -90,8 +90,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     Returns
     -------
     ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
-    {table name: [slot]}, "other": {key: value}}``, and, where its ``state_dict`` has further members, ``"more": {key:
-    value}``. Tensors in it are the optimizer's own.
+    {table name: [slot]}, "columns": {table name: [slot that lies by columns]}, "other": {key: value}}``, and, where its
+    ``state_dict`` has further members, ``"more": {key: value}``. Tensors in it are the optimizer's own.
 
     Raises
     ------
@@ -131,6 +131,11 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         "state": by_name,
         "slots": {
             table.name: sorted(slots[table.parameter_name]) for table in tables if slots[table.parameter_name]
+        },
+        "columns": {
+            table.name: columns
+            for table in tables
+            if (columns := [key for key, one in slots[table.parameter_name].items() if lies_by_columns(one)])
         },
         "other": other,
     } | ({"more": more} if more else {})
@@ -214,17 +219,6 @@ def load_optimizer(
     numbered = dict(enumerate(name for params in groups for name in params))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
-    state = {
-        number: {
-            **{
-                key: laid_out_as(value, parameters[number])
-                for key, value in tree["state"].get(name, {}).items()
-            },
-            **by_table.get(name, {}),
-        }
-        for number, name in numbered.items()
-        if name in tree["state"] or by_table.get(name)
-    }
     numbers = itertools.count()  # torch's, in the order of the optimizer's groups
     saved_groups = [
         {**_with_names_of(own, group), "params": [next(numbers) for _ in group["params"]]}
@@ -232,6 +226,18 @@ def load_optimizer(
             optimizer.param_groups, _match_groups(tree["param_groups"], groups), strict=True
         )
     ]
+    is_fused = [group.get("fused") for group in saved_groups for _ in group["params"]]
+    state = {
+        number: {
+            **{
+                key: laid_out_as(value, parameters[number]) if is_fused[number] else value
+                for key, value in tree["state"].get(name, {}).items()
+            },
+            **by_table.get(name, {}),
+        }
+        for number, name in numbered.items()
+        if name in tree["state"] or by_table.get(name)
+    }
     _share_tensors(optimizer.param_groups, saved_groups)
     load_uncast(
         optimizer,

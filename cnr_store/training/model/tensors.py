@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
+from cnr_store.format.state_arrays import SPARSEST, span
 from cnr_store.training.devices import support
 
 AnyArray = np.ndarray[Any, Any]
@@ -101,6 +102,19 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
                 return True
             span += stride * (size - 1)
     return False
+
+
+def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides that a tensor comes back with: None for C order, a copy's for a small part of a memory."""
+    if tensor.is_contiguous():
+        return None
+    is_small = span(tensor.shape, tensor.stride()) > SPARSEST * tensor.numel()
+    return (torch.empty_like(tensor, device="meta") if is_small else tensor).stride()
+
+
+def lies_by_columns(tensor: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory by columns, as bases from `torch.linalg.qr` do."""
+    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
 
 
 def numpy_view(tensor: torch.Tensor) -> AnyArray:
@@ -196,7 +210,8 @@ def laid_out_as(value: Any, parameter: torch.Tensor) -> Any:
     """State of a parameter, in memory as optimizers make it for that one: fused kernels walk raw memory, not shapes."""
     if type(value) is not torch.Tensor or value.shape != parameter.shape:
         return value
-    if not value.layout is parameter.layout is torch.strided or parameter.is_contiguous():
+    is_plain = value.layout is parameter.layout is torch.strided
+    if not is_plain or (parameter.is_contiguous() and value.is_contiguous()):
         return value
     made = torch.empty_like(parameter.detach(), dtype=value.dtype, device=value.device)
     return value if made.stride() == value.stride() else made.copy_(value.detach())

@@ -29,6 +29,8 @@ NO_STATE = [
     {"$array": {"kind": "torch", "path": "../../../etc/passwd"}},
     {"$array": {"kind": "torch", "path": WEIGHT}},
     {"$array": {"kind": "numpy", "path": DENSE}},
+    {"$array": TORCH_BYTES | {"strides": [-1]}},
+    {"$array": TORCH_BYTES | {"strides": [1 << 40]}},
     {"$scalar": ["<f8", ""]},
     {"$dict": [[{"$dict": []}, 1]]},
     {"$class": ["torch.dtype", "load"]},
@@ -74,6 +76,7 @@ def test_a_large_array_that_a_state_refers_to_again_and_again(forge: Forge, exac
                 *({"nobody": ["sum"]}, {"lin.weight": ["sum"]}, {"$dict": [[5, ["sum"]]]}, {}),
             ],
         ),
+        ("columns", [*NO_OBJECT[1:], {"emb": 5}, {"emb": [5]}, {"emb": {"sum": 1}}]),
         ("other", [*NO_OBJECT, {"$dict": [[0, {}]]}]),
     ],
 )

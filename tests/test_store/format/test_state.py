@@ -209,6 +209,23 @@ def test_no_stack_is_too_short_for_an_error() -> None:
         '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [-1], "data": "AAAA"}}',
         '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [1e400, 0], "data": ""}}',
         '{"$array": {"kind": "numpy", "dtype": "<f4", "shape": [1180591620717411303424, 0], "data": ""}}',
+        *(
+            '{"$array": {"kind": "numpy", "dtype": "<i2", "shape": [2, 2], "data": "AAAAAAAAAAA=", "strides": '
+            + strides
+            + "}}"
+            for strides in (
+                "[1, -1]",
+                "[1]",
+                "[1, 1, 1]",
+                "[1, true]",
+                "[1.0, 1]",
+                "[63, 1]",
+                '"11"',
+                "5",
+                '{"1": 1}',
+            )
+        ),
+        '{"$array": {"kind": "numpy", "dtype": "<i2", "shape": [0, 2], "data": "", "strides": [0, 1]}}',
         '{"$bytes": "???"}',
         '{"$scalar": ["O", "AAAA"]}',
         '{"$array": {"kind": "numpy", "dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}}',
