@@ -115,7 +115,7 @@ ROWS = {
     "bytes of a payload's head, and of a segment's body": f"{_power(MAX_U32)} each",
     "size along an axis of an array": _power(_MAX_AXIS),
     "values of an array": _power(_MAX_VALUES),
-    "TABLE, SLOT, NAME": f"{layout.MAX_SEGMENT_BYTES} bytes",
+    "TABLE, SLOT, NAME": f"{layout.MAX_SEGMENT_BYTES} bytes in a key, {layout.MAX_NAME_BYTES:,} in a plain path",
     "record": _size(record_document.MAX_RECORD_BYTES),
     "manifest, inflated": _size(manifest.MAX_MANIFEST_BYTES),
     "state, without the arrays beside it": _size(state.MAX_DOCUMENT_BYTES),

@@ -6,7 +6,6 @@ computes the same from what all said.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,7 +217,7 @@ def place_tensors(documents: Sequence[Document], is_table: Callable[[str], bool]
         shape, element, boxes = merged[name]
         tensor = PlacedTensor(name, shape, element, boxes, False, "")
         is_rows = _is_rows(tensor, is_table)
-        path = _rows_path(name, used) if is_rows else _dense_path(name)
+        path = _rows_path(name, used) if is_rows else dense_path("model", name)
         used.add(path)
         placement = _placement(tensor) if is_rows else None
         placed.append(PlacedTensor(name, shape, element, boxes, is_rows, path, placement))
@@ -294,27 +293,11 @@ def _placement(tensor: PlacedTensor) -> Placement | None:
 
 def _rows_path(name: str, used: set[str]) -> str:
     table = table_name(name)
-    try:
-        path = weight_path(table)
-    except UnsupportedModelError:
-        table = _shortened(name)
-        path = weight_path(table)
+    path = weight_path(table)
     while path in used:
         table += "~"
         path = weight_path(table)
     return path
-
-
-def _dense_path(name: str) -> str:
-    try:
-        return dense_path("model", name)
-    except UnsupportedModelError:
-        return dense_path("model", _shortened(name))
-
-
-def _shortened(name: str) -> str:
-    """A name for the path of a tensor whose own is too long; the state document has both."""
-    return f"{name[:16]}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def merged_values(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:

@@ -12,7 +12,9 @@ from cnr_store.errors import FormatError, UnsupportedModelError
 FORMAT = 1
 MAX_GENERATION = 999_999
 MAX_SEGMENT_BYTES = 200
-"""Of an encoded name in a key. Every file system takes that many in a file's name; most allow 255."""
+"""Of a name's segment in a key. Every file system takes that many in a file's name; most allow 255."""
+MAX_NAME_BYTES = 1 << 14
+"""Of an encoded name. What takes more than a segment is stored under a shorter one (`stored_paths`)."""
 MAX_RANKS = 1 << 16
 """That save one version."""
 
@@ -160,21 +162,21 @@ def record_key(version: str, prefix: str = VERSIONS) -> str:
 
 
 def encode_name(name: str) -> str:
-    """One path segment for a model's name: percent-encoded, and never a name that Zarr or a path reserves.
+    """A model's name in a plain path: percent-encoded, and never a name that Zarr or a path reserves.
 
     Raises
     ------
     UnsupportedModelError
-        It takes too many bytes, or is not valid Unicode.
+        It takes more than `MAX_NAME_BYTES`, or is not valid Unicode.
     """
     quoted = _quoted(name)
     if quoted.startswith((".", "__")) or quoted == NODE:
         quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"
     quoted = quoted.replace("~", "%7E")
-    if len(quoted) > MAX_SEGMENT_BYTES:
+    if len(quoted) > MAX_NAME_BYTES:
         raise UnsupportedModelError(
-            f"the name {name[:40]}... takes {len(quoted)} bytes in a key, at most {MAX_SEGMENT_BYTES} are portable; "
-            "shorten the modules' names"
+            f"the name {name[:40]}... takes {len(quoted)} bytes, percent-encoded; at most {MAX_NAME_BYTES} can be "
+            "stored; shorten the modules' names"
         )
     return quoted
 

@@ -1,4 +1,4 @@
-"""Where arrays lie in a version, if names meet on disks that fold case or are ones that Windows can't hold.
+"""Where arrays lie in a version, if names are too long for a key, meet on disks that fold case, or are devices' names.
 
 Everywhere else an array goes by its plain path, its names percent-encoded. Its objects lie under its *stored* path,
 which is the plain one, unless a segment of it is *escaped*: followed by ``~`` and a hash of the name. ASCII is all
@@ -16,6 +16,8 @@ from cnr_store.format.layout import MAX_SEGMENT_BYTES, NODE, decode_name
 
 _HASH_BYTES = 4
 _ESCAPED = re.compile(r"[A-Za-z0-9%._~-]+~[0-9a-f]{8}")
+_CUT = re.compile(r"%[0-9A-F]?\Z")
+"""What is left of a percent-encoded byte where a segment was cut."""
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 """Names that Windows keeps for devices, also with an extension."""
 
@@ -71,7 +73,8 @@ def escape(segment: str) -> str:
     digest = hashlib.blake2b(decode_name(segment).encode(), digest_size=_HASH_BYTES).hexdigest()
     if _DEVICE.fullmatch(segment):  # Windows goes by what stands before the first dot
         segment = f"%{ord(segment[0]):02X}{segment[1:]}"
-    return f"{segment[: MAX_SEGMENT_BYTES - len(digest) - 1]}~{digest}"
+    whole = _CUT.sub("", segment[: MAX_SEGMENT_BYTES - len(digest) - 1])
+    return f"{whole}~{digest}"
 
 
 def check_stored(stored: str, path: str) -> None:
@@ -80,10 +83,8 @@ def check_stored(stored: str, path: str) -> None:
     if len(ours) != len(plain) or ours[0] != plain[0] or ours == plain:
         raise ValueError(f"{stored[:60]!r} is no place of {path[:60]!r}")
     for found, segment in zip(ours[1:], plain[1:], strict=True):
-        if found != segment and (
-            _ESCAPED.fullmatch(found) is None
-            or found.startswith((".", "__"))
-            or len(found) > MAX_SEGMENT_BYTES
+        if len(found) > MAX_SEGMENT_BYTES or (
+            found != segment and (_ESCAPED.fullmatch(found) is None or found.startswith((".", "__")))
         ):
             raise ValueError(f"{found[:60]!r} is no escaped name")
 
@@ -116,7 +117,8 @@ def _nodes(paths: Mapping[str, str]) -> dict[str, str]:
 
 def _is_portable(segment: str) -> bool:
     return (
-        _DEVICE.fullmatch(segment) is None
+        len(segment) <= MAX_SEGMENT_BYTES
+        and _DEVICE.fullmatch(segment) is None
         and not segment.endswith(".")
         and segment.lower() != NODE  # which `encode_name` never makes itself
     )

@@ -22,7 +22,7 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError, option
-from cnr_store.format import layout
+from cnr_store.format import layout, stored_paths
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
@@ -177,12 +177,15 @@ def _write_group(
     ):
         if overwrite:
             _remove_objects(place, options, transfer)
-        group = _new_group(place, options, list(paths.values()))
-        for path in paths.values():
+        # No name is too long for a file, and no two meet on disks that fold case.
+        stored = stored_paths.place(sorted(paths.values()), {})
+        group = _new_group(place, options, list(stored.values()))
+        for path, target_path in stored.items():
             if record.arrays[path].kind == "dense":
-                _copy_dense(catalog, record, path, group)
+                _copy_dense(catalog, record, path, group, target_path)
             else:
-                _copy_rows(ArrayReader(catalog, record, path), path, group, transfer)
+                _copy_rows(ArrayReader(catalog, record, path), target_path, group, transfer)
+        names = {name: stored[path] for name, path in names.items()}
         group.attrs.put({"names": names, _COMPLETE: {"id": record.id, "step": record.step}})
 
 
@@ -261,11 +264,11 @@ def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Tran
         array[first_row : first_row + len(values)] = values.reshape(-1, *reader.shape[1:])
 
 
-def _copy_dense(catalog: Catalog, record: Record, path: str, group: zarr.Group) -> None:
+def _copy_dense(catalog: Catalog, record: Record, path: str, group: zarr.Group, target_path: str) -> None:
     grid = dense_layout(catalog, record, path)
     name = path.rpartition("/")[2]
     array = group.create_array(
-        path,
+        target_path,
         shape=grid.shape,
         dtype=grid.dtype,
         chunks=grid.chunk,
