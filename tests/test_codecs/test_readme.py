@@ -1,10 +1,22 @@
-"""The README's examples run as they stand."""
+"""The README's examples run as they stand; and the parts that a row codec of one's own is made of."""
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from cnr_codecs import (
+    LosslessRows,
+    RowsError,
+    build_payload,
+    check_rows,
+    compile_decoding,
+    most_packed_bytes,
+    raw_segment,
+)
 from tests.paths import ROOT
 
 README = ROOT / "codecs" / "README.md"
@@ -22,3 +34,36 @@ def test_the_examples_run(
     assert printed[0].startswith("7.1")
     assert printed[1].startswith("0.04")
     assert printed[-3:] == ["[  5  70 900]", "3", "[  5  70 900]"]
+
+
+@pytest.mark.parametrize("element", ["float32", "float64", "float16"])
+def test_raw_rows_make_the_payload_of_the_lossless_codec(element: str) -> None:
+    values = np.random.default_rng(0).normal(size=(6, 5)).astype(element)
+    offsets = np.array([0, 2, 3, 7, 8, 11])
+    kind, checked, places = check_rows(values, offsets, 12, element)
+    built = build_payload(12, 5, kind, [raw_segment(checked, places, 12, np.arange(6), kind)])
+    assert built == bytes(LosslessRows().encode_rows(values, offsets, 12, element=element))
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    values = np.zeros((3, 4), np.float32)
+    for offsets, rows, element in (
+        (None, 2, "float32"),
+        (np.array([0, 2, 1]), 9, "float32"),
+        (None, 9, "float64"),
+    ):
+        with pytest.raises(RowsError):
+            check_rows(values, offsets, rows, element)
+
+
+def test_a_payload_may_be_larger_than_its_rows_by_a_fixed_share() -> None:
+    most = most_packed_bytes(1000, 16, "float32")
+    assert most == 64_000 + 16_000 + 2**20
+    assert (
+        len(LosslessRows().encode_rows(np.ones((1000, 16), np.float32), None, 1000, element="float32")) < most
+    )
+
+
+def test_kernels_compile_step_by_step() -> None:
+    """So that a program may stop between two of them."""
+    assert len(list(compile_decoding("float32"))) > 1
