@@ -49,6 +49,18 @@ def ours(root: Path = ROOT) -> set[str]:
     return {re.sub(r"^[a-z-]+", "", each) for each in asked if each.startswith("cnr-")}
 
 
+def test_uv_finds_the_other_distributions_in_a_checkout() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = {
+        re.split("[>=]", each)[0] for each in document["project"]["dependencies"] if each.startswith("cnr-")
+    }
+    sources = document["tool"]["uv"]["sources"]
+    assert sources.keys() == asked
+    for name, source in sources.items():
+        found = tomllib.loads((ROOT / source["path"] / "pyproject.toml").read_text())
+        assert found["project"]["name"] == name
+
+
 def test_the_distributions_bear_one_version() -> None:
     tables = projects()
     assert sorted(tables) == sorted(FOLDERS)
