@@ -36,6 +36,7 @@ from cnr_store.dcp.writes import dense_write, placeholder, rows_write
 from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
+from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import LOSSLESS, Bits, match_pattern
 from cnr_store.ranks.group import Alone, Document
@@ -123,7 +124,7 @@ class Writer(StorageWriter):
         backend = open_backend(url, **storage_options)
         catalog = Catalog(backend)
         catalog.check_format()
-        self._writer = VersionWriter(backend, workers)
+        self._writer = VersionWriter(backend, workers, room_advice=room_advice)
         self._last: Record | None = None
         self._restores = 0
         if previous is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
-from cnr_store.format.layout import VersionId
+from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.format.stored_paths import moved_nodes
@@ -139,6 +139,24 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
     raise SaveError(
         f"{cause}: version {version} of {backend.url} was made void, so that it can't be committed later"
     )
+
+
+def void_attempt(
+    backend: Backend, direct: Backend, claim: ClaimId, version: str, nonce: str
+) -> Record | None:
+    """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
+    key = layout.record_key(version)
+    void = encode_void(str(claim), secrets.token_hex(16), time.time())
+    try:
+        backend.with_reserve(lambda: backend.create(key, void))
+    except ObjectExistsError:
+        landed = decode_record(backend.get(key), version)
+        if landed is not None and landed.nonce != nonce:
+            raise SaveError(f"another writer committed version {version}") from None
+        if landed is not None:
+            direct.confirm(key)  # what failed may have been the sync behind it
+        return landed
+    return None
 
 
 def remove_attempt(backend: Backend, workers: int, version: str) -> str:

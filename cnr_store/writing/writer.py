@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
+from cnr_backends import Backend, BackendError, ObjectExistsError, StorageFullError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
@@ -22,10 +22,9 @@ from cnr_store.errors import CheckpointError, CorruptionError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
-from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.writing.commit import check_planned, commit, finish_record, put_state, put_state_parts
 from cnr_store.writing.lineage import Lineage, check_parents
-from cnr_store.writing.outcome import commit_document, read_outcome, remove_attempt
+from cnr_store.writing.outcome import commit_document, read_outcome, remove_attempt, void_attempt
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.patient_backend import PatientBackend
 from cnr_store.writing.plan import Plan
@@ -52,6 +51,8 @@ class Writer:
         Threads that encode.
     patience
         With what the network failed; by default nothing is tried again.
+    room_advice
+        Says what the caller of a save can do about a full store.
 
     Attributes
     ----------
@@ -61,8 +62,15 @@ class Writer:
         False for versions that stand alone, such as imports: no run begins anew with them.
     """
 
-    def __init__(self, backend: Backend, workers: int, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        workers: int,
+        patience: Patience | None = None,
+        room_advice: Callable[[Backend], str] = lambda _: "",
+    ) -> None:
         self._patience = patience or Patience()
+        self._room_advice = room_advice
         self._direct = backend
         self._backend = PatientBackend(backend, self._patience)
         self.encoding_seconds = 0.0
@@ -230,6 +238,9 @@ class Writer:
             team.round.conclude(error_document(self._failure(error, plan.step, version, left, team)))
             if version and not left:
                 left = remove_attempt(self._backend, self._workers, version)
+            if StorageFullError.__name__ in (type(error).__name__, team.round.failure[0]):
+                advice = self._room_advice(self._direct)  # also where another rank met it
+                left += advice and f". {advice}"
             failure = self._failure(error, plan.step, version, left, team)
             if failure is error:
                 raise
@@ -317,23 +328,8 @@ class Writer:
         must say of objects that have to stay: nothing if they may go.
         """
         try:
-            return self._void(claim, version, nonce) or ""
+            return void_attempt(self._backend, self._direct, claim.id, version, nonce) or ""
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             self.renew(previous)
             return f". Its objects stay, because it could be neither voided nor confirmed: {error}"
-
-    def _void(self, claim: claims.Claim, version: str, nonce: str) -> Record | None:
-        """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
-        key = layout.record_key(version)
-        void = encode_void(str(claim.id), secrets.token_hex(16), time.time())
-        try:
-            self._backend.with_reserve(lambda: self._backend.create(key, void))
-        except ObjectExistsError:
-            landed = decode_record(self._backend.get(key), version)
-            if landed is not None and landed.nonce != nonce:
-                raise SaveError(f"another writer committed version {version}") from None
-            if landed is not None:
-                self._direct.confirm(key)  # what failed may have been the sync behind it
-            return landed
-        return None

@@ -180,7 +180,7 @@ def test_a_full_disk_says_so_and_leaves_nothing_behind(small_disk: Path) -> None
         lambda: backend.create("folder/new", bytes(2**21)),
     ]
     for write in writes:
-        with pytest.raises(StorageFullError, match=r"free some space.*`cnr gc") as caught:
+        with pytest.raises(StorageFullError, match="free some space") as caught:
             write()
         assert caught.value.errno == errno.ENOSPC
     assert _files(small_disk / "root") == ["folder", "folder/name"]

@@ -109,7 +109,7 @@ def storage_error(error: Exception, advice: str, *, operation: str, key: str, ur
     code = getattr(error, "errno", None)
     if code in _NO_SPACE:
         kind = StorageFullError
-        advice = f"free some space, then try again (of a checkpoint store, `cnr gc {url}` removes what is not needed)"
+        advice = "free some space, then try again"
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, NotImplementedError) and not str(error):
         reason, advice = (

@@ -22,6 +22,7 @@ from cnr_store.errors import CorruptionError, OptionError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid
 from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, no_progress
 from cnr_store.policies.policy import Decision
@@ -138,9 +139,8 @@ class Repair:
         catalog.check_format()  # which a version found by its id does not need, and all others do
         self._writer: Writer | None = None
         if is_for_writing:
-            self._writer = Writer(
-                catalog.backend, workers
-            )  # before the check: a job that begins after it wins
+            # Before the check: a job that begins after it wins.
+            self._writer = Writer(catalog.backend, workers, room_advice=room_advice)
             claims.check_no_live_writer(catalog.backend)
         self._catalog, self._state = catalog, catalog.state(self._record)
         ranks = range(count_parts(self._state))

@@ -23,6 +23,7 @@ from cnr_store.format.layout import decode_name, dense_path, table_name, weight_
 from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
 from cnr_store.training.importing.model_file import NUMPY_ELEMENTS, Array, FileTensor, ModelFile
@@ -127,7 +128,8 @@ def import_file(
     codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
-    writer = Writer(backend, workers)  # before the check: a job that claims the store after it wins
+    # Before the check: a job that claims the store after it wins.
+    writer = Writer(backend, workers, room_advice=room_advice)
     writer.of_run = False
     check_no_live_writer(backend)
     dense = [

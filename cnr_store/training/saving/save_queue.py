@@ -18,6 +18,7 @@ from cnr_store.errors import (
     TrackingError,
 )
 from cnr_store.format.record import Record
+from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
@@ -85,7 +86,7 @@ class SaveQueue:
             options.max_write_bytes_per_second,
             is_ending=lambda: self._closing or self.is_preempted() or is_exiting(),
         )
-        self.writer = Writer(backend, options.workers, self._patience)
+        self.writer = Writer(backend, options.workers, self._patience, room_advice)
         self.audit = audit
         self._small: SmallTables | None = None  # of the last save
         self._options = options

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import cnr_store
 from cnr_backends import Backend, StorageFullError, open_backend
@@ -141,6 +144,52 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
         check_failed_saves(trainer, folder)
         disk.capacity = UNLIMITED
         check_no_row_was_forgotten(trainer, folder)
+
+
+def import_weights(disk: Backend, folder: Path) -> None:
+    torch.save({"users.weight": torch.ones(300, 16)}, folder / "weights.pt")
+    cnr_store.import_file(folder / "weights.pt", disk, step=9)
+
+
+@pytest.mark.parametrize("imports", [False, True])
+def test_the_command_that_a_failed_save_names_makes_room(tmp_path: Path, imports: bool) -> None:
+    disk = FullFolder(tmp_path / "a store")
+    trainer = Trainer(disk, policy="full")
+    made = [trainer.save(step) for step in range(1, 8)]
+    if imports:
+        trainer.close()
+    disk.fill()
+    with pytest.raises(SaveError) as caught:
+        import_weights(disk, tmp_path) if imports else trainer.save(8)
+    said = re.search(
+        r"`cnr gc (.*) --keep-last (\d+)` frees ([\d,]+) bytes: it removes (.*);", str(caught.value)
+    )
+    assert said is not None
+    url, keep, nbytes, removed = said.groups()
+    assert (shlex.split(url), keep) == ([disk.url], "3")
+    done = cnr_store.gc(disk, keep_last=3)
+    assert f"{done.freed_bytes:,}" == nbytes
+    assert done.removed == tuple(made[:4])
+    assert removed == f"4 of 7 versions, from {made[0]} to {made[3]}"
+    disk.capacity += 8  # of new folders, for which this disk gives back nothing
+    import_weights(disk, tmp_path) if imports else trainer.save(8)
+    trainer.close()
+
+
+def test_where_gc_frees_nothing_a_failed_save_says_so(tmp_path: Path) -> None:
+    disk = FullFolder(tmp_path)
+    trainer = Trainer(disk)
+    for step in range(1, 4):  # each leans on the one before
+        trainer.save(step)
+    disk.fill()
+    with pytest.raises(
+        SaveError, match=r"has its rows\. Nothing of this store can be removed: make room"
+    ) as caught:
+        trainer.save(4)
+    assert "cnr gc" not in str(caught.value)
+    assert cnr_store.gc(disk, keep_last=1, dry_run=True).freed_bytes == 0
+    disk.capacity = UNLIMITED
+    trainer.close()
 
 
 def test_a_commit_that_finds_no_room_is_voided_from_the_reserve(tmp_path: Path) -> None:
