@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import FormatError
 from cnr_store.format import layout
 from cnr_store.format.state import loads
 from cnr_store.format.validate import member, shown
 
+log = logging.getLogger("cnr_store")
 _ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
 
 
@@ -35,6 +38,11 @@ def check_format(backend: Backend) -> bool:
             "install a newer cnr-store"
         )
     return True
+
+
+def tell_of_no_store(url: str) -> None:
+    """Say in the log that a place holds nothing, to whom got an empty answer for it."""
+    log.warning("%s holds no store: check the URL, if something was saved there", url)
 
 
 def _refuse_older_zarr(backend: Backend) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import array_dtype
 from cnr_store.catalog.catalog import Catalog, Url, Version
+from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.seen_codes import SeenCodes
-from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
+from cnr_store.errors import CorruptionError, EmptyStoreError, OptionError, VersionNotFoundError
 from cnr_store.format.arrays import parse_dense_document
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
@@ -203,6 +204,8 @@ Since = Version | Update | Sequence[Version] | None
 def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Update]:
     """Updates to all versions committed after `since`, oldest first; ends when there is no newer one.
 
+    Where there is no store at all, the log says so.
+
     Take the updates in this order. One may be skipped or left half taken: the next update includes its rows. To
     continue later, call again with the last version taken completely.
 
@@ -223,12 +226,15 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     ------
     VersionNotFoundError
         `since` names no version that is or was in the store.
+    EmptyStoreError
+        The store that had `since`, or an update before, has no versions any more. It may come while updates are taken.
     OptionError
         `since` is empty.
     FormatError, cnr_backends.OpenError
     """
     catalog = Catalog(open_backend(url, **storage_options))
-    catalog.check_format()
+    if not catalog.check_format() and since is None:
+        tell_of_no_store(catalog.backend.url)
     if since is None:
         return _updates(catalog, None, "", SeenCodes())
     if isinstance(since, Update):
@@ -262,7 +268,12 @@ def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes) -> I
                 yield update
         if newest != listed_after:
             continue
-        if newest in ids or not (newest and ids):
+        if newest and not ids:
+            raise EmptyStoreError(
+                f"{catalog.backend.url} holds no version any more, though {newest} was there: see that the place is "
+                "still mounted; to follow a store that begins anew there, call without since"
+            )
+        if newest in ids or not newest:
             return
         # Retention never removes the newest version: the store was put back from a copy, or made anew.
         before, newest, seen = None, "", SeenCodes()

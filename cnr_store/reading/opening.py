@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import zarr
 
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.catalog.version_info import VersionInfo, VersionList
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
@@ -19,8 +19,6 @@ from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
 from cnr_store.reading.rows import find_array
-
-log = logging.getLogger("cnr_store")
 
 
 def versions(url: Url, **storage_options: Any) -> VersionList:
@@ -45,7 +43,7 @@ def versions(url: Url, **storage_options: Any) -> VersionList:
     catalog = Catalog(open_backend(url, **storage_options))
     found = VersionList(VersionInfo.from_record(record) for record in catalog.oldest_first())
     if not (found or catalog.check_format()):
-        log.warning("%s holds no store: check the URL, if something was saved there", catalog.backend.url)
+        tell_of_no_store(catalog.backend.url)
     return found
 
 

@@ -10,6 +10,7 @@ from cnr_backends import Backend, ObjectNotFoundError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids, list_marked
+from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
 from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
@@ -127,6 +128,8 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
 def pins(url: Url, **storage_options: Any) -> list[str]:
     """Ids of the pinned versions, oldest first; also of those that are lost or damaged.
 
+    Where there is no store at all, the log says so.
+
     Parameters
     ----------
     url
@@ -141,6 +144,7 @@ def pins(url: Url, **storage_options: Any) -> list[str]:
     """
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format():
+        tell_of_no_store(catalog.backend.url)
         return []
     return sorted(
         version for version in list_marked(catalog.backend, layout.PINS) if not _is_void(catalog, version)

@@ -7,6 +7,7 @@ from typing import Any
 
 from cnr_backends import Backend, BackendError, ObjectNotFoundError, StorageError, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.catalog.tags import encode_tag, read_tags
 from cnr_store.errors import OptionError, VersionNotFoundError
 from cnr_store.format import layout
@@ -118,7 +119,7 @@ def untag(url: Url, name: str, **storage_options: Any) -> None:
 
 
 def tags(url: Url, **storage_options: Any) -> dict[str, str]:
-    """The ids of the tagged versions, by tag.
+    """The ids of the tagged versions, by tag. Where there is no store at all, the log says so.
 
     Parameters
     ----------
@@ -135,7 +136,10 @@ def tags(url: Url, **storage_options: Any) -> dict[str, str]:
         A tag can't be read.
     """
     catalog = Catalog(open_backend(url, **storage_options))
-    return read_tags(catalog.backend) if catalog.check_format() else {}
+    if not catalog.check_format():
+        tell_of_no_store(catalog.backend.url)
+        return {}
+    return read_tags(catalog.backend)
 
 
 def _check_name(name: object) -> None:

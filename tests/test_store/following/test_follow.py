@@ -14,6 +14,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store import (
     CorruptionError,
+    EmptyStoreError,
     FormatError,
     OptionError,
     Update,
@@ -48,8 +49,26 @@ def test_versions_committed_meanwhile_come_too(tmp_path: Path) -> None:
     assert next(updates, None) is None
 
 
-def test_nothing_comes_from_an_empty_place(tmp_path: Path) -> None:
-    assert list(cnr_store.follow(tmp_path)) == []
+def test_nothing_comes_from_an_empty_place_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ask in (cnr_store.follow, cnr_store.versions, cnr_store.tags, cnr_store.pins):
+        caplog.clear()
+        assert list(ask(tmp_path)) == []
+        assert "holds no store: check the URL" in caplog.text
+
+
+@pytest.mark.parametrize("remains", [True, False])
+def test_a_store_that_is_gone_is_no_store_without_news(tmp_path: Path, remains: bool) -> None:
+    run, place = Run(tmp_path / "store"), tmp_path / "store"
+    held = run.save(1)
+    run.checkpointer.close()
+    updates = cnr_store.follow(place)
+    assert next(updates).version == held
+    shutil.rmtree(place / "versions" if remains else place)
+    for again in (updates, cnr_store.follow(place, held), cnr_store.follow(place, held.id)):
+        with pytest.raises(EmptyStoreError, match=f"holds no version any more, though {held.id} was there"):
+            list(again)
 
 
 @pytest.mark.parametrize("since", ["yesterday", 77, "000009-0123abcd"])
@@ -274,7 +293,8 @@ def test_a_store_that_went_back_brings_everything(tmp_path: Path, put_back: bool
     *_, held = cnr_store.follow(place)
     shutil.rmtree(place)
     since = held.version.id if new_call else held
-    assert list(cnr_store.follow(place, since)) == []
+    with pytest.raises(EmptyStoreError):
+        list(cnr_store.follow(place, since))
     if put_back:
         copy.rename(place)
     else:
