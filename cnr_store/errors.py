@@ -13,6 +13,7 @@
     ├── writing: training goes on, nothing that was committed is harmed
     │   ├── SaveError             (OSError)       a save failed; its rows stay dirty
     │   │   ├── SkippedError                      another save was under way; the next save has its rows
+    │   │   ├── OutageError                       storage did not answer for a while; the next save has its rows
     │   │   ├── BaseLostError                     what it depends on is gone; the next save is whole
     │   │   └── TrackingError                     rows changed untracked; the next save has their table whole
     │   ├── SupersededError       (RuntimeError)  a newer writer owns the store: stop this one
@@ -81,6 +82,13 @@ class SaveError(CheckpointError, OSError):
 
 class SkippedError(SaveError):
     """A save was skipped because another was under way, as ``overlap="skip"`` asks. The next save has its rows."""
+
+
+class OutageError(SaveError):
+    """A save failed as the storage did not answer, or was too busy, for less than ``retry_seconds`` until then.
+
+    The next save has its rows.
+    """
 
 
 class BaseLostError(SaveError):

@@ -275,6 +275,8 @@ class CnrCheckpoint(Callback):
         """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
         if self._saves_another(trainer):
             return
+        if self._checkpointer is not None:
+            self._checkpointer._saves.hurry()
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
             is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None

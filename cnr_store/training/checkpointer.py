@@ -117,7 +117,7 @@ class Checkpointer:
     rng
         Whether the global random number generators are saved and restored.
     overlap
-        What a save does while another is still being written: ``wait`` for it, or ``skip`` itself.
+        What a save does while another is still being written, perhaps as storage fails: ``wait``, or ``skip`` itself.
     on_done
         Called with each `PendingSave` on the thread that writes, after the commit or the failure. The next save waits
         for it, so keep it short. What it raises is only logged.
@@ -144,15 +144,14 @@ class Checkpointer:
     max_failures
         With ``on_failure="log"``, `save` raises the error after so many failed saves in a row.
     retry_seconds
-        How long, in the background, an operation of a save is repeated that the network or a busy server failed. Pauses
-        grow. A save that waits, `close`, `load`, a preemption and the end of the process end them: what is pausing
-        then is tried once more, at once. 0 repeats nothing.
+        How long an operation of a save is repeated that the network or a busy server failed, and no save that fails for
+        it (`OutageError`) is counted or raised by the next one. So long `load`, `close` and, by `overlap`, saves wait;
+        a preemption, an exception and the end of the process have it tried once more, at once. 0 repeats nothing.
     max_write_bytes_per_second
         How fast saves write in the background. `close`, a preemption and the end of the process lift it, and it does
         not hold for rows that are encoded before `save` returns. None sets no limit.
     unloaded
-        What the first save does in a store that has versions of which none was loaded: ``warn`` that the run begins
-        anew, or ``raise`` an `OptionError` before anything is claimed or written.
+        What the first save does if the store has versions and none was loaded: ``warn``, or ``raise`` `OptionError`.
     group
         The ranks that train this model, as a process group of torch.distributed; by default all of the job. Every one
         of them makes a checkpointer and calls its methods, in the same order.
@@ -477,7 +476,7 @@ class Checkpointer:
             if self._closed:
                 return
             self._closed = True
-            self._saves.hurry()
+            self._saves.hurry(orderly=True)
             latest = self._saves.latest
             try:
                 self._saves.finish_latest()
@@ -508,11 +507,12 @@ class Checkpointer:
     @contextmanager
     def _watch(self, signals: Iterable[int]) -> Iterator[Preemption]:
         with watch_signals(signals, self._new_preemption) as preempted:
-            self._saves.is_preempted = lambda: preempted.signal is not None
+            before, self._saves.is_preempted = self._saves.is_preempted, lambda: preempted.signal is not None
             try:
                 yield preempted
             finally:
-                self._saves.is_preempted = bool
+                if preempted.signal is None:  # or the process ends soon, after `close`
+                    self._saves.is_preempted = before
 
     def _new_preemption(self) -> Preemption:
         if self._group.world == 1:
@@ -544,6 +544,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._saves.hurry(orderly=error is None)
             self.close()
         except CheckpointError:
             if error is None:

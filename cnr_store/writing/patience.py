@@ -1,4 +1,4 @@
-"""How long a save goes on trying after faults of the network, and how fast it puts."""
+"""How long a save goes on trying after faults of the network, what these cost, and how fast it puts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cnr_backends import StorageError
+from cnr_store.errors import OutageError
 
 Result = TypeVar("Result")
 
@@ -19,13 +20,108 @@ _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 20.0
 _GLANCE_SECONDS = 0.05
 """Between two looks at whether somebody waits: a signal's handler can set a flag, but not wake a thread safely."""
+_SHOWN = 5
+"""How many of the saves that an outage cost are named."""
+
+
+class Outage:
+    """Storage that does not answer, or is too busy: from the first such failure to the success that ends it.
+
+    It is over when the last of the operations that failed has succeeded. Once it has cost a save, only a commit ends
+    it: storage that answers, and fails every save all the same, is not back.
+
+    Parameters
+    ----------
+    retry_seconds
+        How long operations are tried again, and failed saves excused. 0: there are no outages.
+    clock
+        As `time.monotonic`.
+    """
+
+    def __init__(self, retry_seconds: float, clock: Callable[[], float]) -> None:
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failing = 0  # operations that are tried again
+        self._forget()
+
+    def _forget(self) -> None:
+        self._began: float | None = None
+        self._is_silent = self._is_told = self._has_cost = False
+        self._missed: list[int] = []  # steps
+
+    def meet(self, since: float, *, again: bool) -> float:
+        """Note that an operation fails since then, if not `again`. Returns until when it may be tried again."""
+        with self._lock:
+            self._failing += not again
+            if self._began is None:
+                self._began, self._is_silent = since, True
+            self._began = min(self._began, since)
+            is_hopeless = self._is_silent and not self._is_young()
+        return since if is_hopeless else since + self._retry_seconds
+
+    def answer(self) -> None:
+        """Note that an operation has succeeded."""
+        self._is_silent = False
+
+    def leave(self, *, succeeded: bool) -> None:
+        """Note that an operation that failed has `succeeded` or is given up."""
+        with self._lock:
+            self._failing -= 1
+            is_over = succeeded and not self._failing and not self._has_cost
+        if is_over:
+            self.end()
+
+    def excuses(self, error: BaseException) -> bool:
+        """Whether a save that fails with this error now is not to be counted."""
+        return isinstance(error, StorageError) and error.transient and self._is_young()
+
+    def miss(self, step: int, error: BaseException | None = None) -> None:
+        """Note that a save has failed, or was skipped if there is no error."""
+        if isinstance(error, OutageError):  # perhaps on another rank
+            self.meet(self._clock(), again=True)
+            self.tell(error)
+        if self._began is not None:
+            self._missed.append(step)
+            self._has_cost |= error is not None
+
+    def tell(self, error: BaseException) -> None:
+        """Log that it has begun, once."""
+        with self._lock:
+            is_news = self._retry_seconds > 0 and not self._is_told
+            self._is_told |= is_news
+        if is_news:
+            log.warning(
+                "storage fails: saves try again, or are skipped, for up to %g s: %s",
+                self._retry_seconds,
+                error,
+            )
+
+    def end(self) -> None:
+        """Note that it is over, and log which saves it has cost."""
+        with self._lock:
+            began, is_told, missed = self._began, self._is_told, self._missed
+            self._forget()
+        if began is not None and is_told:
+            others = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
+            steps = (
+                f"{', '.join(map(str, missed[:_SHOWN]))}{others}. Later ones have their rows"
+                if missed
+                else "none"
+            )
+            seconds = self._clock() - began
+            log.warning(
+                "storage answers again after %.0f s; saves skipped or failed, by step: %s", seconds, steps
+            )
+
+    def _is_young(self) -> bool:
+        return self._began is not None and self._clock() - self._began < self._retry_seconds
 
 
 class Patience:
     """Repeats what the network failed, after growing, jittered pauses, and spaces out what is put.
 
-    Nothing pauses while somebody waits for the save. An operation that is pausing as they come is tried once more,
-    right away.
+    An operation that is pausing as haste comes is tried once more, right away.
 
     Parameters
     ----------
@@ -34,16 +130,20 @@ class Patience:
     max_bytes_per_second
         Of puts; None for no limit.
     is_ending
-        Whether the process is about to end: then nothing pauses either.
+        Whether the process is about to end: then puts are not spaced out.
+    in_haste
+        Whether it can't wait for storage: then there is no pause before a retry.
     clock, sleep
         As `time.monotonic` and `time.sleep`.
 
     Attributes
     ----------
+    outage
+        What is known of storage that fails. It lasts from save to save.
     training_waits
-        Training waits until the save has read the model: no pause of either kind.
-    save_waits
-        The next save waits for this one: no pause before a retry.
+        Training waits until the save has read the model: puts are not spaced out.
+    may_hold
+        Whether pauses before retries may make training wait so.
     seconds_waited
         In pauses of both kinds since `begin`; those of all threads add up.
     on_pause
@@ -55,42 +155,54 @@ class Patience:
         retry_seconds: float = 0.0,
         max_bytes_per_second: float | None = None,
         is_ending: Callable[[], bool] = lambda: False,
+        in_haste: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._retry_seconds = retry_seconds
+        self.outage = Outage(retry_seconds, clock)
         self._max_bytes_per_second = max_bytes_per_second
-        self._is_ending = is_ending
+        self._is_ending, self._in_haste = is_ending, in_haste
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._next_put = 0.0
         self.on_pause: Callable[[], None] = lambda: None
         self.begin()
 
-    def begin(self, training_waits: bool = False) -> None:
+    def begin(self, training_waits: bool = False, may_hold: bool = False) -> None:
         """Begin a save."""
-        self.training_waits = training_waits
-        self.save_waits = self._gave_up = self._was_told = False
+        self.training_waits, self.may_hold = training_waits, may_hold
+        self._gave_up = False
         self.seconds_waited = 0.0
 
     def run(self, operation: Callable[[], Result]) -> Result:
         """Call `operation`, again after each transient failure, until it succeeds or there is no time left."""
-        pause, deadline = _FIRST_PAUSE_SECONDS, None
-        while True:
-            is_last = self._is_hurried()
-            try:
-                return operation()
-            except StorageError as error:
-                now = self._clock()
-                deadline = now + self._retry_seconds if deadline is None else deadline
-                if not error.transient or is_last or self._gave_up:
-                    raise
-                if now >= deadline:
-                    self._gave_up = True  # nor is it worth waiting for what comes after
-                    raise
-                self._tell(error)
-            self._wait(min(pause * random.uniform(0.5, 1.5), deadline - now), self._is_hurried)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause, since, succeeded = _FIRST_PAUSE_SECONDS, None, False
+        try:
+            while True:
+                gives_up = self._is_hurried()
+                try:
+                    result = operation()
+                except StorageError as error:
+                    if not error.transient:
+                        raise
+                    now = self._clock()
+                    again, since = since is not None, now if since is None else since
+                    deadline = self.outage.meet(since, again=again)
+                    self._gave_up |= now >= deadline  # nor is it worth waiting for what comes after
+                    gives_up |= self._gave_up
+                    if gives_up or again:  # or the first retry may mend it
+                        self.outage.tell(error)
+                    if gives_up:
+                        raise
+                else:
+                    succeeded = True
+                    self.outage.answer()
+                    return result
+                self._wait(min(pause * random.uniform(0.5, 1.5), deadline - now), self._is_hurried)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            if since is not None:
+                self.outage.leave(succeeded=succeeded)
 
     def pace(self, nbytes: int) -> None:
         """Wait until so many bytes may be put."""
@@ -105,7 +217,7 @@ class Patience:
         return self.training_waits or self._is_ending()
 
     def _is_hurried(self) -> bool:
-        return self.save_waits or self._is_urgent()
+        return (self.training_waits and not self.may_hold) or self._in_haste()
 
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         began = self._clock()
@@ -114,8 +226,3 @@ class Patience:
             self._sleep(min(left, _GLANCE_SECONDS))
         with self._lock:
             self.seconds_waited += self._clock() - began
-
-    def _tell(self, error: StorageError) -> None:
-        if not self._was_told:
-            self._was_told = True
-            log.info("the save tries again, for up to %g seconds: %s", self._retry_seconds, error)

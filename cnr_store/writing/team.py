@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Self
 
 from cnr_store import errors
-from cnr_store.errors import CheckpointError, RanksError, SaveError
+from cnr_store.errors import CheckpointError, OutageError, RanksError, SaveError
 from cnr_store.ranks.group import Alone, Document, Group, LostRankError, Piece
 from cnr_store.ranks.protocol import SaveRound
 
@@ -92,10 +92,16 @@ class Team:
         with suppress(RanksError):  # whatever needs the keys next finds out
             self.round.forget()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one can't go on, so that none waits for it."""
+    def fail(self, error: BaseException, *, is_excused: bool = False) -> None:
+        """Tell the other ranks that this one can't go on, so that none waits for it.
+
+        Parameters
+        ----------
+        is_excused
+            Whether an outage is to blame: then the failure is an `OutageError` on all ranks.
+        """
         kind = type(error).__name__
-        self.round.fail(self.round.phase, f"{kind}: {error}", kind)
+        self.round.fail(self.round.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
 
     def failure(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
         """What the caller of this rank is told of an error: on all ranks one of the same class.
@@ -107,10 +113,9 @@ class Team:
         """
         if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
             return error
-        if self.world == 1:
-            return SaveError(describe(str(error)))
         kind, text = self.round.failure
-        return error_from({"error": kind, "text": describe(text or str(error))})
+        cause = str(error) if self.world == 1 else text or str(error)
+        return error_from({"error": kind, "text": describe(cause)})
 
 
 def error_document(error: BaseException) -> Document:

@@ -227,7 +227,7 @@ class Writer:
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
             return self._committed(self._patience.run(attempt), team)
         except Exception as error:  # whatever went wrong, the attempt must be given up
-            team.fail(error)
+            team.fail(error, is_excused=self._patience.outage.excuses(error))
             left = ""
             if version and claim and sent:
                 landed = self._give_up(claim, version, nonce, plan.previous)
@@ -264,7 +264,7 @@ class Writer:
             team.round.vote(staged.to_vote())
         except Exception as error:
             # Nothing is committed without this rank's vote.
-            team.fail(error)
+            team.fail(error, is_excused=self._patience.outage.excuses(error))
             failure = self._failure(error, plan.step, version, "", team)
             if failure is error:
                 raise

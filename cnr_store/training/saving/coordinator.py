@@ -55,7 +55,7 @@ class _Ready:
     """A save that this rank can begin. There is no snapshot if the save is to be skipped."""
 
     step: int
-    overlap: str
+    overlap: arguments.Overlap
     full: bool
     snapshot: Snapshot | None
     step_under_way: int = -1
@@ -120,6 +120,7 @@ class Coordinator:
             self._saves.refuse(error)
             raise
         if agreed["skips"] is not None:
+            self._saves.outage.miss(ready.step)
             return PendingSave.skip(ready.step, agreed["skips"])
         assert ready.snapshot is not None  # or this rank skips, and so all do
         ready.snapshot.part_digests = digests
@@ -133,7 +134,7 @@ class Coordinator:
             if not isinstance(error, CheckpointError):  # those are raised on all ranks
                 self._group.break_off()
             raise
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team)
+        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team, ready.overlap)
         pending.stall_seconds = time.perf_counter() - began
         return pending
 

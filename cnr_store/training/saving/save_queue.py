@@ -12,6 +12,7 @@ from cnr_store.errors import (
     BaseLostError,
     CheckpointError,
     ClosedError,
+    OutageError,
     RanksError,
     StateError,
     SupersededError,
@@ -21,6 +22,7 @@ from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
+from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
@@ -40,6 +42,9 @@ from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")
+_ABOUT = (
+    "This is about the save of step %d, whose result nobody asked for. %sThat of step %d was not begun%s."
+)
 _COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the compiler. See `cnr warm`"
 
 
@@ -61,6 +66,8 @@ class SaveQueue:
         Know the rows that may have changed, and check by samples that no others did.
     is_preempted
         Whether a signal asks the process to end soon.
+    outage
+        What saves have met of storage that fails.
     fold_bytes
         Bytes of the folds that no save's stats have counted yet.
     """
@@ -84,13 +91,15 @@ class SaveQueue:
         self._patience = Patience(
             options.retry_seconds,
             options.max_write_bytes_per_second,
-            is_ending=lambda: self._closing or self.is_preempted() or is_exiting(),
+            is_ending=lambda: self._closing or self._in_haste(),
+            in_haste=self._in_haste,
         )
+        self.outage = self._patience.outage
         self.writer = Writer(backend, options.workers, self._patience, room_advice)
         self.audit = audit
         self._small: SmallTables | None = None  # of the last save
         self._options = options
-        self._closing = False
+        self._closing = self._is_hasty = False
         self._failures = 0  # in a row
         self._live_pace: float | None = None
         self._callbacks = callbacks
@@ -139,6 +148,7 @@ class SaveQueue:
         full: bool,
         placements: Mapping[str, Placement],
         team: Team,
+        overlap: Overlap,
     ) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
@@ -150,6 +160,8 @@ class SaveQueue:
             Of the arrays that ranks share, by path.
         team
             From `new_team`.
+        overlap
+            Whether this save, while it reads the model, may ``wait`` for storage that fails.
         """
         self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
         try:
@@ -159,7 +171,7 @@ class SaveQueue:
             self._tally.join(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
             reads_model = self.planner.reads_model
-            self._patience.begin(training_waits=reads_model)
+            self._patience.begin(training_waits=reads_model, may_hold=overlap == "wait")
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
             self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
@@ -177,6 +189,7 @@ class SaveQueue:
                     self._group.break_off()  # others may still count their rows together with this one
             else:
                 pending.interrupted.set()
+                self._patience.may_hold = False
                 pending.rows_taken.wait()
             if isinstance(error, RanksError):  # the connection broke because another rank failed
                 raise team.failure(error, lambda cause: f"{fails}: {cause}") from error
@@ -224,7 +237,9 @@ class SaveQueue:
             record = self._timed_write(pending, plan(), table_rows, full_bytes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
-                log.error("save of step %d failed: %s", pending.step, error)
+                self.outage.miss(pending.step, error)
+                if not isinstance(error, OutageError) or self._in_haste():  # or the outage was told of
+                    log.error("save of step %d failed: %s", pending.step, error)
             finally:
                 pending.settle(error)
         else:
@@ -234,6 +249,7 @@ class SaveQueue:
                     self._callbacks.on_commit(record, self.writer.removable)
                     assert pending.stats is not None
                     log.info(save_line(pending.stats, pending.step, record.kind))
+                self.outage.end()
             finally:
                 pending.settle(record)
             if self._pending is not None:
@@ -287,7 +303,6 @@ class SaveQueue:
             self.tracker.restore(dirty)
             self._pending = None
             return
-        self._patience.save_waits = True
         pending.callbacks_done.wait()  # on_done may take the result
         error = pending.future.exception()
         if error is None:
@@ -300,34 +315,35 @@ class SaveQueue:
         if isinstance(error, BaseLostError):
             self.planner.drop_bases()
             self.writer.renew(None)
-        self._failures = 0 if error is None else self._failures + 1
+        self._failures = 0 if error is None else self._failures + (not isinstance(error, OutageError))
         self._pending, self._untold = None, None if error is None or next_step is not None else pending
         if error is None or next_step is None or pending.result_taken or self._may_go_on(error):
             return
         pending.result_taken = True
         in_a_row = f"It is failure {self._failures} in a row. " if self._failures > 1 else ""
         again = "" if isinstance(error, SupersededError) else ": call save again"
-        error.add_note(
-            f"This is about the save of step {pending.step}, whose result nobody asked for. {in_a_row}That of step "
-            f"{next_step} was not begun{again}."
-        )
+        error.add_note(_ABOUT % (pending.step, in_a_row, next_step, again))
         raise error
 
     def _may_go_on(self, error: BaseException) -> bool:
         """Whether training goes on after a failed save, whose rows the next one has."""
-        return (
+        return isinstance(error, OutageError) or (
             self._options.on_failure == "log"
             and self._failures < self._options.max_failures
             and isinstance(error, Exception)
             and not isinstance(error, SupersededError | StateError | TrackingError)
         )
 
-    def hurry(self) -> None:
-        """Let no save pause any more: the checkpointer is being closed."""
-        self._closing = True
+    def hurry(self, orderly: bool = False) -> None:
+        """End soon: limit no rate any more. Nor is anything tried again, unless the end is `orderly`."""
+        self._closing, self._is_hasty = True, self._is_hasty or not orderly
+
+    def _in_haste(self) -> bool:
+        return self._is_hasty or self.is_preempted() or is_exiting()
 
     def close(self) -> None:
         """Stop tracking, wait for the thread that writes, accept no more saves, and free the memory."""
+        self.hurry()  # an interrupt may have cut `finish_latest` short
         self.tracker.close()
         self._executor.shutdown()
         self.planner.close()

@@ -90,6 +90,22 @@ def test_no_sample_is_lost_if_a_sigterm_comes_behind_the_batches_of_an_epoch(
     assert epochs == [sorted(first.seen)] * EPOCHS
 
 
+def test_a_sigterm_does_not_wait_for_storage_that_is_away(tmp_path: Path) -> None:
+    """It would take a day here."""
+    is_away = False
+    backend = FaultyBackend(open_backend(tmp_path / "store"), lambda *_: "unreachable" if is_away else None)
+
+    class GoesAway(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            nonlocal is_away
+            is_away = trainer.global_step > 5
+
+    checkpoint = CnrCheckpoint(backend, 5, bits=32, retry_seconds=86_400, overlap="skip")
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, checkpoint, GoesAway(), ToldToEnd("on_train_batch_end", 12))
+    assert {version.step for version in cnr_store.versions(tmp_path / "store")} <= {5}
+
+
 @pytest.mark.parametrize(
     ("hook", "step", "is_missed"),
     [

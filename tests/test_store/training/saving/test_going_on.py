@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.optim import SGD
 
 import cnr_store
-from cnr_backends import open_backend
-from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, OptionError, SaveError, StateError, SupersededError, TrackingError
-from cnr_store.training.saving import save_queue
-from cnr_store.writing import patience
-from tests.test_store.support.faults import Weather
-from tests.test_store.support.lasting_store import assert_newest, change, make_model
-
-PATIENCE_SECONDS = 60
-
-
-class Job:
-    """A model whose rows are changed by hand, and storage with weather."""
-
-    def __init__(self, folder: Path, rows: int = 600, **options: Any) -> None:
-        self.weather = Weather()
-        self.backend = FaultyBackend(open_backend(folder), self.weather)
-        self.model = make_model(rows=rows)
-        optimizer = SGD(self.model.parameters(), lr=0.1)
-        self.checkpointer = Checkpointer(
-            self.backend, self.model, optimizer, bits=32, policy="consecutive", **options
-        )
-
-    def change(self, *ids: int) -> None:
-        change(self.checkpointer, self.model, list(ids))
-
-    def breaks(self, fault: Fault = "before") -> None:
-        self.weather.change(lambda operation, key: fault)
-
-    def heals(self) -> None:
-        self.weather.change(None)
-
-    def fail(self, step: int) -> None:
-        """Save in vain, without asking for the result."""
-        self.breaks()
-        pending = self.checkpointer.save(step)
-        while not pending.done():
-            threading.Event().wait(0.001)
-        self.heals()
+from tests.test_store.support.lasting_store import assert_newest, make_model
+from tests.test_store.training.saving.weathered_job import PATIENCE_SECONDS, Clock, Job
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses take no time; the seconds that they would have taken, by clock."""
-    now = [0.0]
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(save_queue, "Patience", partial(patience.Patience, clock=lambda: now[0], sleep=sleep))
-    return slept
+    return Clock(monkeypatch).slept
 
 
 # on_failure="log"
@@ -237,7 +189,7 @@ def test_pauses_grow_until_the_time_is_over(
         job.checkpointer.save(1).result()
     assert 100 <= sum(quick) < 200
     assert 5 < len(job.backend.log) - began < 200
-    assert sum("tries again" in record.getMessage() for record in caplog.records) == 1
+    assert sum("try again" in record.getMessage() for record in caplog.records) == 1
     job.heals()
     job.change(2)
     assert job.checkpointer.save(2).result().rows == 2
@@ -263,96 +215,6 @@ def test_nothing_is_tried_again_for_no_seconds(tmp_path: Path, quick: list[float
             job.checkpointer.save(1).result()
         job.heals()
     assert quick == []
-
-
-def stuck(job: Job, step: int) -> tuple[cnr_store.PendingSave, threading.Event]:
-    """A save that pauses, and an event that is set once it does."""
-    pausing = threading.Event()
-
-    def unreachable(operation: str, key: str) -> Fault:
-        pausing.set()
-        return "unreachable"
-
-    job.weather.change(unreachable)
-    pending = job.checkpointer.save(step)
-    assert pausing.wait(PATIENCE_SECONDS)
-    return pending, pausing
-
-
-_ENDS: dict[str, Callable[[Checkpointer], object]] = {
-    "save": lambda checkpointer: checkpointer.save(2),
-    "close": lambda checkpointer: checkpointer.close(),
-}
-
-
-@pytest.mark.parametrize("end", _ENDS)
-def test_who_waits_for_a_save_ends_its_pauses(tmp_path: Path, end: str) -> None:
-    """One last try each, so that training never waits for pauses: they would take a day here."""
-    job = Job(tmp_path, retry_seconds=86_400)
-    job.checkpointer.save(0).result()
-    job.change(1)
-    pending, _ = stuck(job, 1)
-    with pytest.raises(SaveError, match="step 1 was not saved"):
-        _ENDS[end](job.checkpointer)
-    assert pending.done()
-    job.heals()
-    job.checkpointer.close()
-
-
-def test_the_last_try_may_succeed(tmp_path: Path) -> None:
-    job = Job(tmp_path, retry_seconds=86_400)
-    job.checkpointer.save(0).result()
-    job.change(1)
-    pending, _ = stuck(job, 1)
-    job.heals()
-    job.change(2)
-    assert job.checkpointer.save(2).result().rows == 1
-    assert pending.result().rows == 1
-    job.checkpointer.close()
-    assert_newest(tmp_path, job.model)
-
-
-def test_a_preemption_ends_pauses(tmp_path: Path) -> None:
-    job = Job(tmp_path, retry_seconds=86_400)
-    job.checkpointer.save(0).result()
-    with job.checkpointer.preemption([signal.SIGUSR1]) as preempted:
-        pending, _ = stuck(job, 1)
-        assert not pending.done()
-        signal.raise_signal(signal.SIGUSR1)
-        assert preempted
-        with pytest.raises(SaveError):
-            pending.result(PATIENCE_SECONDS)
-    job.heals()
-    job.checkpointer.save(2).result()
-    job.checkpointer.close()
-
-
-def test_a_skipped_save_leaves_the_one_before_its_pauses(tmp_path: Path) -> None:
-    job = Job(tmp_path, retry_seconds=86_400, overlap="skip")
-    job.checkpointer.save(0).result()
-    job.change(1)
-    pending, _ = stuck(job, 1)
-    assert job.checkpointer.save(2).skipped
-    assert not pending.done()
-    job.heals()
-    assert pending.result(PATIENCE_SECONDS).rows == 1
-    assert pending.stats is not None
-    assert pending.stats.seconds_waiting > 0
-    job.checkpointer.close()
-
-
-def test_training_never_waits_for_pauses(tmp_path: Path) -> None:
-    """Rows that are still in the model are read before `save` returns: then nothing pauses."""
-    job = Job(tmp_path, rows=60_000, retry_seconds=86_400, snapshot_bytes=0, max_write_bytes_per_second=1)
-    job.breaks("unreachable")
-    with pytest.raises(SaveError):
-        job.checkpointer.save(1).result(PATIENCE_SECONDS)
-    job.heals()
-    with pytest.raises(TimeoutError):
-        # The rest, such as the manifest, is written at one byte a second.
-        job.checkpointer.save(2).result(0.5)
-    job.checkpointer.close()
-    assert_newest(tmp_path, job.model)
 
 
 def test_another_run_that_takes_over_in_a_pause_wins(tmp_path: Path) -> None:
