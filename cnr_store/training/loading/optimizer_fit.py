@@ -14,7 +14,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.loading.moved_tables import FUSED_SLOT, MovedTables
-from cnr_store.training.loading.state_tree import settings_of
+from cnr_store.training.loading.state_tree import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
 from cnr_store.training.model.tables import Table
@@ -203,6 +203,15 @@ def _fit_optimizer(
             f"optimizer {position} does not fit {match.where}: only in the model: {', '.join(kept)}; load without the "
             f"optimizer, or {IGNORE} the parameters and keeps that state"
         )
+    state = {
+        name: {
+            key: wrapper_of(one, f"{key!r} of {name!r} in optimizer {position}")
+            for key, one in values.items()
+        }
+        for name, values in tree["state"].items()
+        if name in loaded
+    }
+    tree = {**tree, "state": tree["state"] | state}
     if everything:
         try:
             groups = check_groups(optimizer, names, tree)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import torch
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.dense import read_dense
@@ -16,6 +17,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.state import decode_state
 from cnr_store.format.state_arrays import OfClass
 from cnr_store.training.loading.validate_state import torch_value
+from cnr_store.training.model.object_state import class_name
 
 PARTLY = "the model is partly overwritten, load another version or give what was saved"
 """How messages end where a load failed half way."""
@@ -45,6 +47,36 @@ def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: se
         return read_dense(catalog, record, path)[0]
 
     return decode_state(doc, read=read, from_leaf=torch_value)
+
+
+def wrapper_of(stored: Any, path: str) -> Any:
+    """State as it was, where it is a wrapper of tensors, whose class the program has registered.
+
+    Raises
+    ------
+    ModelMismatchError
+        It has not, or the class does not accept what was stored.
+    """
+    if not isinstance(stored, OfClass):
+        return stored
+    kinds = {class_name(one): one for one in torch.serialization.get_safe_globals() if isinstance(one, type)}
+    kind: Any = kinds.get(stored.name)
+    if kind is None or not issubclass(kind, torch.Tensor):
+        raise ModelMismatchError(
+            f"{path} was a {stored.name}, a class that this program does not call safe to load: call "
+            f"torch.serialization.add_safe_globals([{stored.name.rpartition('.')[2]}]) before"
+        )
+    try:
+        parts, context, shape, strides = stored.value
+        parts = {name: wrapper_of(part, path) for name, part in parts.items()}
+        made = kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(strides))
+        if list(made.shape) != shape:
+            raise ValueError(f"its shape is {tuple(made.shape)}")
+        return made
+    except Exception as error:  # whatever the class raises
+        raise ModelMismatchError(
+            f"{path}: {stored.name} does not accept what was stored: {error!r}"
+        ) from error
 
 
 def settings_of(stored: Any, live: Any, path: str) -> Any:

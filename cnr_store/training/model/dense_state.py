@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
+from cnr_store.training.model.object_state import is_wrapper, taken_apart
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import may_overlap_itself
 from cnr_store.training.model.wrappers import wrapped_parts
@@ -63,8 +64,18 @@ def dense_items(
         if not isinstance(value, torch.Tensor):
             _check_taken(model, key, name)
         elif not is_extra_state(key, value):
-            _check_dense(key, value)
-            yield name, first_names.setdefault(id(value), name), value
+            for part, tensor in _plain_parts(name, value):
+                _check_dense(part, tensor)
+                yield part, first_names.setdefault(id(tensor), part), tensor
+
+
+def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or those that it wraps, which a load fills in place."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    for part, inner in taken_apart(tensor, repr(name))[0].items():
+        yield from _plain_parts(f"{name}.{part}", inner)
 
 
 def _check_taken(model: nn.Module, key: str, name: str) -> None:

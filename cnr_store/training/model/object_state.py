@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cnr_store.errors import OptionError, StateError
+from cnr_store.errors import OptionError, StateError, UnsupportedModelError
 from cnr_store.format.state import dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
@@ -107,6 +107,46 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_wrapper(value: object) -> bool:
+    """Whether it is a tensor of a class that wraps others, as those of few bits do, and tells them."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not is_dtensor(value)
+
+
+def taken_apart(value: Any, where: str) -> tuple[dict[str, Any], object]:
+    """The tensors that a wrapper has, by name, and what else its class makes it of.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Its class fails.
+    """
+    try:
+        names, context = value.__tensor_flatten__()
+        return {name: getattr(value, name) for name in names}, context
+    except Exception as error:  # whatever the class raises
+        kind = class_name(type(value))
+        raise UnsupportedModelError(
+            f"{where} is a {kind}, which can't tell its tensors: {error!r}"
+        ) from error
+
+
+def _wrapper(value: Any, where: str) -> Any:
+    """A wrapper as values from which a load makes it."""
+    if not is_wrapper(value):
+        return value
+    kind: Any = type(value)
+    strange = any(type(n) is not int for n in (*value.shape, *value.stride()))
+    if strange or kind not in torch.serialization.get_safe_globals():
+        why = "of a shape without numbers" if strange else "whose class a load would not know"
+        raise StateError(
+            f"{where} is a {class_name(kind)}, {why}; call torch.serialization.add_safe_globals([{kind.__qualname__}]) "
+            "in this program and in each that loads it"
+        )
+    parts, context = taken_apart(value, where)
+    parts = {name: _wrapper(part, f"{name} of {where}") for name, part in parts.items()}
+    return OfClass(class_name(kind), [parts, context, list(value.shape), list(value.stride())])
+
+
 def is_named_tuple(kind: type) -> bool:
     """Whether a class was made by `collections.namedtuple`."""
     return issubclass(kind, tuple) and hasattr(kind, "_make")
@@ -159,11 +199,11 @@ def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, 
     }
 
     def leaf(name: str, key: str, value: object) -> object:
+        where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
         if name not in spread or not isinstance(value, torch.Tensor):
-            return value
+            return _wrapper(value, where)
         if value.ndim == 0 and not is_dtensor(value):
             return value
-        where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
         check_follows(value, spread[name], where)
         return spread_leaf(value, where)
 

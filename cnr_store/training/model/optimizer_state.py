@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
 from cnr_store.training.model.arguments import IGNORE
+from cnr_store.training.model.object_state import is_wrapper
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as, lies_by_columns
@@ -56,7 +57,7 @@ def follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
     """Whether an entry of an optimizer's state for `parameter` is one of its `row_slots`."""
     if not isinstance(key, str) or key == "step" or not isinstance(value, torch.Tensor):
         return False
-    if value.layout is not torch.strided or value.dtype not in SLOT_DTYPES:
+    if value.layout is not torch.strided or value.dtype not in SLOT_DTYPES or is_wrapper(value):
         return False
     # One number is no row state, even for a table of one row, unless the parameter is one number, too.
     if value.shape == parameter.shape:

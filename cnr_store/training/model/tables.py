@@ -275,6 +275,11 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
         raise UnsupportedModelError(
             f"{where} is a {kind}, spread over ranks; give a model whose tables this process holds itself"
         )
+    elif hasattr(weight, "__tensor_flatten__"):
+        kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
+        raise UnsupportedModelError(
+            f"{where} is a {kind}, whose rows can't be stored; make it a plain dense tensor"
+        )
     if weight.is_meta:
         raise UnsupportedModelError(
             f"{where} is on the meta device, without values; materialize the model before"

@@ -106,8 +106,12 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides that a tensor comes back with: None for C order, a copy's for a small part of a memory."""
-    if tensor.is_contiguous():
-        return None
+    if (
+        tensor.is_contiguous()
+    ):  # which the stride of a dimension of one index does not matter to, but products
+        plain = 1 not in tensor.shape or tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+        if plain or tensor.numel() == 0:
+            return None
     is_small = span(tensor.shape, tensor.stride()) > SPARSEST * tensor.numel()
     return (torch.empty_like(tensor, device="meta") if is_small else tensor).stride()
 

@@ -226,6 +226,7 @@ def test_no_stack_is_too_short_for_an_error() -> None:
             )
         ),
         '{"$array": {"kind": "numpy", "dtype": "<i2", "shape": [0, 2], "data": "", "strides": [0, 1]}}',
+        '{"$array": {"kind": "numpy", "dtype": "|u1", "shape": [1], "data": "AA==", "strides": [9999999999999999999]}}',
         '{"$bytes": "???"}',
         '{"$scalar": ["O", "AAAA"]}',
         '{"$array": {"kind": "numpy", "dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}}',
