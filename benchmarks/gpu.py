@@ -1,12 +1,8 @@
-"""Benchmark of tables on a GPU: `python benchmarks/gpu.py [--quick] [--only PART] [--interpreted] [--out FOLDER]`."""
+"""Benchmark of tables on a GPU: `python benchmarks/gpu.py [--quick] [--only PART] [--tiny] [--out FOLDER]`."""
 
-import os
 import sys
 from pathlib import Path
 
-# Triton asks when it is imported.
-if "--interpreted" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"
 # As a script this folder would come first on the path, and hide the standard library's `codecs`.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 

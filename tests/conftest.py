@@ -8,7 +8,6 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,10 +16,6 @@ from tests.nightly import sample
 from tests.paths import SHARED_MEMORY
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
-
-# Where there is no GPU, Triton interprets its kernels. It must be told before anything imports it, as torch may.
-if not any(Path("/dev").glob("nvidia[0-9]*")):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOM_BYTES = 4 << 30
 """What the temporary files of a whole run have room in."""

@@ -31,7 +31,6 @@ HIDDEN = {
     "cnr_store.reading.export -> cnr_store.reading.parquet": "arrow",
     "cnr_store.cli.export -> cnr_store.training.importing.import_file": "torch",
     "cnr_store.training.importing.import_file -> cnr_store.training.importing.torch_file": "torch",
-    "cnr_store.training.devices.support -> cnr_store.training.devices.kernels.launches": "gpu",
 }
 """Imports that stand in a function, with the extra of cnr-store whose packages they need."""
 NAMED = {

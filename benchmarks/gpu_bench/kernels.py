@@ -1,4 +1,4 @@
-"""The pace of the kernels that quantize and decode, beside a plain copy on the device."""
+"""The pace of quantizing and decoding on the device, beside a plain copy there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from benchmarks.codec_bench.target import Target
 from benchmarks.gpu_bench import aims
 from benchmarks.gpu_bench.place import Place
-from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, lattice_step
-from cnr_codecs.payload.coded import MANTISSA_BITS
-from cnr_store.training.devices.encode import quantize
-from cnr_store.training.devices.support import kernels_on
+from cnr_codecs import FloatingRows, LatticeRows, UniformRows, lattice_step
+from cnr_store.training.devices.arithmetic import Codec, grid_values, quantize, rows_together, uniform_values
 
-_CODECS: dict[str, RowCodec] = {
+_CODECS: dict[str, Codec] = {
     "adaptive, 4 bits": UniformRows("adaptive", 4),
     "adaptive, 2 bits": UniformRows("adaptive", 2),
     "asymmetric, 8 bits": UniformRows("asymmetric", 8),
@@ -56,7 +54,7 @@ def _runs(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     rows, dim = values.shape
     chosen = torch.rand(rows, device=place.device) < _CHANGED
-    ids, kernels = chosen.nonzero()[:, 0], kernels_on(place.device)
+    ids = chosen.nonzero()[:, 0]
     gathered = copied[: len(ids)]
     nbytes |= {"copy": values.nbytes, "gather": gathered.nbytes}
     yield "copy", lambda: copied.copy_(values)
@@ -64,32 +62,37 @@ def _runs(
     for name, codec in _CODECS.items():
         for which, own in (("all rows", None), ("rows that changed", ids)):
             nbytes[f"{name}, {which}"] = (rows if own is None else len(ids)) * dim * values.element_size()
-            source = kernels.Source(values, own)
-            yield f"{name}, {which}", lambda codec=codec, source=source: quantize(codec, source)
-    every = torch.arange(rows, device=place.device)
+            yield f"{name}, {which}", lambda codec=codec, own=own: _quantize(codec, values, own)
     for name in _DECODED:
-        codec, source = _CODECS[name], kernels.Source(values, None)
         nbytes[f"decode, {name}"] = values.nbytes
-        yield f"decode, {name}", _decoding(kernels, codec, quantize(codec, source), every, copied)
+        yield f"decode, {name}", _decoding(_CODECS[name], values, copied)
 
 
-def _decoding(
-    kernels: Any,
-    codec: RowCodec,
-    quantized: tuple[torch.Tensor, ...],
-    ids: torch.Tensor,
-    target: torch.Tensor,
-) -> Callable[[], object]:
-    if isinstance(codec, UniformRows):
-        floats, _, _, packed = quantized
-        return lambda: kernels.decode_uniform(packed, floats, codec.bits, False, ids, target)
-    assert isinstance(codec, LatticeRows | FloatingRows)
-    if isinstance(codec, FloatingRows):
-        step, shift = 0.0, MANTISSA_BITS - codec.mantissa_bits
-    else:
-        assert codec.step is not None
-        step, shift = codec.step, 0
-    return lambda: kernels.decode_integers(quantized[0], step, shift, ids, target)
+def _quantize(codec: Codec, values: torch.Tensor, ids: torch.Tensor | None) -> None:
+    together = rows_together(values.shape[1])
+    for first in range(0, len(values if ids is None else ids), together):
+        own = slice(first, first + together)
+        quantize(codec, values[own] if ids is None else values.index_select(0, ids[own]))
+
+
+def _decoding(codec: Codec, values: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    """Decodes what the first rows become, over and over."""
+    dim = values.shape[1]
+    together = rows_together(dim)
+    _, *made = quantize(codec, values[:together])
+
+    def run() -> None:
+        for first in range(0, len(target), together):
+            rows = target[first : first + together]
+            held = [each[: len(rows)] for each in made]
+            if isinstance(codec, UniformRows):
+                rows.copy_(uniform_values(held[1], held[0].T, codec.bits, dim))
+            else:
+                is_floating = isinstance(codec, FloatingRows)
+                grid = (codec.mantissa_bits, 0.0) if is_floating else (0, codec.step)
+                rows.copy_(grid_values(held[0], *grid))
+
+    return run
 
 
 def _show(line: Line) -> str:

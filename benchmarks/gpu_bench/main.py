@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import tempfile
 import traceback
 import warnings
@@ -36,20 +35,19 @@ def main() -> int:
         "leaves the others to run."
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
-    parser.add_argument("--interpreted", action="store_true", help="tiny sizes on the CPU; writes nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU; writes nothing")
     parser.add_argument(
         "--only", choices=PARTS, action="append", help="this part; the others stay as they are"
     )
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of gpu.json")
     options = parser.parse_args()
-    os.environ["CNR_GPU_KERNELS"] = "1"
     warnings.filterwarnings("ignore", "torch.distributed is disabled|Sparse invariant checks", UserWarning)
-    return _run(options.only or list(PARTS), options.quick, options.interpreted, options.out / "gpu.json")
+    return _run(options.only or list(PARTS), options.quick, options.tiny, options.out / "gpu.json")
 
 
-def _run(parts: Sequence[str], is_quick: bool, is_interpreted: bool, path: Path) -> int:
+def _run(parts: Sequence[str], is_quick: bool, is_tiny: bool, path: Path) -> int:
     failed = []
-    with open_place(is_quick, is_interpreted) as place:
+    with open_place(is_quick, is_tiny) as place:
         if place is None:
             print("no CUDA device: nothing measured")
             return 0
@@ -70,8 +68,8 @@ def _run(parts: Sequence[str], is_quick: bool, is_interpreted: bool, path: Path)
                 _note(path, name, {**place.describe(), "is_quick": is_quick, **found})
     if failed:
         print(f"failed: {', '.join(failed)}")
-    elif is_interpreted:
-        print("every part ran; nothing is written of an interpreter")
+    elif is_tiny:
+        print("every part ran; nothing is written of the CPU")
     return int(bool(failed))
 
 

@@ -1,4 +1,4 @@
-"""Where the benchmark runs: on a CUDA device, or by Triton's interpreter to prove that it works."""
+"""Where the benchmark runs: on a CUDA device, or at tiny sizes on the CPU to prove that it works."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 from benchmarks.codec_bench.machine import machine
-from cnr_codecs import UniformRows
 from cnr_store.training.devices import support
 
-_PACKAGES = ("cnr-store", "cnr-codecs", "numba", "numpy", "torch", "triton", "zarr")
+_PACKAGES = ("cnr-store", "cnr-codecs", "numba", "numpy", "torch", "zarr")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Place:
     Attributes
     ----------
     is_timed
-        Whether times mean anything: by the interpreter they do not.
+        Whether times mean anything: on the CPU they do not.
     """
 
     device: torch.device
@@ -76,9 +74,8 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of checkpointers. By the interpreter the search of 4 bits would take minutes."""
-        rows = {"bits": 4} if self.is_timed else {"codec": UniformRows("asymmetric", 4)}
-        return {"policy": "consecutive", "keep_last": 2, **rows}
+        """Of checkpointers."""
+        return {"policy": "consecutive", "keep_last": 2, "bits": 4}
 
     def wait(self) -> None:
         """Wait until the device has done what it was told."""
@@ -95,7 +92,7 @@ class Place:
         return statistics.median(self.each_seconds({"": run})[""])
 
     def each_seconds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """The times of several runs, which take turns. Each runs once before, which compiles kernels."""
+        """The times of several runs, which take turns. Each runs once before."""
         found: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values() if self.is_timed else ():
             run()
@@ -135,11 +132,10 @@ def _version(name: str) -> str | None:
 
 
 @contextmanager
-def open_place(is_quick: bool, is_interpreted: bool) -> Iterator[Place | None]:
-    """The first CUDA device; the CPU, taken for a device, with the interpreter; None without either."""
-    if is_interpreted:
-        # The interpreter computes by numpy, which warns of NaN and overflows; devices don't.
-        with patch.object(support, "is_elsewhere", lambda device: True), np.errstate(all="ignore"):
+def open_place(is_quick: bool, is_tiny: bool) -> Iterator[Place | None]:
+    """The first CUDA device; the CPU, taken for a device, at tiny sizes; None without either."""
+    if is_tiny:
+        with patch.object(support, "is_elsewhere", lambda device: True):
             yield Place(torch.device("cpu"), TINY, is_timed=False)
     elif torch.cuda.is_available():
         yield Place(torch.device("cuda", torch.cuda.current_device()), QUICK if is_quick else FULL, True)

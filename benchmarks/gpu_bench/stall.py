@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 
 def measure(place: Place, folder: Path) -> dict[str, Any]:
-    """Ours with a quarter of the rows changed, with few, and whole; without kernels too; and DCP's, always whole."""
+    """Ours with a quarter of the rows changed, with few, whole, and quantized by the host; and DCP's, always whole."""
     state, rounds, lines = State(place), place.sizes.rounds, list[Line]()
     with state.checkpointer(folder / "ours") as checkpointer:
 
@@ -44,7 +44,9 @@ def measure(place: Place, folder: Path) -> dict[str, Any]:
 
         for share in SHARES:
             ours = [_delta(place, state, checkpointer, share) for _ in range(2 + rounds)]
-            note("ours", share, ours[2:])  # the first is whole, and compiles; the second makes memory
+            note(
+                "ours", share, ours[2:]
+            )  # the first is whole, and proves the device; the second makes memory
         note("ours", 1.0, [_whole(place, checkpointer) for _ in range(1 + rounds)][1:])
         with patch.object(staging, "can_encode", lambda *_: False):
             without = [_delta(place, state, checkpointer, SHARES[0]) for _ in range(2)]

@@ -13,12 +13,12 @@ from benchmarks.gpu_bench.place import Place
 
 _ROOT = Path(__file__).parents[2]
 _MOST_PROCESSES = 8
-# By the interpreter one file of them does: that each is skipped shows that the runner works.
+# At tiny sizes one file of them does: that each is skipped shows that the runner works.
 _FEW = ["tests/test_store/training/tracking/test_bitmap.py"]
 
 
 def measure(place: Place, folder: Path) -> dict[str, Any]:
-    """Run ``pytest -m gpu``. Each process compiles kernels of its own, which takes most of the time."""
+    """Run ``pytest -m gpu``."""
     report = folder / "report.xml"
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     spread = ["-n", str(processes)] if place.is_timed else []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,7 @@ class RowCodes:
         chunk_rows: int,
         element: str,
         seal: int,
+        quantized: tuple[npt.NDArray[np.int16], Mask] | None = None,
     ) -> bytes:
         """The payload of a chunk, as `RowCodec.encode_rows` makes it, with rows relative to their parents.
 
@@ -76,53 +76,20 @@ class RowCodes:
             As for `encode_rows`.
         begin
             Position of the first of these rows in the write.
+        quantized
+            As for `LatticeRows.encode_over`, if codes were computed elsewhere: the codec is that of a grid then.
         """
-        own = relative_codec(codec)
+        own = codec if quantized and isinstance(codec, LatticeRows | FloatingRows) else relative_codec(codec)
         if own is None or grid_of(own) is None:
             return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
         parent = self._parents(begin, values.shape)
+        known = _are_known(parent)
         made = own.encode_over(
-            values, offsets, chunk_rows, parent, _are_known(parent), element=element, seal=seal
+            values, offsets, chunk_rows, parent, known, element=element, seal=seal, quantized=quantized
         )
         data = self._noted(begin, *made)
         then = tuple(codec.then) if isinstance(codec, Followed) else ()
         return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
-
-    def encode_made(
-        self,
-        codec: LatticeRows | FloatingRows,
-        made: tuple[npt.NDArray[np.int16], Mask, Array],
-        begin: int,
-        offsets: Array | None,
-        edges: Sequence[int],
-        chunk_rows: int,
-        element: str,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        """The payloads of chunks, as `encode` makes each, of rows whose codes were computed elsewhere.
-
-        Parameters
-        ----------
-        codec, begin
-            As for `encode`.
-        made, offsets, edges, chunk_rows, element, seals
-            Codes, marks of raw rows and their values, and the rest, as for `LatticeRows.encode_codes`.
-        """
-        codes, raw, raw_values = made
-        at, payloads = np.flatnonzero(raw), list[bytes]()
-        for (first, last), seal in zip(pairwise(edges), seals, strict=True):
-            own, own_raw = codes[first:last], raw[first:last]
-            parent, values = self._parents(begin + first, own.shape), np.zeros(own.shape, raw_values.dtype)
-            values[own_raw] = raw_values[slice(*np.searchsorted(at, (first, last)))]
-            found = codec.encode_over(
-                *(values, None if offsets is None else offsets[first:last], chunk_rows),
-                *(parent, _are_known(parent)),
-                element=element,
-                seal=seal,
-                quantized=(own[~own_raw], own_raw),
-            )
-            payloads.append(self._noted(begin + first, *found))
-        return payloads
 
     def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
         if self.parent is None or self.rows is None:

@@ -1,25 +1,39 @@
-"""Quantizes the rows of a snapshot on their device, where that can be done."""
+"""Which rows are quantized and decoded on their device, and the proof that it does both as the host does.
+
+Before the first rows of a codec, a device encodes and decodes `PROOF_ROWS` rows that break quantizers, beside the host.
+Where a bit differs, or anything fails (Apple's MPS has no float64), the host does it from then on, and the log says so.
+"""
 
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cnr_codecs import CodecError, decode_into, parse, row_codec, take_rows
+from cnr_codecs.lattice.floating import FloatingRows
+from cnr_codecs.lattice.lattice import LatticeRows
+from cnr_codecs.lattice.steps import lattice_step
 from cnr_codecs.protocol import RowCodec
+from cnr_codecs.uniform.uniform import UniformRows
+from cnr_store.errors import SaveError
 from cnr_store.training.devices import support
-from cnr_store.training.devices.encode import can_encode, encode, least_bytes
-from cnr_store.writing.plan import EncodedRows
+from cnr_store.training.devices.arithmetic import ELEMENTS, Codec
+from cnr_store.training.devices.decode import DeviceRows
+from cnr_store.training.devices.encode import RowsFromDevice, can_encode, encode, least_bytes, on_host
 
 log = logging.getLogger("cnr_store")
+PROOF_ROWS, _DIM = 512, 37
 
 
 def encode_staged(
     path: str, codec: RowCodec | None, tensor: torch.Tensor, ids: npt.NDArray[np.int64] | None, room: int
-) -> EncodedRows | None:
+) -> RowsFromDevice | None:
     """Quantize rows of an array where they are, as they are now.
 
     Parameters
@@ -43,13 +57,13 @@ def encode_staged(
         tensor = tensor[:, None]
     if codec is None:
         return _left_to_host(path, "ranks share its rows, and it is whole or in columns")
-    if not can_encode(codec, tensor, ids is None):
-        return _left_to_host(path, f"no kernel takes {codec.get_config().get('id')} for {tensor.dtype} there")
-    if least_bytes(codec, tensor, len(tensor) if ids is None else len(ids)) > room:
+    if not can_encode(codec, tensor, ids is None) or not _does_as_host(codec, tensor):
+        return _left_to_host(path, f"{tensor.device} takes no {codec.get_config()['id']} of {tensor.dtype}")
+    if least_bytes(codec, tensor.shape[1], len(tensor) if ids is None else len(ids)) > room:
         return _left_to_host(path, "they exceed snapshot_bytes")
     try:
         found = encode(codec, tensor, None if ids is None else torch.from_numpy(ids))
-    except Exception as error:  # noqa: BLE001 - Triton raises what its compilers and drivers do
+    except RuntimeError as error:
         # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
         log.warning(
             "%s: its rows could not be quantized on %s (%s: %s), so the host does",
@@ -59,6 +73,71 @@ def encode_staged(
     return found if found.nbytes <= room else _left_to_host(path, "they exceed snapshot_bytes")
 
 
-@lru_cache(maxsize=1024)
+def rows_there(tensor: torch.Tensor, codecs: Iterable[Mapping[str, Any] | None]) -> torch.Tensor | None:
+    """A view of a tensor as (rows, columns), if its device decodes rows of such codecs; None if the host has to."""
+    values = tensor.detach()
+    values = values[:, None] if values.ndim == 1 else values
+    if not support.is_elsewhere(tensor.device) or values.ndim != 2 or not values.shape[1]:
+        return None
+    try:
+        kinds = [row_codec(each or {}) for each in codecs if each != {"id": "cnr_rows"}]
+    except CodecError:  # of a newer release: readers go by what payloads say
+        return None
+    return values if all(_does_as_host(each, values) for each in kinds) else None
+
+
+def _does_as_host(codec: RowCodec, values: torch.Tensor) -> bool:
+    if values.dtype not in ELEMENTS or not isinstance(codec, UniformRows | LatticeRows | FloatingRows):
+        return False
+    if isinstance(codec, LatticeRows):  # any step is as good
+        codec = LatticeRows(step=lattice_step(0.35))
+    return _is_proven(codec, values.dtype, values.device)
+
+
+@cache
+def _is_proven(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        why = "a bit differs" if _differs(codec, dtype, device) else ""
+    except (RuntimeError, TypeError, SaveError) as error:  # a type that the device lacks, say
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        tried = device, codec.get_config(), dtype, why
+        log.warning("%s: a trial of %s for %s failed (%s), so the host does it", *tried)
+    return not why
+
+
+def _differs(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether payloads, or what they decode to, are other than the host's."""
+    rows = torch.from_numpy(_hard_rows()).to(dtype)
+    count, values, element, there = PROOF_ROWS, on_host(rows), ELEMENTS[dtype], rows.to(device)
+    payload = codec.encode_rows(values, None, count, element=element)
+    wanted, found, need = np.empty_like(values), torch.zeros_like(there), np.ones(count, np.uint8)
+    decode_into(parse(payload), wanted, need.copy())
+    is_same = DeviceRows(found).write(take_rows(parse(payload), need), 0)
+    if can_encode(codec, there, True):
+        made = encode(codec, there, None).payloads(0, count, None, [0, count], count, seals=[0])
+        is_same &= made == [payload]
+    return not is_same or on_host(found).tobytes() != wanted.tobytes()
+
+
+def _hard_rows() -> npt.NDArray[np.float32]:
+    """Rows that break quantizers: of all magnitudes, with offsets, ties, outliers, no range, NaN and infinities."""
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((PROOF_ROWS, _DIM))
+    sizes = 2.0 ** random.uniform(-149, 128, (PROOF_ROWS // 8, 1))
+    rows[1::8] *= sizes
+    rows[2::8] = rows[2::8] * sizes**0.1 + sizes
+    rows[3::8] = np.rint(rows[3::8] * 8) / 8
+    rows[4::8] **= 3
+    rows[5::8] = rows[5::8, :1] * sizes
+    rows[6::16] *= 65504
+    rows[14::16] = np.copysign(0.0, rows[14::16])
+    rows[7::8][random.random((PROOF_ROWS // 8, _DIM)) < 1 / _DIM] = np.nan
+    rows[15::32] = np.where(np.isnan(rows[15::32]), np.inf, rows[15::32])
+    with np.errstate(over="ignore"):
+        return rows.astype(np.float32)
+
+
+@cache
 def _left_to_host(path: str, why: str) -> None:
     log.debug("%s: the host quantizes its rows: %s", path, why)

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 from cnr_backends import BackendError, Transfer
-from cnr_codecs import Payload, Segment, decode_into
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError
-from cnr_store.training.devices.decode import DeviceRows, rows_there
+from cnr_store.training.devices.decode import DeviceRows
+from cnr_store.training.devices.staging import rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tensors import (
@@ -121,10 +121,9 @@ class RowsThere(AllRows):
         tensor = self.target.parts[0].tensor
         try:
             with overwriting(tensor):
-                left = there.write(segments, start)
-            if left:
-                self._write(left, start, rows)
-        except Exception as error:  # noqa: BLE001 - Triton raises what its compilers and drivers do
+                if not there.write(segments, start):
+                    return False
+        except RuntimeError as error:
             # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
             if self._there is not None:  # no other thread has said so
                 log.warning(
@@ -135,21 +134,13 @@ class RowsThere(AllRows):
         self._changed[start : start + rows] = changed
         return True
 
-    def _write(self, segments: Sequence[Segment], start: int, rows: int) -> None:
-        """Decode segments of a chunk of so many rows here, and write their rows."""
-        payload = Payload(rows, self.reader.columns, self.reader.element, 0, tuple(segments))
-        out, need = self.reader.new_rows(rows), np.ones(rows, np.uint8)
-        decode_into(payload, out, need)
-        ids, (part,) = np.flatnonzero(need == 0), self.target.parts
-        assign_ids(part.tensor, start + ids, _columns(part, out[ids]))
-
 
 def all_rows(reader: Reader, target: Target) -> AllRows:
     """What fills a target that has the rows and the element type of the array, as they are decoded fastest."""
     if not isinstance(reader, ArrayReader) or len(target.parts) != 1:
         return AllRows(reader, target)
     (part,) = target.parts
-    codecs = {str((link.entry.codec or {}).get("id")) for link in reader.links}
+    codecs = [link.entry.codec for link in reader.links]
     there = rows_there(part.tensor, codecs) if part.columns == reader.columns else None
     return AllRows(reader, target) if there is None else RowsThere(reader, target, DeviceRows(there))
 

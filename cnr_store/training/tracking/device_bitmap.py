@@ -5,20 +5,11 @@ from __future__ import annotations
 import torch
 
 from cnr_store.training.devices import support
-from cnr_store.training.devices.flags import DeviceFlags
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.bitmap import Bitmap
 
+_PACKED_BYTES = 1 << 22  # of a bitmap that a device makes together
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def mark_nonzero_on_device(bits: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set the bits of the rows of `gradient`, ``(rows, dim)``, whose bits are not all zero."""
-    changed = (as_integers(gradient) != 0).any(dim=1)
-    padded = changed.new_zeros((bits.numel() - 1) * 8)
-    padded[: changed.numel()] = changed
-    weights = torch.tensor([1 << position for position in range(8)], dtype=torch.uint8, device=bits.device)
-    bits[:-1] |= (padded.view(-1, 8).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
@@ -37,30 +28,44 @@ def _host_memory(rows: int) -> tuple[Bitmap, int]:
     return memory, memory.ctypes.data
 
 
+def _packed(flags: torch.Tensor) -> Bitmap:
+    """A bitmap in host memory, from bytes of 0 and 1 on a device."""
+    bits = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=flags.device)
+    parts = torch.split(flags.view(-1, 8), _PACKED_BYTES)
+    return torch.cat([(each * bits).sum(1, dtype=torch.uint8).cpu() for each in parts]).numpy()
+
+
 class RowBits:
-    """One bit a row: in host memory, set by compiled kernels, for tables on the CPU; on their device elsewhere.
+    """One bit a row in host memory, set by compiled kernels, for tables on the CPU; one byte a row elsewhere.
+
+    Those elsewhere are on the device of their table, and nothing waits for it but what asks for what it found.
 
     Attributes
     ----------
     host
         The bitmap and its address; None for tables elsewhere.
+    there
+        uint8, on the device: a byte a row, as many as make whole bytes of a bitmap, and one that ids out of range set.
     """
 
-    __slots__ = ("_flags", "device", "host", "rows")
+    __slots__ = ("device", "host", "rows", "there")
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
         is_elsewhere = support.is_elsewhere(device)
         self.host = None if is_elsewhere else _host_memory(rows)
-        self._flags = DeviceFlags([rows], device) if is_elsewhere else None
+        self.there: torch.Tensor | None = None
+        if is_elsewhere:
+            with torch.inference_mode(False):  # one that is made in it could not be marked outside
+                self.there = torch.zeros(-(-rows // 8) * 8 + 1, dtype=torch.uint8, device=device)
 
     @property
     def saw_outside(self) -> bool:
         """Whether a device found an id out of range since the bits were taken or cleared, for which it waits."""
-        if self._flags is None:
+        if self.there is None:
             return False
         with support.failing_saves(self.device, "flags of rows"):
-            return self._flags.saw_outside()
+            return bool(self.there[-1].item())
 
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
@@ -81,8 +86,10 @@ class RowBits:
             if count and not address:
                 raise RuntimeError("these ids have no values")
             return bitmap.mark_at(host[1], self.rows, address, count) < 0
-        if self._flags is not None:
-            self._flags.mark(ids)
+        if self.there is not None:
+            flat = ids.detach().to(self.device, non_blocking=True).reshape(-1).to(torch.int64)
+            inside = (flat >= 0) & (flat < self.rows)
+            self.there.index_fill_(0, torch.where(inside, flat, len(self.there) - 1), 1)
             return True
         assert host is not None
         return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
@@ -97,32 +104,32 @@ class RowBits:
             self.mark(indices if indices.shape[0] == 1 else indices[0])
         elif not gradient.numel():  # a rank may hold no columns
             return
-        elif self._flags is not None:
-            mark_nonzero_on_device(self._flags.octets(), gradient.to(self.device).resolve_neg())
+        elif self.there is not None:
+            self.there[: self.rows] |= as_integers(gradient.to(self.device).resolve_neg()).any(dim=1)
         else:
             assert self.host is not None
             bitmap.mark_nonzero(self.host[0], as_integers(gradient.resolve_neg()).cpu().numpy())
 
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
-        if self._flags is not None:
+        if self.there is not None:
             with support.failing_saves(self.device, "flags of rows"):
-                return self._flags.read()[0][0]
+                return _packed(self.there[:-1])
         assert self.host is not None
         return self.host[0]
 
     def clear(self) -> None:
         """Set none any more."""
-        if self._flags is not None:
-            self._flags.clear()
+        if self.there is not None:
+            self.there.zero_()
         elif self.host is not None:
             self.host[0].fill(0)
 
     def take(self) -> Bitmap:
         """The bits in host memory of their own; none is set here afterwards."""
         taken = self.read()
-        if self._flags is not None:
-            self._flags.clear()
+        if self.there is not None:
+            self.there.zero_()
         else:
             self.host = _host_memory(self.rows)
         return taken

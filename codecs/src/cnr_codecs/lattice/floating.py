@@ -5,7 +5,6 @@ A value's code depends on that value alone. The bytes of a row depend on the row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating
-from cnr_codecs.lattice.segments import Codes, Grid, Mask, payloads_of, segments_of, segments_over
+from cnr_codecs.lattice.segments import Codes, Grid, Mask, segments_of, segments_over
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_MANTISSA,
@@ -125,41 +124,6 @@ class FloatingRows:
             near[near] = _are_near(held[near[~raw]], parent[near])
         segments, codes = segments_over(values, offsets, rows, parent, near, held, raw, kind, self._grid)
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
-
-    def encode_codes(
-        self,
-        codes: Codes,
-        raw: Mask,
-        raw_values: Rows,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        element: str,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        """Return the payloads of several chunks whose codes were computed elsewhere, as `encode_rows` returns each.
-
-        Parameters
-        ----------
-        codes
-            int16 (n, dim): the codes of the rows of all chunks, as `floating_codes` has them; anything where `raw`.
-        raw
-            bool (n,): rows that `floating_codes` has none of.
-        raw_values
-            (m, dim), of the element type's array dtype: these rows.
-        offsets, edges, rows, element, seals
-            As for `ChunksCodec.encode_chunks`.
-
-        Raises
-        ------
-        RowsError
-            An argument is not as above.
-        """
-        kind = _floating_element(element)
-        return payloads_of(
-            codes, raw, raw_values, offsets, edges, rows, self._grid, element=kind.name, seals=seals
-        )
 
     @property
     def _grid(self) -> Grid:

@@ -6,7 +6,6 @@ A row's codes depend on that row and the step alone. Its bytes depend on the row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
-from cnr_codecs.lattice.segments import Codes, Mask, payloads_of, segments_of, segments_over
+from cnr_codecs.lattice.segments import Codes, Mask, segments_of, segments_over
 from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
 from cnr_codecs.payload.coded import MAX_CODE
 from cnr_codecs.payload.payload import Segment, build
@@ -150,39 +149,6 @@ class LatticeRows:
         held, raw = quantized or _quantize(values, step, kind)
         segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
-
-    def encode_codes(
-        self,
-        codes: Codes,
-        raw: Mask,
-        raw_values: Rows,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        element: str,
-        seals: Sequence[int],
-    ) -> list[bytes]:
-        """Return the payloads of several chunks whose codes were computed elsewhere, as `encode_rows` returns each.
-
-        Parameters
-        ----------
-        codes
-            int16 (n, dim): the codes of the rows of all chunks on the codec's `step`; anything where `raw`.
-        raw
-            bool (n,): rows that are not finite, or have a code beyond `most_code`.
-        raw_values
-            (m, dim), of the element type's array dtype: these rows.
-        offsets, edges, rows, element, seals
-            As for `ChunksCodec.encode_chunks`.
-
-        Raises
-        ------
-        RowsError
-            An argument is not as above, or the codec has no `step`.
-        """
-        kind, grid = quantizable_element(element), (0, self._known_step())
-        return payloads_of(codes, raw, raw_values, offsets, edges, rows, grid, element=kind.name, seals=seals)
 
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.

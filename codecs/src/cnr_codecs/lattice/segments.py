@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,10 +10,10 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
 from cnr_codecs.payload.coded import CodedRows
-from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_offsets, check_values, raw_segment
+from cnr_codecs.rows import raw_segment
 
 Codes: TypeAlias = npt.NDArray[np.int16]
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -96,52 +94,6 @@ def segments_over(
     if raw.any():
         segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
     return segments, codes
-
-
-def payloads_of(
-    codes: Codes,
-    raw: Mask,
-    raw_values: Rows,
-    offsets: Offsets | None,
-    edges: Sequence[int],
-    rows: int,
-    grid: Grid,
-    *,
-    element: str,
-    seals: Sequence[int],
-) -> list[bytes]:
-    """Return the payloads of several chunks, none of whose rows are relative.
-
-    Parameters
-    ----------
-    codes, raw, raw_values, offsets, edges, rows, element, seals
-        As for `LatticeRows.encode_codes`.
-    grid
-        What the codes are on.
-
-    Raises
-    ------
-    RowsError
-        An argument is not as there.
-    """
-    kind, raw_values = check_values(raw_values, rows, element)
-    dim, at = raw_values.shape[1], np.flatnonzero(raw)
-    if codes.shape != (len(raw), dim) or len(at) != len(raw_values):
-        raise RowsError(
-            f"codes of {len(raw)} rows of {dim} values can't have the shape {codes.shape}, {len(at)} raw rows and "
-            f"values of {len(raw_values)}"
-        )
-    payloads = []
-    for (begin, end), seal in zip(pairwise(edges), seals, strict=True):
-        places = np.arange(end - begin) if offsets is None else offsets[begin:end]
-        check_offsets(places, end - begin, rows)
-        first, last = np.searchsorted(at, (begin, end))
-        held, is_raw = codes[begin:end], raw[begin:end]
-        if first < last:
-            held = held[~is_raw]
-        segments = segments_of(held, is_raw, raw_values[first:last], places, rows, kind, grid)
-        payloads.append(build(rows, dim, kind, segments, seal))
-    return payloads
 
 
 def _segment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,26 +45,6 @@ class QuantizedRows:
         count = len(codes)
         scale, offset = np.empty(count, np.float32), np.empty(count, np.float32)
         return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
-
-    @classmethod
-    def joined(cls, parts: Sequence[QuantizedRows]) -> QuantizedRows:
-        """Return the rows of parts, one after the other.
-
-        Parameters
-        ----------
-        parts
-            One or more.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            np.concatenate([each.scale for each in parts]),
-            np.concatenate([each.offset for each in parts]),
-            np.concatenate([each.halves for each in parts], axis=1),
-            np.concatenate([each.kind for each in parts]),
-            np.concatenate([each.codes for each in parts]),
-            sum(each.float16_rows for each in parts),
-        )
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         """Return what kernels write to."""

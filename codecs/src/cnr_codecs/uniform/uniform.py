@@ -145,7 +145,7 @@ class UniformRows:
             del encoded, segment
             return draft.finish(head + parameters)
         places = np.arange(count) if offsets is None else offsets
-        raw = values[self.raw_rows(encoded, dim, element)]
+        raw = values[self.raw_rows(encoded.kind, dim, element)]
         return build(rows, dim, kind, self._segments(encoded, raw, places, rows, kind), seal)
 
     def encode_chunks(
@@ -166,7 +166,9 @@ class UniformRows:
             return encode_each(self, values, offsets, edges, rows, element=element, seals=seals)
         codes = np.empty((count, row_bytes(SCHEMES[self.scheme], self.bits, dim)), np.uint8)
         encoded = self._encode(values, kind, codes)
-        raw = values[:0] if encoded.float16_rows == count else values[self.raw_rows(encoded, dim, element)]
+        raw = (
+            values[:0] if encoded.float16_rows == count else values[self.raw_rows(encoded.kind, dim, element)]
+        )
         return self.encode_codes(encoded, raw, offsets, edges, rows, element=element, seals=seals)
 
     def encode_codes(
@@ -198,7 +200,7 @@ class UniformRows:
         """
         kind, raw_values = check_values(raw_values, rows, quantizable_element(element).name)
         dim, all_float16 = raw_values.shape[1], quantized.float16_rows == len(quantized.kind)
-        raw = np.flatnonzero(self.raw_rows(quantized, dim, element))
+        raw = np.flatnonzero(self.raw_rows(quantized.kind, dim, element))
         width = row_bytes(SCHEMES[self.scheme], self.bits, dim)
         if (
             len(raw) != len(raw_values)
@@ -223,19 +225,19 @@ class UniformRows:
             payloads.append(build(rows, dim, kind, segments, seal))
         return payloads
 
-    def raw_rows(self, quantized: QuantizedRows, dim: int, element: str) -> npt.NDArray[np.bool_]:
+    def raw_rows(self, kinds: npt.NDArray[np.uint8], dim: int, element: str) -> npt.NDArray[np.bool_]:
         """Return which rows are stored raw, bool (n,): their values must be at hand.
 
         Parameters
         ----------
-        quantized
-            The rows.
+        kinds
+            As `QuantizedRows.kind`.
         dim
             Values of a row.
         element
             The element type's name.
         """
-        return ~np.isin(quantized.kind, self._worthwhile(quantizable_element(element), dim))
+        return ~np.isin(kinds, self._worthwhile(quantizable_element(element), dim))
 
     def is_worthwhile(self, dim: int, element: str) -> bool:
         """Return whether quantized rows are smaller than raw ones. Otherwise all rows are stored raw.

@@ -1,20 +1,18 @@
-"""Kernels run on a CUDA device where there is one, else by Triton's interpreter; without Triton their tests skip."""
+"""Tests run on a CUDA device where there is one. Else tables on the CPU are taken for those of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cnr_codecs import Scheme, Segment
-from cnr_store.training.devices import decode as decoding
 from cnr_store.training.devices import staging, support
-from cnr_store.writing.plan import EncodedRows
-from tests.test_store.training.devices.device import DEVICE, kernels
+from cnr_store.training.devices.decode import DeviceRows
+from cnr_store.training.devices.encode import RowsFromDevice
+from tests.test_store.training.devices.device import DEVICE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,11 +22,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("gpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _like_a_device() -> Iterator[None]:
-    """The interpreter computes by numpy, which warns of NaN and overflows; devices don't."""
-    with np.errstate(all="ignore"):
-        yield
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables on the CPU are taken for those of a device, where there is none."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(support, "is_elsewhere", lambda device: True)
+
+
+@pytest.fixture
+def unproven() -> Iterator[None]:
+    """No codec is proven yet, nor afterwards."""
+    staging._is_proven.cache_clear()
+    yield
+    staging._is_proven.cache_clear()
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     encode_staged = staging.encode_staged
 
-    def noted(path: str, *others: Any) -> EncodedRows | None:
+    def noted(path: str, *others: Any) -> RowsFromDevice | None:
         found = encode_staged(path, *others)
         paths.extend([path] * (found is not None))
         return found
@@ -47,30 +53,20 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables on the CPU are taken for those of a device, where there is none."""
-    found = kernels()
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
-
-        def quiet(launch: Callable[..., None], *arguments: Any) -> None:
-            with np.errstate(all="ignore"):  # on the threads of a load, too
-                launch(*arguments)
-
-        for name in ("decode_uniform", "decode_integers"):
-            monkeypatch.setattr(found, name, partial(quiet, getattr(found, name)))
-
-
-@pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Scheme]:
-    """Schemes of the segments that were decoded on the device."""
+    """Schemes of the segments that loads decoded on the device."""
     schemes: list[Scheme] = []
-    write = decoding.DeviceRows.write
 
-    def noted(self: Any, segments: Sequence[Segment], first_row: int) -> list[Segment]:
-        left = write(self, segments, first_row)
-        schemes.extend({each.scheme for each in segments} - {each.scheme for each in left})
-        return left
+    class Noted(DeviceRows):
+        def write(self, segments: Sequence[Segment], first_row: int) -> bool:
+            is_written = super().write(segments, first_row)
+            schemes.extend({each.scheme for each in segments} if is_written else ())
+            return is_written
 
-    monkeypatch.setattr(decoding.DeviceRows, "write", noted)
+    monkeypatch.setattr("cnr_store.training.loading.row_fill.DeviceRows", Noted)
     return schemes
+
+
+def stays_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the host quantize from now on."""
+    monkeypatch.setattr(staging, "can_encode", lambda *_: False)

@@ -1,6 +1,6 @@
 """Training whose tables lie on a device is saved, loaded and resumed as one whose tables lie in host memory.
 
-Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+Where there is no GPU, tables on the CPU are taken for those of a device.
 """
 
 from __future__ import annotations
@@ -24,19 +24,15 @@ from cnr_codecs import (
     row_codec,
 )
 from cnr_store.training.devices import encode as encoding
-from cnr_store.training.devices import moving, staging, support
-from tests.test_store.training.devices.device import DEVICE, kernels
+from cnr_store.training.devices import staging
+from tests.test_store.training.devices.conftest import stays_on_host
+from tests.test_store.training.devices.device import DEVICE
 
 ROWS, DIM = 40, 6
 Values = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels()
-    staging._left_to_host.cache_clear()
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type in ("cpu", "cuda"))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 class Model(nn.Module):
@@ -109,8 +105,7 @@ def shards(folder: Path) -> list[int]:
 CYCLES = [
     (UniformRows("asymmetric", 2), torch.float32),
     (UniformRows("symmetric", 8), torch.float32),
-    # Its search takes long by the interpreter. By day `test_encode` has it.
-    pytest.param(UniformRows("adaptive", 2), torch.float32, marks=pytest.mark.nightly),
+    (UniformRows("adaptive", 2), torch.float32),
     (LatticeRows(step=lattice_step(0.01)), torch.float32),
     (UniformRows("asymmetric", 4), torch.bfloat16),
     (UniformRows("asymmetric", 3), torch.float16),
@@ -124,14 +119,14 @@ CYCLES = [
 ]
 
 
-@pytest.mark.some_by_day(4)
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize(("codec", "dtype"), CYCLES, ids=str)
 def test_what_is_loaded_equals_what_the_host_would_have_saved(
     codec: RowCodec, dtype: torch.dtype, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run(tmp_path / "device", codec, dtype)
     assert encoded == ["tables/items/weight", "tables/users/weight"] * 4
-    monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+    stays_on_host(monkeypatch)
     wanted = run(tmp_path / "host", codec, dtype)
     assert len(encoded) == 8
     for name, values in wanted.items():
@@ -143,9 +138,10 @@ WEIGHTS = ["tables/items/weight", "tables/users/weight"]
 BY_8_BITS = UniformRows("asymmetric", 8)
 
 
-def test_what_no_kernel_takes_goes_by_the_host_which_is_logged_once(
+def test_what_no_device_takes_goes_by_the_host_which_is_logged_once(
     tmp_path: Path, encoded: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    staging._left_to_host.cache_clear()
     caplog.set_level(logging.DEBUG, "cnr_store")
     run(tmp_path / "lossless", LosslessRows())
     run(tmp_path / "kmeans", row_codec("cnr_kmeans"))
@@ -181,7 +177,7 @@ def test_an_id_out_of_range_has_the_next_save_hold_the_whole_table(
         assert record.rows <= 10
 
 
-def test_a_kernel_that_fails_leaves_the_rows_to_the_host(
+def test_an_operation_that_fails_leaves_the_rows_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -189,7 +185,7 @@ def test_a_kernel_that_fails_leaves_the_rows_to_the_host(
 
     wanted = run(tmp_path / "well", BY_8_BITS)
     encoded.clear()
-    monkeypatch.setattr(encoding, "_uniform", fail)
+    monkeypatch.setattr(encoding, "_quantized", fail)
     found = run(tmp_path / "failing", BY_8_BITS)
     assert encoded == []
     assert "could not be quantized" in caplog.text
@@ -214,7 +210,7 @@ def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
             elif place == "gather":
                 patch.setattr("cnr_store.training.model.row_arrays.gather", lost)
             else:
-                patch.setattr("cnr_store.training.devices.flags.DeviceFlags.read", lost)
+                patch.setattr("cnr_store.training.tracking.device_bitmap._packed", lost)
             with pytest.raises(cnr_store.SaveError, match="device lost"):
                 job.checkpointer.save(step=1).result()
         job.train(2)
@@ -228,39 +224,12 @@ def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
             torch.testing.assert_close(values, wanted[name], rtol=0, atol=bound)
 
 
-def test_a_piece_that_is_lost_fails_the_save_and_no_row_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is lost while pieces leave it, when `save` has returned."""
-
-    def lost(*_: object) -> Any:
-        raise RuntimeError("CUDA error: device lost")
-
-    monkeypatch.setattr(moving, "PIECE_BYTES", 4 * (DIM + 13))
-    with Job(tmp_path, BY_8_BITS) as job:
-        job.train(0)
-        job.checkpointer.save(step=0).result()
-        job.train(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(moving._mover(job.model.items.weight.device)._lane, "copy", lost)
-            pending = job.checkpointer.save(step=1)
-            with pytest.raises(cnr_store.SaveError, match="device lost"):
-                pending.result()
-        job.train(2)
-        assert job.checkpointer.save(step=2).result().kind == "delta"
-        wanted = job.values()
-    with Job(tmp_path, BY_8_BITS) as other:
-        other.checkpointer.load()
-        for name, values in other.values().items():
-            torch.testing.assert_close(values, wanted[name], rtol=0, atol=0.05)
-
-
 def test_encoded_bytes_count_for_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of which the codes fit, and the values would not, need no wait of training."""
-    room = 2 * ROWS * (DIM + 5)
+    room = 2 * ROWS * (DIM + 10)
     for fits in (True, False):
         if not fits:
-            monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+            stays_on_host(monkeypatch)
         with Job(tmp_path / str(fits), BY_8_BITS, snapshot_bytes=room) as job:
             pending = job.checkpointer.save(step=0)
             pending.result()

@@ -1,6 +1,6 @@
 """Optimizer state on floating grids that a device quantizes is stored in the bytes that the host would have written.
 
-Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+Where there is no GPU, tables on the CPU are taken for those of a device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import cnr_store
-from cnr_store.training.devices import staging, support
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
-from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.conftest import stays_on_host
+from tests.test_store.training.devices.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 ROWS, DIM = 4096, 3
 SUM = "tables/items/sum"
 
@@ -98,14 +99,7 @@ def counted() -> Callable[[int], str]:
     return lambda size: f"{next(numbers):0{2 * size}x}"
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels()
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type == "cpu")
-
-
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [{"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, RELATIVE])
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
@@ -122,7 +116,7 @@ def test_state_is_stored_in_the_bytes_of_the_host(
     values, objects = list[torch.Tensor](), list[dict[str, bytes]]()
     for name in ("device", "host"):
         if name == "host":
-            monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+            stays_on_host(monkeypatch)
         monkeypatch.setattr(secrets, "token_hex", counted())  # names of versions, which seal their rows
         values.append(run(tmp_path / name, optimizer, dtype, codec))
         objects.append(stored(tmp_path / name))

@@ -16,24 +16,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cnr_store
-from cnr_codecs import LatticeRows, LosslessRows, RowCodec, UniformRows, lattice_step
-from cnr_store.training.devices import encode as encoding
-from cnr_store.training.devices import support
+from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store.training.model import tensors
 from cnr_store.training.model.trained_model import TrainedModel
-from tests.test_store.training.devices.device import DEVICE, kernels
-from tests.test_store.training.devices.test_encode import check, table_of
+from tests.test_store.training.devices.device import DEVICE
 
 ROWS, DIM = 40, 6
 _ATEN = torch.ops.aten
 _READS = {_ATEN.copy_, _ATEN._to_copy, _ATEN.index_select, _ATEN.index, _ATEN.clone}
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels()
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(support, "is_elsewhere", lambda device: device.type in ("cpu", "cuda"))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 class Model(nn.Module):
@@ -160,32 +153,6 @@ def test_rows_are_gathered_in_pieces_where_memory_is_short(
     )
     tensors.copy_slice(table, slice(3, 30), found := np.empty((27, DIM), np.float32))
     assert torch.equal(torch.from_numpy(found), table[3:30].cpu().to(torch.float32))
-
-
-@pytest.mark.some_by_day(2)
-@pytest.mark.parametrize("seed", [1, 3], ids=["some rows", "all rows"])
-@pytest.mark.parametrize(
-    "codec", [UniformRows("symmetric", 4), LatticeRows(step=lattice_step(0.01))], ids=str
-)
-def test_rows_are_encoded_in_smaller_pieces_where_memory_is_short(
-    codec: RowCodec, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantize, refused = encoding.quantize, []
-
-    def short(codec: RowCodec, source: Any) -> Any:
-        if source.count > 3:
-            refused.append(source.count)
-            raise torch.cuda.OutOfMemoryError("no memory")
-        return quantize(codec, source)
-
-    monkeypatch.setattr(encoding, "quantize", short)
-    table = table_of(100, 9, 5, "float32")
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        check(codec, table.clone(), "float32", seed)
-    refused.clear()
-    monkeypatch.setattr(encoding, "_LEAST_PIECE_BYTES", 1)
-    check(codec, table, "float32", seed)
-    assert len(refused) == 2
 
 
 def test_a_row_for_which_there_is_no_memory_fails_the_save(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What only a GPU can show: large tables, streams, short memory, a device that is lost.
 
-Where there is none, tests that can be run at a small size by the interpreter are, so that they are known to be sound.
+Where there is none, tests that can be run at a small size on the CPU are, so that they are known to be sound.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from cnr_codecs import LosslessRows, RowCodec, UniformRows, parse
 from cnr_codecs.protocol import encode_chunks
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import encode
-from cnr_store.training.devices.flags import DeviceFlags
-from cnr_store.training.devices.select import rows_of
+from cnr_store.training.devices.moving import start_copy
 from cnr_store.training.model.tensors import gather
+from cnr_store.training.tracking.bitmap import rows_of
+from cnr_store.training.tracking.device_bitmap import RowBits
 from tests.test_codecs import hard_rows
-from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import table_of
 
 ON_GPU = DEVICE.type == "cuda"
 _needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+pytestmark = pytest.mark.usefixtures("elsewhere")
 _LAST = 40
 """Rows at the end of a large table."""
 
 
 def large_table(rows: int, dim: int) -> torch.Tensor:
     """A table of float16 whose last rows break quantizers; a small one where there is no GPU."""
-    kernels()
     if not ON_GPU:
         rows = 300
     elif torch.cuda.mem_get_info()[0] < (need := 3 * rows * dim):
@@ -55,14 +56,11 @@ def test_more_than_2_to_the_31_elements(rows: int, dim: int, codec: RowCodec) ->
     table = large_table(rows, dim)
     first = len(table) - _LAST
     ids = torch.arange(first, len(table), device=DEVICE)
-    flags = DeviceFlags([len(table)], DEVICE)
-    flags.mark(ids[::3])
-    flags.mark(torch.tensor([0, len(table)], device=DEVICE))
-    assert rows_of(flags.words[: flags.first_words[0] + -(-len(table) // 32)]).tolist() == [
-        0,
-        *ids[::3].tolist(),
-    ]
-    assert flags.saw_outside()
+    bits = RowBits(len(table), DEVICE)
+    bits.mark(ids[::3])
+    bits.mark(torch.tensor([0, len(table)], device=DEVICE))
+    assert bits.saw_outside
+    assert rows_of(bits.take(), len(table)).tolist() == [0, *ids[::3].tolist()]
 
     values = gather(table, ids.cpu().numpy())
     assert values.tobytes() == table[first:].cpu().numpy().tobytes()
@@ -73,20 +71,19 @@ def test_more_than_2_to_the_31_elements(rows: int, dim: int, codec: RowCodec) ->
         assert found == wanted
     table[first:] = 5
     before = table[first - 1].clone()
-    assert DeviceRows(table).write(parse(wanted).segments, first) == []
+    assert DeviceRows(table).write(parse(wanted).segments, first)
     assert table[first:].cpu().numpy().tobytes() == hard_rows.decode(parse(wanted)).tobytes()
     assert table[first - 1].view(torch.int16).equal(before.view(torch.int16))
 
 
 @pytest.mark.parametrize("name", ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"])
 def test_ids_of_each_type(name: str) -> None:
-    kernels()
-    flags, dtype = DeviceFlags([100], DEVICE), getattr(torch, name)
-    flags.mark(torch.tensor([1, 40, 99, 40]).to(dtype).to(DEVICE))
-    assert rows_of(flags.words[:4]).tolist() == [1, 40, 99]
-    assert not flags.saw_outside()
-    flags.mark(torch.tensor([100]).to(dtype).to(DEVICE))
-    assert flags.saw_outside()
+    bits, dtype = RowBits(100, DEVICE), getattr(torch, name)
+    bits.mark(torch.tensor([1, 40, 99, 40]).to(dtype).to(DEVICE))
+    assert rows_of(bits.read(), 100).tolist() == [1, 40, 99]
+    assert not bits.saw_outside
+    bits.mark(torch.tensor([100]).to(dtype).to(DEVICE))
+    assert bits.saw_outside
 
 
 class Job:
@@ -202,6 +199,22 @@ def test_a_save_and_a_load_are_in_order_with_the_stream_of_their_caller(
     stream.synchronize()
     wanted = hard_rows.decode(hard_rows.encode(codec, kept.cpu().numpy()))
     assert loaded.cpu().numpy().tobytes() == wanted.tobytes()
+
+
+@_needs_gpu
+def test_a_piece_is_as_it_was_when_it_was_given() -> None:
+    """It is copied once what was queued has made it, and before its memory is used for something else."""
+    work, waiting = torch.eye(2048, device=DEVICE), []
+    for number in range(100):  # more than may wait
+        for _ in range(20):
+            work = work @ work
+        made = torch.full((100,), number, device=DEVICE) + (work[0, :100] > 2)
+        waiting.append(start_copy([made, made.half()]))
+        del made
+        torch.full((100,), -1, device=DEVICE)
+    for number, wait in enumerate(waiting):
+        for found in wait():
+            np.testing.assert_array_equal(found, np.full(100, number))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Rows that a load decodes on the device of their table equal those that the host decodes, bit for bit.
 
-Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+Where there is no GPU, tables on the CPU are taken for those of a device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from cnr_store.catalog.catalog import open_record
 from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import decode as decoding
-from cnr_store.training.devices import staging
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -39,6 +38,7 @@ from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
 from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
 from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
+from tests.test_store.training.devices.conftest import stays_on_host
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import DTYPES, table_of
 from tests.test_store.training.devices.test_floating_cycles import OneSum
@@ -156,7 +156,7 @@ def relative_rows(folder: Path, path: str = TABLE) -> list[int]:
     return [count_relative(str(folder), each.id, path) for each in cnr_store.versions(str(folder))]
 
 
-@pytest.mark.some_by_day(16)
+@pytest.mark.some_by_day(7)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("dim", [1, 3, 17])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -223,13 +223,14 @@ def test_other_codecs_are_left_to_the_host(tmp_path: Path, written: list[Scheme]
 def test_segments_that_the_device_leaves(
     codec: RowCodec, tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "can_decode", lambda *_: False)
     values = table_of(ROWS, 6, 3, "float16")
     save(tmp_path, values, codec, sgd)
+    monkeypatch.setattr(decoding.DeviceRows, "_takes", lambda _, each: each.scheme is Scheme.RAW)
     check(tmp_path, values, codec, sgd)
-    assert {*written} == {Scheme.RAW}
+    assert not written
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [BY_4_BITS, FloatingRows(relative=True)], ids=str)
 @pytest.mark.parametrize("after", [0, 2])
 def test_memory_that_is_short_leaves_rows_to_the_host(
@@ -241,16 +242,16 @@ def test_memory_that_is_short_leaves_rows_to_the_host(
 ) -> None:
     values = table_of(ROWS, 6, 3, "float32")
     save(tmp_path, values, codec, sgd)
-    decode, calls = decoding.decode, []
+    made, calls = decoding.DeviceRows._made, []
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> torch.Tensor:
         calls.append(arguments)
         if len(calls) > after:
             raise torch.cuda.OutOfMemoryError("no memory")
-        decode(*arguments)
+        return made(*arguments)
 
     monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
-    monkeypatch.setattr(decoding, "decode", fail)
+    monkeypatch.setattr(decoding.DeviceRows, "_made", fail)
     with caplog.at_level(logging.WARNING):
         check(tmp_path, values, codec, sgd)
     assert calls
@@ -260,7 +261,7 @@ def test_memory_that_is_short_leaves_rows_to_the_host(
 def test_a_version_that_is_folded_while_it_is_loaded(
     tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+    stays_on_host(monkeypatch)
     version = chained(str(tmp_path), "consecutive")
     expected = cnr_store.state_dict(str(tmp_path), version)["weight"]
     model = nn.Embedding(CHAINED_ROWS, 8, device=DEVICE)

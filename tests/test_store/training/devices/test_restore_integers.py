@@ -1,6 +1,6 @@
 """Integers that a load turns into values on the device of their table give the values of the host, bit for bit.
 
-Where there is no GPU, tables on the CPU are taken for those of a device, and kernels are interpreted.
+Where there is no GPU, tables on the CPU are taken for those of a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 import cnr_store
 from cnr_codecs import RowCodec, Scheme
-from cnr_store.training.devices.decode import rows_there
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import DTYPES, table_of
 from tests.test_store.training.devices.test_restore import (
@@ -38,6 +37,7 @@ from tests.test_store.training.devices.test_restore import (
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("optimizer", [adagrad, row_wise, one_sum])
 def test_state_on_a_floating_grid(
@@ -82,6 +82,7 @@ def error_of(folder: Path, values: torch.Tensor, codec: RowCodec) -> str:
     return said[0]
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [BY_4_BITS, RELATIVE], ids=str)
 @pytest.mark.parametrize("newest", [False, True])
 def test_a_damaged_chunk_is_an_error(codec: RowCodec, newest: bool, tmp_path: Path) -> None:
@@ -110,11 +111,3 @@ def test_relative_rows_that_come_out_wrong_are_an_error(
         checkpointer._saves.planner._code_cache._known[TABLE].codes[33, 3] += 1
         checkpointer.save(step=1).result()
     assert "do not come out as they were written" in error_of(tmp_path, values, RELATIVE)
-
-
-def test_float64_is_left_to_the_host_but_for_lossless_rows() -> None:
-    state = torch.zeros(4, 3, dtype=torch.float64, device=DEVICE)
-    assert rows_there(state, {"cnr_rows"}) is not None
-    for codec in ("cnr_floating", "cnr_uniform"):
-        assert rows_there(state, {"cnr_rows", codec}) is None
-        assert rows_there(state.float(), {"cnr_rows", codec}) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 import cnr_store
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
-from cnr_store.training.devices import moving, staging, support
-from cnr_store.writing.plan import EncodedRows
+from cnr_store.training.devices import arithmetic, support
 from tests.test_store.ranks.support.spread_model import Cut, TableKind
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models
 from tests.test_store.support.places import quick_folder
-from tests.test_store.training.devices.device import DEVICE, kernels
+from tests.test_store.training.devices.conftest import stays_on_host
+from tests.test_store.training.devices.device import DEVICE
 
 DIM, WORLD = 8, 4
 BY_ROWS = TableKind("rows", 300, DIM, torch.float32, {})
@@ -30,17 +29,9 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the tables of thes
 
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that are taken for those of devices. Ranks are threads, and the interpreter runs one kernel at a time."""
-    launches, lock = kernels(), threading.Lock()
-    run = launches._run
-
-    def alone(*arguments: Any, **options: Any) -> None:
-        with lock:
-            run(*arguments, **options)
-
-    monkeypatch.setattr(launches, "_run", alone)
+    """Tables that are taken for those of devices. Ranks are threads."""
     monkeypatch.setattr(support, "is_elsewhere", lambda device: True)
-    monkeypatch.setattr(moving, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(arithmetic, "WORK_BYTES", 20_000)
     find_spread_models(monkeypatch)
     monkeypatch.setattr(grid, "TARGET_CHUNK_BYTES", 1 << 9)
     monkeypatch.setattr(grid, "TARGET_SHARD_BYTES", 1 << 11)
@@ -95,23 +86,14 @@ def run(url: str, codec: dict[str, Any]) -> Truth:
     ids=str,
 )
 def test_shared_rows_are_stored_as_hosts_would(
-    quick: Path, codec: dict[str, Any], saves: int, monkeypatch: pytest.MonkeyPatch
+    quick: Path, codec: dict[str, Any], saves: int, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths: list[str] = []
-    encode_staged = staging.encode_staged
-
-    def noted(path: str, *others: Any) -> EncodedRows | None:
-        found = encode_staged(path, *others)
-        paths.extend([path] * (found is not None))
-        return found
-
-    monkeypatch.setattr("cnr_store.training.saving.snapshot.encode_staged", noted)
     found = run(str(quick / "devices"), codec)
-    assert len(set(paths)) == 1, "columns of rows are needed as they are"
-    assert len(paths) == saves * WORLD
-    monkeypatch.setattr(staging, "can_encode", lambda *_: False)
+    assert len(set(encoded)) == 1, "columns of rows are needed as they are"
+    assert len(encoded) == saves * WORLD
+    stays_on_host(monkeypatch)
     wanted = run(str(quick / "hosts"), codec)
-    assert len(paths) == saves * WORLD
+    assert len(encoded) == saves * WORLD
     for key, values in wanted.items():
         np.testing.assert_array_equal(found[key], values)
     for folder in ("devices", "hosts"):

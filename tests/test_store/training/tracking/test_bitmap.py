@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
-from cnr_store.training.devices.flags import DeviceFlags
-from cnr_store.training.tracking import bitmap
-from cnr_store.training.tracking.device_bitmap import RowBits, mark_nonzero_on_device
+from cnr_store.training.devices import support
+from cnr_store.training.tracking import bitmap, device_bitmap
+from cnr_store.training.tracking.device_bitmap import RowBits
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,6 +31,13 @@ def compiled() -> None:
 ROWS = st.integers(1, 300)
 # The first call of a kernel compiles it.
 compiles = settings(deadline=None)
+
+
+def bits_there(rows: int) -> RowBits:
+    """Of a table on the CPU that is taken for one of a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "is_elsewhere", lambda _: True)
+        return RowBits(rows, torch.device("cpu"))
 
 
 @st.composite
@@ -104,25 +111,12 @@ def test_rows_with_any_bit_are_marked_alike_by_kernel_reference_and_tensors(
     bitmap.mark_nonzero(ours, words.numpy())
     bitmap.mark_nonzero_reference(reference, words.numpy())
     np.testing.assert_array_equal(ours, reference)
-    device = torch.zeros(len(ours) + 1, dtype=torch.uint8)
-    mark_nonzero_on_device(device, values)
-    np.testing.assert_array_equal(device[:-1].numpy(), reference)
+    device = bits_there(rows)
+    device.mark_gradient(values)
+    np.testing.assert_array_equal(device.read(), reference)
     strided = bitmap.empty_bitmap(rows)
     bitmap.mark_nonzero(strided, words.t().contiguous().t().numpy())
     np.testing.assert_array_equal(strided, reference)
-
-
-@compiles
-@given(rows_and_ids(), st.sampled_from([torch.int64, torch.int32]))
-def test_tensors_are_marked_as_by_the_kernel(case: tuple[int, list[int]], dtype: torch.dtype) -> None:
-    rows, ids = case
-    host = bitmap.empty_bitmap(rows)
-    bitmap.mark(host, rows, np.array(ids, np.int64))
-    device = DeviceFlags([rows], torch.device("cpu"))
-    half = len(ids) // 2
-    device.mark(torch.tensor(ids[:half], dtype=dtype))
-    device.mark(torch.tensor(ids[half:], dtype=dtype).reshape(1, -1))
-    np.testing.assert_array_equal(device.read()[0][0], host)
 
 
 LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -142,12 +136,38 @@ def test_ids_are_marked_alike_however_they_lie_in_memory(
     rows: int, ids: list[int], lay_out: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     bits, reference = RowBits(rows, torch.device("cpu")), bitmap.empty_bitmap(rows)
+    there, inside = bits_there(rows), bitmap.empty_bitmap(rows)
     for _ in range(2):
         laid_out = lay_out(torch.tensor(ids, dtype=torch.int64))
-        outside = bitmap.mark_reference(reference, rows, laid_out.numpy().reshape(-1).astype(np.int64))
+        flat = laid_out.numpy().reshape(-1).astype(np.int64)
+        outside = bitmap.mark_reference(reference, rows, flat)
         assert bits.mark(laid_out) == (outside < 0)
         np.testing.assert_array_equal(bits.take(), reference)
-        reference[:] = 0
+        bitmap.mark_reference(inside, rows, flat[flat < rows])
+        assert there.mark(laid_out)
+        assert there.saw_outside == (outside >= 0)
+        np.testing.assert_array_equal(there.take(), inside)
+        assert not there.saw_outside
+        reference[:] = inside[:] = 0
+
+
+@pytest.mark.parametrize("rows", [8, 64, 61])
+def test_ids_beyond_any_row_number_mark_nothing_on_a_device(rows: int) -> None:
+    bits = bits_there(rows)
+    for far in (rows, 2**31, 2**32 + 3, 2**62, -1, -(2**31), -(2**63)):
+        bits.mark(torch.tensor([far, 3]))
+        assert bits.saw_outside
+        assert bitmap.rows_of(bits.read(), rows).tolist() == [3]
+        bits.clear()
+        assert not bits.saw_outside
+
+
+def test_bits_of_a_device_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_bitmap, "_PACKED_BYTES", 3)
+    bits = bits_there(100)
+    bits.mark(torch.arange(0, 100, 7, dtype=torch.int8))
+    assert bitmap.rows_of(bits.take(), 100).tolist() == list(range(0, 100, 7))
+    assert not bits_there(0).take().size
 
 
 @pytest.mark.gpu
@@ -216,7 +236,7 @@ def test_threads_that_mark_one_bitmap_undo_nothing() -> None:
 READS_AT_THE_END_OF_MEMORY = """
 import ctypes, mmap
 import numpy as np
-from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking import bitmap, device_bitmap
 
 for _ in bitmap.compile_kernels():
     pass
