@@ -293,10 +293,8 @@ def _placement(tensor: PlacedTensor) -> Placement | None:
 
 def _rows_path(name: str, used: set[str]) -> str:
     table = table_name(name)
-    path = weight_path(table)
-    while path in used:
+    while (path := weight_path(table)) in used:
         table += "~"
-        path = weight_path(table)
     return path
 
 

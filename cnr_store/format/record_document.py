@@ -196,12 +196,12 @@ def _entries(arrays: Doc, *, escaped: bool, bounded: bool) -> dict[str, ArrayEnt
             entry = _entry(validate.members(doc, "its entry"), bounded)
             if escaped and "name" in doc:
                 path = validate.text(doc["name"], "name")
-                check_stored(stored, path)
                 entry = replace(entry, stored=stored)
-            if path in entries:
+            if path in entries or path == entry.stored:
                 raise ValueError("it stands twice")
             if (entry.kind == "dense") != validate.array_path(path).startswith("dense/"):
                 raise ValueError(f"its kind is {entry.kind}")
+            check_stored(stored, path)
         except KeyError as error:
             raise ValueError(f"array {validate.shown(stored)}: it lacks {error}") from error
         except ValueError as error:

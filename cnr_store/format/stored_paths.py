@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import MAX_SEGMENT_BYTES, NODE, decode_name
 
-_HASH_BYTES = 4
-_ESCAPED = re.compile(r"[A-Za-z0-9%._~-]+~[0-9a-f]{8}")
+_HASH_BYTES, _CUT_HASH_BYTES = 4, 16
+"""Of a name that its key has whole, which tells it from those that differ in case; and of one that is cut there."""
 _CUT = re.compile(r"%[0-9A-F]?\Z")
 """What is left of a percent-encoded byte where a segment was cut."""
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
@@ -41,7 +41,7 @@ def place(paths: Iterable[str], parent: Mapping[str, str]) -> dict[str, str]:
         Two names meet even when they are escaped.
     """
     nodes = _nodes(parent)
-    taken = {_folded(node) for node in nodes.values()}
+    taken = {_folded(stored): node for node, stored in nodes.items()}
     found = {}
     for path in paths:
         segments = path.split("/")
@@ -50,29 +50,29 @@ def place(paths: Iterable[str], parent: Mapping[str, str]) -> dict[str, str]:
             node = "/".join(segments[:depth])
             stored = nodes[node] if node in nodes else _new(stored, segment, taken)
             nodes[node] = stored
-            taken.add(_folded(stored))
+            taken[_folded(stored)] = node
         found[path] = stored
     return found
 
 
-def _new(folder: str, segment: str, taken: set[str]) -> str:
+def _new(folder: str, segment: str, taken: Mapping[str, str]) -> str:
     stored = f"{folder}/{segment}"
     if _is_portable(segment) and _folded(stored) not in taken:
         return stored
     stored = f"{folder}/{escape(segment)}"
-    if _folded(stored) in taken:
-        raise UnsupportedModelError(
-            f"the name {decode_name(segment)[:40]!r} meets another one on disks that fold case, even with its hash; "
-            "rename it"
-        )
+    if other := taken.get(_folded(stored)):
+        names = " and ".join(repr(decode_name(each)[:40]) for each in (other.rpartition("/")[2], segment))
+        raise UnsupportedModelError(f"the names {names} have one key in {folder}: rename one of them")
     return stored
 
 
 def escape(segment: str) -> str:
-    """An encoded name with a hash behind it, which no other name has, nor any disk keeps for itself."""
-    digest = hashlib.blake2b(decode_name(segment).encode(), digest_size=_HASH_BYTES).hexdigest()
+    """An encoded name, cut if it is long, with a hash behind it: no other name's, nor a name that disks keep."""
+    name = decode_name(segment).encode()
     if _DEVICE.fullmatch(segment):  # Windows goes by what stands before the first dot
         segment = f"%{ord(segment[0]):02X}{segment[1:]}"
+    is_cut = len(segment) + 1 + 2 * _HASH_BYTES > MAX_SEGMENT_BYTES
+    digest = hashlib.blake2b(name, digest_size=_CUT_HASH_BYTES if is_cut else _HASH_BYTES).hexdigest()
     whole = _CUT.sub("", segment[: MAX_SEGMENT_BYTES - len(digest) - 1])
     return f"{whole}~{digest}"
 
@@ -80,13 +80,11 @@ def escape(segment: str) -> str:
 def check_stored(stored: str, path: str) -> None:
     """Prove that objects of an array of this plain path may lie under `stored`; ValueError if not."""
     ours, plain = stored.split("/"), path.split("/")
-    if len(ours) != len(plain) or ours[0] != plain[0] or ours == plain:
+    if len(ours) != len(plain) or ours[0] != plain[0]:
         raise ValueError(f"{stored[:60]!r} is no place of {path[:60]!r}")
     for found, segment in zip(ours[1:], plain[1:], strict=True):
-        if len(found) > MAX_SEGMENT_BYTES or (
-            found != segment and (_ESCAPED.fullmatch(found) is None or found.startswith((".", "__")))
-        ):
-            raise ValueError(f"{found[:60]!r} is no escaped name")
+        if len(found) > MAX_SEGMENT_BYTES or (found != segment and found != escape(segment)):
+            raise ValueError(f"{found[:60]!r} is no segment for the name {decode_name(segment)[:60]!r}")
 
 
 def moved_nodes(paths: Mapping[str, str]) -> dict[str, str]:

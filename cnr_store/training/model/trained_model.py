@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Self
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
+from cnr_store.format.layout import dense_path
+from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
 from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
@@ -61,7 +64,7 @@ class TrainedModel:
         ------
         UnsupportedModelError
             `model` is not an `nn.Module`, or is wrapped by FSDP1, or one of its tables can't be stored, or what an
-            optimizer keeps for it.
+            optimizer keeps for it; or a name can't be stored, or two names have one key.
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
@@ -76,7 +79,11 @@ class TrainedModel:
         sharded = find_sharded(model)
         check_kept(given, sharded)
         check_dense_kernels(optimizers, sharded)
-        return cls(model, find_tables(model, sharded), optimizers, sharded, fused_position, given)
+        tables = find_tables(model, sharded)
+        tensors = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
+        # Raises for names that can't be stored.
+        place([*(table.path for table in tables), *(dense_path("model", name) for name in tensors)], {})
+        return cls(model, tables, optimizers, sharded, fused_position, given)
 
     @property
     def fused_tables(self) -> list[SpreadTable]:

@@ -18,6 +18,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import CorruptionError
+from cnr_store.format.stored_paths import escape
 from tests.test_store.format.wrong_values import NO_LIST, NO_MEMBER, NO_NUMBER, NO_OBJECT, NO_SHAPE, Forge
 from tests.test_store.support.tampering import (
     ABSENT,
@@ -130,7 +131,8 @@ def test_fields_of_an_array(forge: Forge, exact: dict[str, Json], field: str, va
 
 def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
     folder = WEIGHT.split("/")[1]
-    escaped = WEIGHT.replace(folder, f"{folder}~01234567")
+    forged = WEIGHT.replace(folder, f"{folder}~01234567")
+    escaped = WEIGHT.replace(folder, escape(folder))
     names: tuple[Any, ...] = (
         None,
         5,
@@ -141,14 +143,18 @@ def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None
         "tables/other/weight",
         f"{WEIGHT}/x",
         DENSE,
+        forged,
         escaped,
+        f"tables/{'x' * 201}/weight",
     )
     places = (
         "tables/..~01234567/weight",
         "tables/../weight",
         f"tables/{'x' * 200}~01234567/weight",
         DENSE,
-        escaped,
+        forged,
+        WEIGHT.replace(folder, escape("x" * 201)),
+        f"tables~{escape('tables')[-8:]}/{folder}/weight",
     )
     for place, name in [*((WEIGHT, name) for name in names), *((place, WEIGHT) for place in places)]:
         forgery = forge()
@@ -160,6 +166,10 @@ def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None
     forgery.cnr["requires"] = ["escaped-names"]
     forgery.cnr["arrays"][escaped] = {**forgery.entry(WEIGHT), "name": WEIGHT}
     refused(forgery, exact, "two arrays of one name")
+    forgery = forge()
+    long = f"tables/{'x' * 201}/weight"
+    forgery.cnr["arrays"][long] = forgery.cnr["arrays"].pop(WEIGHT)
+    refused(forgery, exact, "a key that is too long")
 
 
 def test_an_array_that_leans_on_itself(forge: Forge, exact: dict[str, Json]) -> None:

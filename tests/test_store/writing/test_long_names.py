@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,19 @@ import pytest
 import torch
 import xarray
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FoldingBackend
+from cnr_store import Checkpointer, CorruptionError, UnsupportedModelError
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.dcp import Reader, Writer
+from cnr_store.format.layout import weight_path
+from cnr_store.format.stored_paths import escape
 from tests.test_store.cli.command import cnr
+from tests.test_store.support.tampering import Forgery
 from tests.test_store.support.zarr_nodes import array_of
 
 TABLE = "用户最近三十天内点击过的商品所属三级类目编号列" * 22
@@ -122,3 +133,64 @@ def test_a_name_that_is_longer_than_a_segment_by_one(tmp_path: Path) -> None:
         assert cnr_store.rows(url, "n" * length, [1]).shape == (1, 8)
         (folder,) = (Path(url) / "versions").glob("*/tables/*")
         assert ("~" in folder.name) == (length > SEGMENT_BYTES)
+
+
+def test_damaged_rows_are_named_by_them(stored: tuple[str, Any]) -> None:
+    url, _ = stored
+    record = Catalog(open_backend(url)).find()
+    for shard in Path(url, record.key(weight_path(TABLE)), "c").rglob("*"):
+        if shard.is_file():
+            shard.write_bytes(bytes(shard.stat().st_size))
+    model, optimizer = build()
+    with cnr_store.Checkpointer(url, model, optimizer, trusted_optimizers=[Summing]) as checkpointer:
+        assert checkpointer.load(salvage=True).salvaged.keys() == {TABLE}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_has_them_too(tmp_path: Path) -> None:
+    state = {f"{TABLE}.weight": torch.randn(3000, 50), TABLE: torch.randn(3000, 50), DENSE: torch.randn(3)}
+    save_checkpoint(state, storage_writer=Writer(tmp_path))
+    found = {name: torch.zeros_like(values) for name, values in state.items()}
+    load_checkpoint(found, storage_reader=Reader(tmp_path))
+    assert all(torch.equal(found[name], values) for name, values in state.items())
+    np.testing.assert_array_equal(cnr_store.rows(tmp_path, DENSE, [1]), state[DENSE][[1]])
+
+
+def test_a_key_with_the_digest_of_another_name_is_refused(stored: tuple[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "forged"
+    forgery = Forgery(Path(stored[0]), folder)
+    ours, other = (
+        Catalog(open_backend(folder)).find().stored_paths[weight_path(name)] for name in (TABLE, TWIN)
+    )
+    arrays = forgery.cnr["arrays"]
+    arrays[ours]["name"], arrays[other]["name"] = arrays[other]["name"], arrays[ours]["name"]
+    forgery.sign()
+    with pytest.raises(CorruptionError, match="is no segment for the name '用户最近"):
+        cnr_store.state_dict(folder)
+
+
+def test_names_that_have_one_key_are_refused_at_once(tmp_path: Path) -> None:
+    """Two of many spellings have one hash of 32 bits."""
+    plain, seen = "abcdefghijklmnopqrst", dict[str, str]()
+    for letters in itertools.product(*((each, each.upper()) for each in plain)):
+        name = "".join(letters)
+        if (key := escape(name).lower()) in seen and name != plain:
+            break
+        seen[key] = name
+    names = (plain, seen[key], name)
+    model = nn.ModuleDict({each: nn.Embedding(3, 2) for each in names})
+    with pytest.raises(
+        UnsupportedModelError, match=f"{names[1]}' and '{name}' have one key in tables: rename"
+    ):
+        Checkpointer(tmp_path, model)
+    dense = nn.Module()
+    for each in names:
+        dense.register_parameter(each, nn.Parameter(torch.zeros(2)))
+    with pytest.raises(UnsupportedModelError, match=f"{names[1]}' and '{name}' have one key in dense/model"):
+        Checkpointer(tmp_path, dense)
+    with Checkpointer(
+        FoldingBackend(open_backend(tmp_path)), nn.ModuleDict(dict(list(model.items())[1:]))
+    ) as made:
+        made.save(0).result()
+    with pytest.raises(UnsupportedModelError, match="surrogate"):
+        Checkpointer(tmp_path, nn.ModuleDict({"\ud800": nn.Embedding(3, 2)}))

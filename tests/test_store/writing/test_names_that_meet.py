@@ -225,7 +225,7 @@ def test_only_what_meets_is_escaped() -> None:
 def test_names_that_windows_can_not_hold(name: str) -> None:
     (stored,) = place([f"dense/model/{name}"], {}).values()
     segment = stored.rpartition("/")[2]
-    assert segment[-9] == "~"
+    assert segment[-9 if len(name) < 190 else -33] == "~"
     assert len(segment) <= 200
     assert not segment.startswith(("con", "CON", "nul", "Com", "lpt"))
 
