@@ -6,7 +6,6 @@ whichever point.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
@@ -17,13 +16,14 @@ from cnr_backends import Backend, StorageFullError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import is_own_version, newest_claim
-from cnr_store.errors import EmptyStoreError, OptionError, option
+from cnr_store.errors import EmptyStoreError, OptionError
 from cnr_store.format.layout import ClaimId
 from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
 from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
 from cnr_store.maintenance.collection.rules import KeepBest, Rules, check_figure, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
+from cnr_store.policies.checks import number
 
 GRACE_SECONDS = 3600.0
 
@@ -121,7 +121,7 @@ def gc(
     cnr_backends.BackendError
         The storage failed. Every visible version is whole. The next call finishes what this one began.
     """
-    rules, grace = Rules(keep_last, keep_every, keep_best), _seconds(grace_seconds)
+    rules, grace = Rules(keep_last, keep_every, keep_best), number("grace_seconds", grace_seconds)
     if dry_run and end_run:
         raise OptionError("dry_run changes nothing, and end_run ends the newest run: give one of the two")
     backend = open_backend(url, **storage_options)
@@ -295,9 +295,3 @@ class Retention:
         return GcReport(
             kept, tuple(to_delete), leftovers, freed_bytes, left.reasons, left.nbytes, dry_run=True
         )
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise OptionError(f"{option('grace_seconds', value)}: give a number of seconds, 0 or more")
-    return float(value)

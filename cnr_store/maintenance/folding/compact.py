@@ -19,7 +19,7 @@ from typing import Any
 from cnr_backends import Backend, BackendError, StorageFullError, Transfer
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object
-from cnr_store.errors import CheckpointError, CorruptionError, OptionError, SaveError, VersionNotFoundError
+from cnr_store.errors import CheckpointError, CorruptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node
 from cnr_store.format.manifest import Manifest, Part, encode_manifest
@@ -27,6 +27,7 @@ from cnr_store.format.record import Record, required_features
 from cnr_store.format.record_document import decode_record, encode_record
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, delete_objects, no_progress
+from cnr_store.policies.checks import integer
 
 log = logging.getLogger("cnr_store")
 _DELETE_WORKERS = 8
@@ -99,13 +100,8 @@ def compact(
     OptionError
         `workers` is not a positive integer.
     """
-    _check_count(workers)
+    workers = integer("workers", workers, minimum=1)
     return fold(*open_record(url, version, **storage_options), workers, progress or no_progress)
-
-
-def _check_count(workers: object) -> None:
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise OptionError(f"workers={workers!r}: give an integer of at least 1")
 
 
 def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no_progress) -> CompactReport:

@@ -18,13 +18,14 @@ from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
-from cnr_store.errors import CorruptionError, OptionError
+from cnr_store.errors import CorruptionError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.maintenance.collection.room import room_advice
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, no_progress
+from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import Decision
 from cnr_store.writing.plan import DenseWrite, Plan
 from cnr_store.writing.writer import Writer
@@ -133,8 +134,7 @@ class Repair:
         is_for_writing: bool,
         **storage_options: Any,
     ) -> None:
-        if type(workers) is not int or workers < 1:
-            raise OptionError(f"workers={workers!r}: give an integer of at least 1")
+        workers = integer("workers", workers, minimum=1)
         catalog, self._record = open_record(url, version, **storage_options)
         catalog.check_format()  # which a version found by its id does not need, and all others do
         self._writer: Writer | None = None

@@ -24,6 +24,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.maintenance.collection.room import room_advice
+from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
 from cnr_store.training.importing.model_file import NUMPY_ELEMENTS, Array, FileTensor, ModelFile
@@ -114,10 +115,8 @@ def import_file(
     SupersededError
         A run is or may be live there. Nothing was stored.
     """
-    if step is not None and (type(step) is not int or step < 0):
-        raise OptionError(f"{option('step', step)}: give an integer of at least 0")
-    if type(workers) is not int or workers < 1:
-        raise OptionError(f"workers={workers!r}: give an integer of at least 1")
+    step = None if step is None else integer("step", step)
+    workers = integer("workers", workers, minimum=1)
     path = _path(source)
     patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)
