@@ -20,7 +20,7 @@ MAX_MODULES = 14
 """Of a folder of source, ``__init__`` aside."""
 MAX_LINES = 600
 MAX_CLASS_LINES = 300
-LARGE_CLASSES = {"Backend": 320, "CnrCheckpoint": 310, "Checkpointer": 480, "Tracker": 310, "Writer": 305}
+LARGE_CLASSES = {"Backend": 320, "CnrCheckpoint": 310, "Checkpointer": 490, "Tracker": 310, "Writer": 305}
 """Classes that may be longer, and how long: in three, docstrings are the reference of what users call."""
 MAX_TEST_FILES = 25
 

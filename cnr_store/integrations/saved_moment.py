@@ -11,7 +11,7 @@ from torch import nn
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.model.object_state import tensor_leaf
-from cnr_store.training.model.tables import Lookup
+from cnr_store.training.model.tables import table_weights
 from cnr_store.training.model.tensors import dense_numpy
 from cnr_store.training.tracking.version_counter import VersionCounter
 
@@ -52,7 +52,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _sums_of_dense(module: nn.Module) -> list[int]:
-    tables = {id(each.weight) for each in module.modules() if isinstance(each, Lookup)}
+    tables = {id(weight) for _, _, _, weight in table_weights(module)}
     dense = [tensor for tensor in _tensors(module) if id(tensor) not in tables]
     return [google_crc32c.value(dense_numpy(tensor)[0].tobytes()) for tensor in dense]
 

@@ -157,6 +157,9 @@ class Checkpointer:
         of them makes a checkpointer and calls its methods, in the same order.
     timeout_seconds
         How long a rank that does not come, or makes no progress, is waited for.
+    exclude
+        Names, or patterns of names, of tables and of other entries of the state dict that versions are without, and
+        that a load leaves as they are in the model, as what optimizers keep for them.
 
     Raises
     ------
@@ -196,6 +199,7 @@ class Checkpointer:
         unloaded: arguments.Unloaded = "warn",
         group: torch.distributed.ProcessGroup | None = None,
         timeout_seconds: float = 600.0,
+        exclude: str | Sequence[str] = (),
     ) -> None:
         ranks = self._group = job_group(
             arguments.check_group(group), number("timeout_seconds", timeout_seconds)
@@ -224,9 +228,9 @@ class Checkpointer:
             unloaded=arguments.check_choice("unloaded", unloaded, arguments.Unloaded),
         )
         audit_samples = Audit.from_option(audit)
-        self._trained = trained = TrainedModel.from_arguments(model, optimizer)
+        self._trained = trained = TrainedModel.from_arguments(model, optimizer, exclude)
         check_settings(trained.optimizers)
-        self._structure = ModelStructure(model, trained.sharded)
+        self._structure = ModelStructure(model, trained.sharded, trained.excluded)
         options.codecs.check_tables([table.name for table in trained.tables])
         options.codecs.choose_tables({table.name: table.nbytes for table in trained.tables})
         if ranks.rank == 0:
@@ -247,7 +251,7 @@ class Checkpointer:
         self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
 
     def _agree_on_options(self) -> None:
-        self._options.agree(self._group, self._catalog.backend.url, self._trained.tables)
+        self._options.agree(self._group, self._catalog.backend.url, self._trained)
         if self._group.world > 1:
             said = {"fused": self._trained.fused_position}
             self._trained.fused_position = self._group.decide(CONSTRUCT, said, first_fused)["fused"]

@@ -17,7 +17,8 @@ from cnr_store.format.layout import decode_name, dense_path, table_parameter
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.training.loading.selection import Ids, Patterns, Selection
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import Loaders, dense_items
+from cnr_store.training.model.dense_state import Loaders, dense_items, named_state
+from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_name, dtype_named
 
@@ -67,6 +68,8 @@ class Match:
         What a tied name is the same as in the version and in the model, by that name.
     loaders
         Modules to which entries are left that they may take in another shape, or under other names. None if nothing is.
+    excluded
+        What is left as it is in the model.
     handed, absent
         Names of tensors that only the version has, and that a module may take; and that only the model has.
     refusals
@@ -84,6 +87,7 @@ class Match:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     retied: dict[str, tuple[str, str]] = field(default_factory=dict)
     loaders: Loaders | None = None
+    excluded: Exclusion = NOTHING
     handed: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
@@ -249,7 +253,11 @@ class Match:
                     f"no {kind} in the model or in {self.where} matches {pattern!r}; there are "
                     f"{sorted(names)}"
                 )
-        return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+        chosen = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+        excluded, is_table = self.excluded, kind == "table"
+        return {
+            name for name in chosen if not excluded.fits(name, table_parameter(name) if is_table else name)
+        }
 
     def _differences(self) -> str:
         """All that was passed over, in words; empty if nothing was."""
@@ -273,8 +281,9 @@ def match_model(
     tables: Sequence[Table],
     selection: Selection,
     loaders: Loaders | None = None,
+    excluded: Exclusion = NOTHING,
 ) -> Match:
-    """Compare the tables and dense tensors of a model with those of a version. `loaders`: see `Match`.
+    """Compare the tables and dense tensors of a model with those of a version. `loaders` and `excluded`: see `Match`.
 
     Raises
     ------
@@ -283,7 +292,9 @@ def match_model(
     CorruptionError, FormatError
         The version is damaged.
     """
-    match = Match(f"version {record.id} of {catalog.backend.url}", selection, loaders=loaders)
+    match = Match(
+        f"version {record.id} of {catalog.backend.url}", selection, loaders=loaders, excluded=excluded
+    )
 
     def stored_type(name: str) -> str:
         path = dense_path("model", name)
@@ -297,7 +308,7 @@ def match_model(
         return type_name
 
     weights, dense = _entries(record, "tables/", "/weight"), _entries(record, dense_path("model", ""))
-    items = list(dense_items(model, tables))
+    items = list(dense_items(model, tables, named_state(model, excluded)))
     match.take_tables(weights, tables)
     match.take_tensors(
         {name: entry.shape for name, entry in dense.items()},

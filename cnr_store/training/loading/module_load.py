@@ -49,10 +49,11 @@ class ModuleLoad:
         self._given: OrderedDict[str, Any] = OrderedDict()
         self._in_place: dict[int, Any] = {}  # by id of the model's tensor: what stands for it
         names = state_names(model, self._state)
+        told = {*values, *absent}
+        self._wanted = {key for key in names if key.rpartition(".")[2] != EXTRA_STATE or names[key] in told}
         for key, present in self._state.items():
-            name = names[key]
-            if name not in absent and (name in values or key.rpartition(".")[2] != EXTRA_STATE):
-                value = _entry(present, values.get(name, present))
+            if key in self._wanted and names[key] not in absent:
+                value = _entry(present, values.get(names[key], present))
                 self._given[key] = self._in_place.setdefault(id(present), value)
         self._of_tables = {id(self._in_place.get(each)) for each in self._tables} | {id(None)}
         keys = {name: key for key, name in names.items()}
@@ -83,7 +84,7 @@ class ModuleLoad:
         problems = list(self._errors)
         if strict:
             problems += [f"no module took {key!r}" for key in self._unexpected if key in self._loaded]
-            problems += [f"a module lacks {key!r}" for key in self._missing if key in self._state]
+            problems += [f"a module lacks {key!r}" for key in self._missing if key in self._wanted]
         if problems:
             raise ModelMismatchError(
                 f"{self._where} does not fit what modules load for themselves: {'; '.join(problems)}; load it in the "

@@ -50,7 +50,7 @@ from cnr_store.training.loading.validate_state import (
     with_own_part,
 )
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import Loaders, extra_state, remade_names
+from cnr_store.training.model.dense_state import Loaders, extra_state, named_state, remade_names
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
@@ -114,12 +114,14 @@ class Restore:
         self._group = group or Alone()
         self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
-        self._has_extra = selection.everything
+        self._extra: dict[str, Any] = {}
         # Decodes what `metadata` was given, so it is a proof, too.
         self._info = VersionInfo.from_record(record)
         # The model is compared before the state is read, so that a wrong model costs no reading.
         self._loaders = Loaders(trained.model, [each.module for each in trained.sharded])
-        self._match = match_model(catalog, record, trained.model, trained.tables, selection, self._loaders)
+        self._match = match_model(
+            catalog, record, trained.model, trained.tables, selection, self._loaders, trained.excluded
+        )
         self._state = self._read_state()
         self._stepping, self._fused_tree = split_trees(self._state.optimizers)
         trees = self._unwrapped_trees()
@@ -168,7 +170,8 @@ class Restore:
         return trees + stored[len(given) :]
 
     def _fit_optimizers(self, trees: Sequence[Tree], moved: MovedTables) -> list[OptimizerFit]:
-        match, names = self._match, {*self._names.values()}
+        match, excluded = self._match, self._trained.excluded
+        names = {name for name in self._names.values() if not excluded.has(name)}
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
         loaded = names if match.selection.whole else chosen
@@ -183,7 +186,7 @@ class Restore:
 
     def _compare_rest(self) -> None:
         """Compare what is neither table nor tensor: `state` objects, other optimizers, extra state."""
-        state, match = self._state, self._match
+        state, match, trained = self._state, self._match, self._trained
         lacking = [name for name in self._objects if name not in state.objects]
         if lacking:
             match.lacks(
@@ -191,21 +194,25 @@ class Restore:
                 f"{match.where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
                 f"saved, or {IGNORE} the rest",
             )
-        given = len(self._trained.optimizers)
+        given = len(trained.optimizers)
         match.unexpected += [
             f"state of optimizer {position}" for position in range(given, len(self._stepping))
         ]
         match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
-        own, stored = extra_state(self._trained.model).keys(), state.extra_state.keys()
-        missing, unexpected = sorted(own - stored), sorted(stored - own)
+        own = extra_state(trained.model, named_state(trained.model, trained.excluded)).keys()
+        self._extra = {
+            name: value for name, value in state.extra_state.items() if not trained.excluded.fits(name)
+        }
+        missing, unexpected = sorted(own - self._extra.keys()), sorted(self._extra.keys() - own)
+        match.absent += missing
         if match.not_taken(missing + unexpected):
             match.lacks(
                 missing,
-                f"extra state of the model ({sorted(own)}) is not that of the checkpoint ({sorted(stored)}); give "
+                f"extra state of the model ({sorted(own)}) is not that of the checkpoint ({sorted(self._extra)}); give "
                 f"the model that was saved, or {IGNORE} the rest",
             )
             match.unexpected += unexpected
-            self._has_extra = False
+            self._extra = {}
 
     @torch.inference_mode(False)
     def run(
@@ -289,29 +296,26 @@ class Restore:
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
     def explain_changes(self, tracker: Tracker, transfer: Transfer) -> None:
-        """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes.
-
-        Those that did not become what the version holds are saved whole anyway.
-        """
-        for table in (fit.table for fit in self._match.tables if fit.table.path in self._exact):
-            if not self._salvage:
-                reader = partial(ArrayReader, self._catalog, self._record, table.path)
-                target = Target(table.first_row, table.local_rows, table.parts)
-                tracker.named(table.name).explain_changes(partial(differing_rows, reader, target, transfer))
+        """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes."""
+        for table in (fit.table for fit in self._match.tables):
+            if table.path in self._exact and not self._salvage:  # others are saved whole
+                find = partial(differing_rows, self._catalog, self._record, table, transfer)
+                tracker.named(table.name).explain_changes(find)
 
     def _read_modules(self, transfer: Transfer) -> None:
         """Read all that is no table into place, or give it to the modules that take it in a way of their own."""
         match, trained, loaders = self._match, self._trained, self._loaders
         tensors, names = match.tensors, [*match.tensors, *match.handed]
-        remade = {*remade_names(trained.model, trained.tables, tensors)} if tensors else ()
-        values = dict(self._state.extra_state) if self._has_extra else {}
+        entries, values = named_state(trained.model, trained.excluded), dict(self._extra)
+        own = {*remade_names(trained.model, trained.tables, tensors, entries)}
+        own |= {name for name in entries if loaders.may_take(name) and not is_dtensor(tensors.get(name))}
 
         def read(name: str) -> tuple[AnyArray, str | None]:
             return read_dense(self._catalog, self._record, dense_path("model", name))
 
         for name, (array, torch_dtype) in zip(names, transfer.map(read, names), strict=True):
             tensor = tensors.get(name)
-            if tensor is None or name in remade or (loaders.may_take(name) and not is_dtensor(tensor)):
+            if tensor is None or name in own:
                 values[name] = dense_tensor(array, torch_dtype)
             elif is_dtensor(tensor):
                 copy_whole(dense_tensor(array, torch_dtype), tensor, repr(name))

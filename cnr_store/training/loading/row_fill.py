@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,16 @@ import numpy.typing as npt
 import torch
 
 from cnr_backends import BackendError, Transfer
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format.record import Record
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.staging import rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
@@ -260,12 +263,11 @@ def read_all(fills: Sequence[Fill], transfer: Transfer) -> None:
         pass
 
 
-def differing_rows(
-    reader: Callable[[], ArrayReader], target: Target, transfer: Transfer
-) -> torch.Tensor | None:
-    """The rows of the target that are not as stored: ``(n,)`` int64 from its first on. None if they can't be read."""
+def differing_rows(catalog: Catalog, record: Record, table: Table, transfer: Transfer) -> torch.Tensor | None:
+    """The rows of a table that are not as stored: ``(n,)`` int64 from the first held. None if they can't be read."""
     try:
-        compared = Compared(reader(), target)
+        reader = ArrayReader(catalog, record, table.path)
+        compared = Compared(reader, Target(table.first_row, table.local_rows, table.parts))
         read_all([compared], transfer)
     except (BackendError, CorruptionError):  # as upkeep may have removed what was read
         return None

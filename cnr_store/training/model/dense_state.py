@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
+from cnr_store.training.model.names import clean_name, parameter_names, state_names, wrapper_paths
 from cnr_store.training.model.object_state import is_wrapper, taken_apart
+from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import may_overlap_itself
 from cnr_store.training.model.wrappers import wrapped_parts
@@ -23,8 +24,8 @@ NamedState = Mapping[str, tuple[str, Any]]
 """Key in the model's state dict and value, by stored name."""
 
 
-def named_state(model: nn.Module) -> NamedState:
-    """What the model's state dict holds now, by stored name.
+def named_state(model: nn.Module, excluded: Exclusion = NOTHING) -> NamedState:
+    """What the model's state dict holds now, by stored name, without what is excluded.
 
     Raises
     ------
@@ -33,7 +34,14 @@ def named_state(model: nn.Module) -> NamedState:
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
-    return {names[key]: (key, value) for key, value in state.items()}
+    return {names[key]: (key, value) for key, value in state.items() if not excluded.has(names[key])}
+
+
+def absent_parameters(model: nn.Module) -> list[str]:
+    """Names of parameters that the model leaves out of its state dict."""
+    state = named_state(model)
+    held = {id(value) for _, value in state.values()}
+    return [name for key, name in parameter_names(model).items() if key not in held and name not in state]
 
 
 def dense_items(
@@ -112,9 +120,14 @@ def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.
     return {name: tensor for name, first, tensor in dense_items(model, tables) if name == first}
 
 
-def remade_names(model: nn.Module, tables: Sequence[Table], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def remade_names(
+    model: nn.Module,
+    tables: Sequence[Table],
+    tensors: Mapping[str, torch.Tensor],
+    state: NamedState | None = None,
+) -> list[str]:
     """Which of `tensors`, from `dense_tensors`, modules make anew for each state dict: writes to them are lost."""
-    now = {name: tensor for name, _, tensor in dense_items(model, tables)}
+    now = {name: tensor for name, _, tensor in dense_items(model, tables, state)}
     # `tensors` are alive, so that other memory has another address.
     return [
         name

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from cnr_store.errors import OptionError
+from cnr_store.format.layout import table_name
 
 
 def check_patterns(option: str, given: Any) -> tuple[str, ...]:
@@ -22,3 +26,45 @@ def check_patterns(option: str, given: Any) -> tuple[str, ...]:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"{option}={given!r}: give names, or patterns like 'user*'")
     return tuple(map(str, patterns))  # numpy's strings have another repr, which messages would show
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """What versions are without, as a caller or the model says.
+
+    Attributes
+    ----------
+    patterns
+        Of the names of tables, and of entries of the state dict.
+    absent
+        Names of parameters that the model leaves out of its state dict.
+    tables
+        Names of parameters that are tables.
+    """
+
+    patterns: tuple[str, ...] = ()
+    absent: Collection[str] = ()
+    tables: Collection[str] = ()
+
+    def fits(self, *names: str) -> bool:
+        """Whether a pattern fits one of these names."""
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
+
+    def has(self, name: str) -> bool:
+        """Whether a pattern fits an entry of the state dict, or the table whose parameter it is."""
+        return self.fits(name) or (name in self.tables and self.fits(table_name(name)))
+
+    def check(self, names: Collection[str]) -> None:
+        """Check that each pattern fits one of all names.
+
+        Raises
+        ------
+        OptionError
+        """
+        for pattern in self.patterns:
+            if not fnmatch.filter(names, pattern):
+                raise OptionError(f"exclude: {pattern!r} fits no table or tensor; there are {sorted(names)}")
+
+
+NOTHING = Exclusion()
+"""Excludes nothing."""

@@ -18,6 +18,7 @@ from cnr_store.training.distributed.pieces import ColumnPart, LocalPiece, column
 from cnr_store.training.distributed.torchrec import ShardedModule, ShardedTable
 from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
+from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
 
 Lookup = nn.Embedding | nn.EmbeddingBag
@@ -180,13 +181,34 @@ def _memory(sharded: ShardedTable) -> torch.Tensor:
     )
 
 
-def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list[Table]:
+def table_weights(
+    model: nn.Module, excluded: Exclusion = NOTHING, remove_duplicate: bool = True
+) -> Iterator[tuple[str, str, Lookup, nn.Parameter]]:
+    """Modules whose weights are tables, each with its path and the name and parameter of its weight.
+
+    Weights of integers and complex numbers are none: they are stored as dense tensors.
+    """
+    wrappers = wrapper_paths(model)
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+        weight = module._parameters.get("weight") if isinstance(module, Lookup) else None
+        if weight is None or not (weight.is_floating_point() or weight.is_quantized):
+            continue
+        name = clean_name(f"{path}.weight" if path else "weight", wrappers)
+        if name not in excluded.absent and not excluded.fits(name, table_name(name)):
+            yield path, name, module, weight
+
+
+def find_tables(
+    model: nn.Module, sharded: Sequence[ShardedModule] = (), excluded: Exclusion = NOTHING
+) -> list[Table]:
     """The tables of a model: one for each distinct weight of its Embedding and EmbeddingBag modules.
 
     Parameters
     ----------
     sharded
         TorchRec's modules in it, whose tables are among the result.
+    excluded
+        What is passed over.
 
     Returns
     -------
@@ -207,11 +229,8 @@ def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list
     for key, value in state.items():
         keys.setdefault(id(value), []).append(key)
     tables: dict[int, Table] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, Lookup) or (weight := module._parameters.get("weight")) is None:
-            continue
+    for path, own, module, weight in table_weights(model, excluded):
         if id(weight) not in tables:
-            own = clean_name(f"{path}.weight" if path else "weight", wrappers)
             tables[id(weight)] = _table(path, weight, own, keys.get(id(weight), []), names)
         tables[id(weight)].modules.append(module)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -228,7 +247,7 @@ def find_tables(model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> list
     plain = {names[key]: value for key, value in tensors.items() if names[key] not in spread}
     note_sharing(model, tables.values(), plain)
     order = {names[key]: position for position, key in enumerate(state)}
-    found = [*tables.values(), *spread.values()]
+    found = [*tables.values(), *(each for key, each in spread.items() if not excluded.fits(key, each.name))]
     return sorted(found, key=lambda table: order[names.get(table.key, table.key)])
 
 
@@ -247,7 +266,8 @@ def _spread_tables(model: nn.Module, modules: Sequence[ShardedModule]) -> dict[s
 def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names: Mapping[str, str]) -> Table:
     if not keys:
         raise UnsupportedModelError(
-            f"table {path or 'weight'!r} is not in the model's state dict, so it has no name in the store"
+            f"table {path or 'weight'!r} is not in the model's state dict, which has another tensor under its name; "
+            f"let no hook replace it, or leave it out: exclude={table_name(own)!r}"
         )
     check_weight(path, weight)
     # A parameter of the model itself, tied to it, may come first.
@@ -264,7 +284,7 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
     ------
     UnsupportedModelError
         It has no rows or no columns, is on the meta device or not yet initialized, is spread over ranks, sparse or
-        quantized, of another element type than float32, bfloat16 and float16, or its rows share memory.
+        quantized, of another floating-point type than float32, bfloat16 and float16, or its rows share memory.
     """
     where = f"table {path or 'weight'!r}"
     if is_lazy(weight):

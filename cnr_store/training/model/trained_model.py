@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
-from cnr_store.format.layout import dense_path
+from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
@@ -24,9 +24,11 @@ from cnr_store.training.distributed.torchrec_optimizers import (
     follow_inner,
     take_fused,
 )
+from cnr_store.training.model.dense_state import absent_parameters, named_state
 from cnr_store.training.model.optimizer_state import as_list, row_slots
+from cnr_store.training.model.patterns import NOTHING, Exclusion, check_patterns
 from cnr_store.training.model.row_arrays import RowArray, RowArrays
-from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing
+from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing, table_weights
 
 log = logging.getLogger("cnr_store")
 
@@ -46,6 +48,8 @@ class TrainedModel:
         rank that holds no table of it can't tell, so ranks agree on it.
     given
         The optimizers as a caller gave them, with TorchRec's wrappers.
+    excluded
+        What versions are without.
     """
 
     model: nn.Module
@@ -54,10 +58,13 @@ class TrainedModel:
     sharded: Sequence[ShardedModule] = ()
     fused_position: int | None = None
     given: Sequence[Optimizer] = ()
+    excluded: Exclusion = NOTHING
     _arrays: RowArrays = field(default_factory=RowArrays, init=False, repr=False)
 
     @classmethod
-    def from_arguments(cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None) -> Self:
+    def from_arguments(
+        cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None, exclude: Sequence[str] = ()
+    ) -> Self:
         """Check what a caller passed, and find the tables.
 
         Raises
@@ -65,6 +72,8 @@ class TrainedModel:
         UnsupportedModelError
             `model` is not an `nn.Module`, or is wrapped by FSDP1, or one of its tables can't be stored, or what an
             optimizer keeps for it; or a name can't be stored, or two names have one key.
+        OptionError
+            A pattern of `exclude` fits nothing.
         StateError
             `optimizer` is neither None, an optimizer, nor several.
         """
@@ -79,11 +88,16 @@ class TrainedModel:
         sharded = find_sharded(model)
         check_kept(given, sharded)
         check_dense_kernels(optimizers, sharded)
-        tables = find_tables(model, sharded)
+        weights = [name for _, name, _, _ in table_weights(model)]
+        weights += [table.name for module in sharded for table in module.tables]
+        excluded = Exclusion(check_patterns("exclude", exclude), absent_parameters(model), {*weights})
+        excluded.check([*named_state(model), *map(table_name, weights)])
+        tables = find_tables(model, sharded, excluded)
         tensors = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
         # Raises for names that can't be stored.
-        place([*(table.path for table in tables), *(dense_path("model", name) for name in tensors)], {})
-        return cls(model, tables, optimizers, sharded, fused_position, given)
+        stored = [dense_path("model", name) for name in tensors if not excluded.has(name)]
+        place([*(table.path for table in tables), *stored], {})
+        return cls(model, tables, optimizers, sharded, fused_position, given, excluded)
 
     @property
     def fused_tables(self) -> list[SpreadTable]:
@@ -93,7 +107,12 @@ class TrainedModel:
         return [table for table in self.tables if isinstance(table, SpreadTable) and table.is_fused]
 
     def warn_left_out(self) -> None:
-        """Log tables whose fused optimizers keep state that is not saved, as they were not given."""
+        """Log what is not saved: tables that the model leaves out, or state of fused optimizers that were not given."""
+        if self.excluded.absent:
+            log.warning(
+                "the model leaves %s out of its state dict, so versions are without it and a load leaves it as it is",
+                ", ".join(self.excluded.absent),
+            )
         names = [
             table.name
             for table in self.tables

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.model.arguments import OnFailure, Overlap, Unloaded
 from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.tables import Table
+from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
@@ -60,7 +60,7 @@ class Options:
     max_write_bytes_per_second: float | None
     unloaded: Unloaded
 
-    def agree(self, group: Group, url: str, tables: Sequence[Table]) -> None:
+    def agree(self, group: Group, url: str, trained: TrainedModel) -> None:
         """Compare what all ranks were given.
 
         Parameters
@@ -88,7 +88,7 @@ class Options:
             check_alike(CONSTRUCT, documents, list(documents[0]), OptionError)
             return {}
 
-        listed = [[table.name, table.rows, table.dim] for table in tables]
+        listed = [[table.name, table.rows, table.dim] for table in trained.tables]
         said = {
             "url": url,
             "tables": hashlib.sha256(dumps(listed)).hexdigest()[:16],
@@ -101,6 +101,7 @@ class Options:
             "max_chain": self.max_chain,
             "state": repr(sorted(self.objects)),
             "rng": self.rng,
+            "exclude": repr(trained.excluded.patterns),
             "overlap": self.overlap,
             "on_failure": self.on_failure,
             "max_failures": self.max_failures,

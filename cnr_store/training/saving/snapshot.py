@@ -267,7 +267,9 @@ def take_snapshot(
     doc, names = encode_metadata(metadata), parameter_names(trained.model)
     # Hooks of state dicts, which may change the model, run before anything is copied.
     trees = [optimizer_tree(each, names, trained.tables) for each in trained.optimizers]
-    entries = named_state(trained.model)
+    for tree in trees:
+        tree["state"] = {name: kept for name, kept in tree["state"].items() if not trained.excluded.has(name)}
+    entries = named_state(trained.model, trained.excluded)
     extra = extra_state(trained.model, entries)
     dense = _copy_dense(list(dense_items(trained.model, trained.tables, entries)))
     own = {"reader": reader, "rng": rng_state() if rng else None}

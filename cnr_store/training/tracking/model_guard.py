@@ -11,7 +11,8 @@ from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.distributed.torchrec import ShardedModule
 from cnr_store.training.distributed.torchrec_lookups import memory_of
 from cnr_store.training.model.names import clean_name, wrapper_paths
-from cnr_store.training.model.tables import Lookup, check_weight
+from cnr_store.training.model.patterns import NOTHING, Exclusion
+from cnr_store.training.model.tables import Lookup, check_weight, table_weights
 
 _Layout = dict[str, tuple[int, set[str]]]
 
@@ -28,12 +29,16 @@ class ModelStructure:
         Has the tables.
     sharded
         TorchRec's modules in it. The memory of their tables was noted when they were found, and is to stay.
+    excluded
+        Tables that are passed over.
     """
 
-    def __init__(self, model: nn.Module, sharded: Sequence[ShardedModule] = ()) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, sharded: Sequence[ShardedModule] = (), excluded: Exclusion = NOTHING
+    ) -> None:
+        self._model, self._excluded = model, excluded
         self._modules = list(model.modules())  # kept, or a new module might get the id of an old one
-        self._layout = _layout(model)
+        self._layout = _layout(model, excluded)
         self._spread = _spread(model)
         self._sharded = [(each, memory_of(each.module)) for each in sharded]  # kept, as the modules are
 
@@ -49,7 +54,7 @@ class ModelStructure:
             A table was added, removed, renamed, or is in another module, or other modules share its parameter; or
             TorchRec's tables lie elsewhere.
         """
-        layout = _layout(self._model)
+        layout = _layout(self._model, self._excluded)
         if layout != self._layout:
             raise ModelMismatchError(f"{_difference(self._layout, layout)}; make a new checkpointer")
         for sharded, memory in self._sharded:
@@ -74,7 +79,7 @@ def _spread(model: nn.Module) -> set[str]:
     }
 
 
-def _layout(model: nn.Module) -> _Layout:
+def _layout(model: nn.Module, excluded: Exclusion) -> _Layout:
     """By stored name of each parameter that is a table: the id of its module, and all names of that parameter.
 
     Raises
@@ -85,10 +90,9 @@ def _layout(model: nn.Module) -> _Layout:
     wrappers = wrapper_paths(model)
     modules = list(model.named_modules(remove_duplicate=False))
     names: dict[int, set[str]] = {}
-    for path, module in modules:
-        if isinstance(module, Lookup) and (weight := module._parameters.get("weight")) is not None:
-            check_weight(path, weight)
-            names[id(weight)] = set()
+    for path, _, _, weight in table_weights(model, excluded, remove_duplicate=False):
+        check_weight(path, weight)
+        names[id(weight)] = set()
     layout: _Layout = {}
     for path, module in modules:
         for attribute, parameter in module._parameters.items():

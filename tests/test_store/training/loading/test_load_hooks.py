@@ -121,6 +121,15 @@ def test_other_shapes_are_refused_before_anything_changes(tmp_path: Path) -> Non
     assert {name: str(value) for name, value in other.state_dict().items()} == before
 
 
+def test_extra_state_that_the_version_lacks_is_refused_behind_a_hook_too(tmp_path: Path) -> None:
+    model = Model(part=Noted("part", []))
+    plain: Any = Model(part=nn.Module())
+    plain.part.weight = nn.Parameter(torch.zeros(2))
+    cnr_store.save(tmp_path, plain)
+    with pytest.raises(ModelMismatchError, match=r"a module lacks 'part\._extra_state'.*partly overwritten"):
+        cnr_store.load(tmp_path, model)
+
+
 def test_what_no_module_takes_is_refused_at_the_save(tmp_path: Path) -> None:
     model: Any = Model()
     model.register_state_dict_post_hook(lambda _module, state, _prefix, _: state.update(epoch=3))

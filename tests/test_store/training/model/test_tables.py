@@ -183,7 +183,6 @@ def test_parameters_over_the_same_memory_are_shared_and_neighbours_are_not() -> 
         (lambda: nn.Embedding(4, 0), "columns"),
         (lambda: nn.Embedding(4, 4, device="meta"), "meta device"),
         (lambda: nn.Embedding(4, 4, dtype=torch.float64), "float64"),
-        (lambda: nn.EmbeddingBag(4, 4, dtype=torch.complex64), "complex64"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
