@@ -79,10 +79,14 @@ def fold_bytes(catalog: Catalog, version: str) -> int | None:
     return None if fold is None else fold.nbytes
 
 
+UNREAD = "not verified"
+"""The health of a version that nothing seems wrong with: its bytes were not read."""
+
+
 def health(facts: Facts) -> str:
-    """Whether a version can be restored, as far as names and records tell."""
+    """What names and records tell of whether a version can be restored; `UNREAD` where they tell nothing bad."""
     marks = {"damaged": "damaged", "removed": "being removed", "lost_base": "can't be restored"}
-    return ", ".join(text for name, text in marks.items() if facts[name]) or "ok"
+    return ", ".join(text for name, text in marks.items() if facts[name]) or UNREAD
 
 
 def open_store(url: str, options: Mapping[str, Any]) -> Catalog:

@@ -8,7 +8,8 @@ import typer
 
 from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import print_json, print_line
+from cnr_store.cli.output import print_json, print_line, say
+from cnr_store.format.layout import is_tag
 from cnr_store.maintenance.collection import pins, tags
 
 TagName = Annotated[str, typer.Argument(metavar="NAME", help="1 to 100 characters of a-z, 0-9, _, . and -.")]
@@ -40,7 +41,13 @@ def tag(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Give a version a name, and keep it regardless of the rules of retention. An existing name is moved."""
+    """Give a version a name, and keep it regardless of the rules of retention. An existing name is moved.
+
+    NAME and VERSION may also stand the other way round where only one of them can be a name.
+    """
+    if not is_tag(name) and is_tag(version):
+        name, version = version, name
+        say(f"cnr: took {name} for NAME and {version} for VERSION")
     tagged = tags.tag(url, name, parse_version(version), **parse_options(options))
     _print_done(f"{tagged}: tagged {name}", as_json, version=tagged, tag=name)
 

@@ -16,8 +16,13 @@ else:
         from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
         from lightning.pytorch.utilities.exceptions import SIGTERMException
     except ModuleNotFoundError:
-        from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
-        from pytorch_lightning.utilities.exceptions import SIGTERMException
+        try:
+            from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+            from pytorch_lightning.utilities.exceptions import SIGTERMException
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "this needs Lightning: pip install 'cnr-store[lightning]'", name=error.name
+            ) from error
 
 __all__ = ["KNOWN_MODULES", "Callback", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]
 

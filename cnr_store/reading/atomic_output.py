@@ -24,6 +24,7 @@ from cnr_backends import (
     StorageFullError,
     open_backend,
 )
+from cnr_backends.urls import missing_package
 from cnr_store.errors import CheckpointError, OptionError, option
 from cnr_store.format import layout
 
@@ -251,7 +252,7 @@ def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
     except (ValueError, ImportError) as error:
-        raise OptionError(f"can't write to {url}: {error}") from error
+        raise OptionError(f"can't write to {url}: {missing_package(url, error)}") from error
     filesystem.invalidate_cache()  # or it might not list what others have put
     return filesystem, path
 

@@ -16,6 +16,7 @@ from zarr.errors import ContainsArrayError, ContainsGroupError
 from zarr.storage import LocalStore
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
+from cnr_backends.urls import missing_package
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.allocation import Array
@@ -242,7 +243,7 @@ def _new_group(place: str | Store, options: dict[str, Any], paths: list[str]) ->
             f"{place} holds something: choose another target, or {option('overwrite')}"
         ) from error
     except (ValueError, TypeError, ImportError) as error:  # raised by zarr for places that it can't open
-        raise OptionError(f"can't write to {place}: {error}") from error
+        raise OptionError(f"can't write to {place}: {missing_package(str(place), error)}") from error
 
 
 def _copy_rows(reader: ArrayReader, path: str, group: zarr.Group, transfer: Transfer) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from fsspec.registry import known_implementations
+from fsspec.registry import _registry, known_implementations
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ZipStore
 
 from cnr_backends import (
@@ -106,6 +106,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(OpenError, match="Install far-fs"):
         open_backend("cnr-far://x")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "extra"), [("s3", "s3"), ("gs", "gcs"), ("az", "abfs"), ("abfss", "abfs")]
+)
+def test_a_missing_package_of_an_extra_is_installed_by_it(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, extra: str
+) -> None:
+    absent = {"class": "not_installed.FS", "err": "Install it"}
+    monkeypatch.delitem(_registry, protocol, raising=False)
+    monkeypatch.setitem(known_implementations, protocol, absent)
+    with pytest.raises(OpenError, match=rf"Install it: pip install 'cnr-store\[{extra}\]'"):
+        open_backend(f"{protocol}://bucket/x")
 
 
 def test_options_that_nobody_reads_are_refused(tmp_path: Path) -> None:

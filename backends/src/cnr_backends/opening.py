@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from zipfile import BadZipFile
 
@@ -66,6 +68,8 @@ def open_backend(url: str | os.PathLike[str] | Store | Backend, **storage_option
         _refuse_options(url, {name: value for name, value in storage_options.items() if name != "auto_mkdir"})
     if protocol in ("", "file", "local"):
         return LocalBackend(url[len(protocol) + 3 :] if protocol else url)
+    # Drivers take any name, and ignore those that they don't know.
+    _refuse_misspelled(storage_options, 0.8)
     return _KINDS.get(protocol, FsspecBackend)(url, storage_options)
 
 
@@ -106,7 +110,21 @@ def _joined(options: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_options(url: object, options: dict[str, Any]) -> None:
     if options:
+        _refuse_misspelled(options, 0.5)
         raise OpenError(
             f"can't open {url}: it takes no storage options, got {sorted(options)}; leave them out, or look for a "
             "misspelled argument"
         )
+
+
+def _refuse_misspelled(options: Iterable[str], likeness: float) -> None:
+    """Refuse options that look like keywords of the function that was called, which passes all others on to here."""
+    frame, keywords = inspect.currentframe(), list[str]()
+    while frame is not None:  # up to the function that the user called
+        if "storage_options" in frame.f_locals:
+            keywords += frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        frame = frame.f_back
+    for name in sorted(options):
+        nearest = difflib.get_close_matches(name.lower(), keywords, 1, likeness)
+        if nearest and name not in keywords:
+            raise OpenError(f"unknown option {name!r}; did you mean {nearest[0]!r}?")

@@ -17,7 +17,7 @@ from fsspec.exceptions import FSTimeoutError
 from cnr_backends.backend import Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.pieces import Pieces
-from cnr_backends.urls import without_secrets
+from cnr_backends.urls import missing_package, without_secrets
 
 # Drivers raise exceptions of their own. Those of botocore and aiohttp derive from Exception directly, so nothing
 # narrower would catch a lost connection.
@@ -72,8 +72,8 @@ class FsspecBackend(Backend):
             self._operation_seconds = checked_seconds(self._operation_seconds)
             self._root = self._connect()[1].rstrip("/")
             self._probe()
-        except ImportError as error:  # its message says what to install
-            raise OpenError(f"can't open {self.url}: {error}", url=self.url) from error
+        except ImportError as error:
+            raise OpenError(f"can't open {self.url}: {missing_package(url, error)}", url=self.url) from error
         except (TypeError, ValueError) as error:
             advice = f"check the URL and the storage options {sorted(options)}"
             raise OpenError(f"can't open {self.url}: {error}; {advice}", url=self.url) from error

@@ -11,6 +11,7 @@ from cnr_backends.errors import OpenError
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 _CACHES = ("blockcache", "cached", "filecache", "simplecache")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "abfs", "abfss": "abfs", "az": "abfs"}
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -42,6 +43,13 @@ def protocol_of(url: str) -> str:
             "the URL of what it caches"
         )
     return protocol
+
+
+def missing_package(url: str, error: Exception) -> str:
+    """An error, with the extra to install if it is that the filesystem of a URL can't be imported."""
+    is_missing = isinstance(error, ImportError) and error.__cause__ is not None
+    extra = _EXTRAS.get(protocol_of(url)) if is_missing else None
+    return f"{error}: pip install 'cnr-store[{extra}]'" if extra else str(error)
 
 
 def _is_chain(url: str) -> bool:

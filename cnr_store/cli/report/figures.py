@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.cli.facts import Facts, StoreFacts, codec_text, health, read_store
+from cnr_store.cli.facts import UNREAD, Facts, StoreFacts, codec_text, health, read_store
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format.layout import decode_name
 from cnr_store.format.record import Record
@@ -113,7 +113,7 @@ class Figures:
     @property
     def restorable(self) -> int:
         """How many versions can be restored, as far as names and records tell."""
-        return sum(health(facts) == "ok" for facts in self.versions)
+        return sum(health(facts) == UNREAD for facts in self.versions)
 
     def typical(self, name: str) -> float | None:
         """The middle one of a figure of all versions."""

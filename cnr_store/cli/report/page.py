@@ -11,7 +11,7 @@ from html import escape
 from importlib import metadata as packages
 from itertools import accumulate
 
-from cnr_store.cli.facts import Facts, health, metadata_text, names_text
+from cnr_store.cli.facts import UNREAD, Facts, health, metadata_text, names_text
 from cnr_store.cli.output import size_text, time_text
 from cnr_store.cli.report.charts import TICKS, bars, lines, step_axis, strip
 from cnr_store.cli.report.figures import Decisions, Figures
@@ -94,7 +94,7 @@ def _health(figures: Figures) -> str:
     """What is damaged, lost or being removed."""
     texts = list(figures.errors)
     for facts in figures.versions:
-        if facts["damaged"] is None and health(facts) != "ok":
+        if facts["damaged"] is None and health(facts) != UNREAD:
             lost = f": its base {facts['lost_base']} is lost" if facts["lost_base"] else ""
             texts.append(f"step {facts['step']} ({facts['id']}) {health(facts)}{lost}")
     note = "as far as names and records tell. <code>cnr verify --deep</code> reads every byte."
@@ -242,7 +242,7 @@ def _cells(facts: Facts) -> Iterable[str]:
         "" if facts["saved_seconds"] is None else _seconds(facts["saved_seconds"]),
         short(metadata_text(facts["metadata"])),
         short(names_text(facts)),
-        state if state == "ok" else f'<span class="bad">{escape(state)}</span>',
+        state if state == UNREAD else f'<span class="bad">{escape(state)}</span>',
     )
 
 

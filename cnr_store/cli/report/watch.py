@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cnr_backends import BackendError, open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.cli.facts import health
+from cnr_store.cli.facts import UNREAD, health
 from cnr_store.cli.listing import totals_text, versions_table
 from cnr_store.cli.options import StorageOptions, Url, parse_options
 from cnr_store.cli.output import new_table, plain, print_table, say, size_text
@@ -163,7 +163,7 @@ def _health(figures: Figures) -> Text:
     """How many versions can be restored, and what is wrong with the newest of the others."""
     count = len(figures.versions)
     text = f"{figures.restorable:,} of {count:,} versions can be restored, as far as names and records tell"
-    wrong = [facts for facts in figures.versions if health(facts) != "ok"]
+    wrong = [facts for facts in figures.versions if health(facts) != UNREAD]
     if not (wrong or figures.errors):
         return Text(text)
     last = f"; {wrong[-1]['id']}: {health(wrong[-1])}" if wrong else ""

@@ -42,7 +42,15 @@ def test_a_misspelled_argument_is_no_storage_option() -> None:
     url = "memory://misspelled"
     for step in (1, 2):
         cnr_store.save(url, torch.nn.Embedding(10, 4), step=step)
-    with pytest.raises(OpenError, match="misspelled"):
+    with pytest.raises(OpenError, match="unknown option 'dryrun'; did you mean 'dry_run'"):
         cnr_store.gc(url, keep_last=1, dryrun=True)
+    with pytest.raises(OpenError, match="unknown option 'keep'; did you mean 'keep_last'"):
+        cnr_store.gc(url, keep=3)
+    with pytest.raises(OpenError, match="unknown option 'verison'; did you mean 'version'"):
+        cnr_store.open(url, verison=1)
+    with pytest.raises(OpenError, match="unknown option 'verison'; did you mean 'version'"):
+        cnr_store.open("s3://bucket/run", verison=1)  # whose driver takes any name
+    with pytest.raises(OpenError, match=r"no storage options, got .'anon'.*misspelled"):
+        cnr_store.open(url, anon=True)
     assert len(cnr_store.versions(url)) == 2
     assert len(cnr_store.versions(url, storage_options={})) == 2

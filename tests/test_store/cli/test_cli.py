@@ -56,7 +56,7 @@ def test_ls_lists_versions_oldest_first(capsys: pytest.CaptureFixture[str], stor
     assert first.split()[:5] == ["1", "baseline", "1,000", "(100", "%)"]
     assert second.split()[:5] == ["2", "delta", "2", "(0.2", "%)"]
     assert "name=[red]first" in first
-    assert [line.split()[-1] for line in (first, second)] == ["ok", "ok"]
+    assert [line.split()[-2:] for line in (first, second)] == [["not", "verified"]] * 2
     assert re.fullmatch(r"2 versions, [\d.]+ kB, [\d.]+x less than as many full copies \(256.1 kB\)", totals)
 
 
@@ -84,6 +84,20 @@ def test_ls_json_is_what_versions_returns(capsys: pytest.CaptureFixture[str], st
     ]
 
 
+def test_tag_takes_name_and_version_in_either_order(
+    capsys: pytest.CaptureFixture[str], own_store: str
+) -> None:
+    newest = cnr_store.versions(own_store)[-1]
+    for name, known in (("by-step", "2"), ("by-id", newest.id), ("by-word", "latest")):
+        assert cnr(capsys, "tag", own_store, name, known)[::2] == (0, "")
+        status, _, said = cnr(capsys, "tag", own_store, known, f"{name}-2")
+        assert (status, said.strip()) == (0, f"cnr: took {name}-2 for NAME and {known} for VERSION")
+    assert cnr(capsys, "tag", own_store, "by-tag", "by-step")[::2] == (0, "")
+    assert set(cnr_store.tags(own_store).values()) == {newest.id}
+    assert len(cnr_store.tags(own_store)) == 7
+    assert cnr(capsys, "tag", own_store, "1", "2")[0] == 1
+
+
 def test_ls_marks_what_is_named_pinned_and_folded(capsys: pytest.CaptureFixture[str], own_store: str) -> None:
     assert cnr(capsys, "pin", own_store, "1")[0] == 0
     assert cnr(capsys, "tag", own_store, "best", "1")[0] == 0
@@ -94,8 +108,8 @@ def test_ls_marks_what_is_named_pinned_and_folded(capsys: pytest.CaptureFixture[
     assert marks == [(["best"], True, False, 1), (["candidate"], False, True, 1)]
     head, *lines, totals = cnr(capsys, "ls", own_store)[1].splitlines()
     assert head.split()[-2:] == ["tags", "health"]
-    assert lines[0].endswith("best, pinned  ok    ")
-    assert lines[1].split()[-2:] == ["candidate", "ok"]
+    assert lines[0].endswith("best, pinned  not verified")
+    assert lines[1].split()[-3:] == ["candidate", "not", "verified"]
     nbytes = sum(path.stat().st_size for path in Path(own_store, "folds").rglob("*") if path.is_file())
     assert [first["fold_bytes"], second["fold_bytes"]] == [None, nbytes]
     assert f"and {decimal(nbytes)} of folds" in totals

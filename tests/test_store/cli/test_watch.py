@@ -136,6 +136,6 @@ def test_a_store_that_is_gone_for_a_while_is_told(store: str) -> None:
 def test_each_look_reads_anew(tmp_path: Path) -> None:
     saved = SavedStore(tmp_path, "consecutive", versions=2)
     catalog = Catalog(open_backend(tmp_path))
-    assert [health(facts) for facts in watch._look(catalog).versions] == ["ok", "ok"]
+    assert [health(facts) for facts in watch._look(catalog).versions] == ["not verified", "not verified"]
     (tmp_path / "versions" / saved.ids[1] / "zarr.json").write_bytes(b"{}")
-    assert [health(facts) for facts in watch._look(catalog).versions] == ["ok", "damaged"]
+    assert [health(facts) for facts in watch._look(catalog).versions] == ["not verified", "damaged"]

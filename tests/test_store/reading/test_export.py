@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 import xarray
 import zarr
+from fsspec.registry import _registry, known_implementations
 from torch import nn
 from zarr.core.metadata import ArrayV3Metadata
 
@@ -302,3 +303,15 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFullError, match="free some space, or choose another target"):
         cnr_store.export(tmp_path / "store", tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_an_export_whose_driver_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Format
+) -> None:
+    cnr_store.save(tmp_path, nn.Embedding(10, 4), step=1)
+    absent = {"class": "not_installed.FS", "err": "Install it"}
+    monkeypatch.delitem(_registry, "gs", raising=False)
+    monkeypatch.setitem(known_implementations, "gs", absent)
+    with pytest.raises(OptionError, match=r"Install it: pip install 'cnr-store\[gcs\]'"):
+        cnr_store.export(tmp_path, target=f"gs://bucket/model.{kind}")
