@@ -85,10 +85,7 @@ class SkippedError(SaveError):
 
 
 class OutageError(SaveError):
-    """A save failed as the storage did not answer, or was too busy, for less than ``retry_seconds`` until then.
-
-    The next save has its rows.
-    """
+    """Storage did not answer a save, or was too busy, for less than ``retry_seconds``. The next save has its rows."""
 
 
 class BaseLostError(SaveError):

@@ -21,7 +21,10 @@ _LONGEST_PAUSE_SECONDS = 20.0
 _GLANCE_SECONDS = 0.05
 """Between two looks at whether somebody waits: a signal's handler can set a flag, but not wake a thread safely."""
 _SHOWN = 5
-"""How many of the saves that an outage cost are named."""
+_BEGUN = "storage fails: saves try again, or are skipped, for up to %g s: %s"
+_ENDED = (
+    "storage answers again after %.0f s; saves skipped or failed, whose rows later ones have, by step: %s"
+)
 
 
 class Outage:
@@ -32,15 +35,12 @@ class Outage:
 
     Parameters
     ----------
-    retry_seconds
-        How long operations are tried again, and failed saves excused. 0: there are no outages.
-    clock
-        As `time.monotonic`.
+    retry_seconds, clock
+        As in `Patience`.
     """
 
     def __init__(self, retry_seconds: float, clock: Callable[[], float]) -> None:
-        self._retry_seconds = retry_seconds
-        self._clock = clock
+        self._retry_seconds, self._clock = retry_seconds, clock
         self._lock = threading.Lock()
         self._failing = 0  # operations that are tried again
         self._forget()
@@ -91,11 +91,7 @@ class Outage:
             is_news = self._retry_seconds > 0 and not self._is_told
             self._is_told |= is_news
         if is_news:
-            log.warning(
-                "storage fails: saves try again, or are skipped, for up to %g s: %s",
-                self._retry_seconds,
-                error,
-            )
+            log.warning(_BEGUN, self._retry_seconds, error)
 
     def end(self) -> None:
         """Note that it is over, and log which saves it has cost."""
@@ -103,16 +99,9 @@ class Outage:
             began, is_told, missed = self._began, self._is_told, self._missed
             self._forget()
         if began is not None and is_told:
+            named = ", ".join(map(str, missed[:_SHOWN])) or "none"
             others = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-            steps = (
-                f"{', '.join(map(str, missed[:_SHOWN]))}{others}. Later ones have their rows"
-                if missed
-                else "none"
-            )
-            seconds = self._clock() - began
-            log.warning(
-                "storage answers again after %.0f s; saves skipped or failed, by step: %s", seconds, steps
-            )
+            log.warning(_ENDED, self._clock() - began, named + others)
 
     def _is_young(self) -> bool:
         return self._began is not None and self._clock() - self._began < self._retry_seconds

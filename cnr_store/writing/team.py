@@ -95,10 +95,7 @@ class Team:
     def fail(self, error: BaseException, *, is_excused: bool = False) -> None:
         """Tell the other ranks that this one can't go on, so that none waits for it.
 
-        Parameters
-        ----------
-        is_excused
-            Whether an outage is to blame: then the failure is an `OutageError` on all ranks.
+        If an outage has it excused, the failure is an `OutageError` on all ranks.
         """
         kind = type(error).__name__
         self.round.fail(self.round.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
