@@ -52,6 +52,7 @@ def steps(place: Any) -> list[int]:
 # Saves that wait, and such as are skipped
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("on_failure", ["raise", "log"])
 @pytest.mark.parametrize("late", [{}, LATE], ids=["copied", "read from the model"])
 def test_saves_wait_for_storage_that_is_away(
@@ -96,6 +97,7 @@ def test_saves_are_skipped_while_storage_is_away(clock: Clock, caplog: pytest.Lo
     assert len(told(caplog)) == 2
 
 
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("on_failure", ["raise", "log"])
 @pytest.mark.parametrize("reads", [True, False])
 def test_saves_that_try_once_fail_uncounted(
@@ -262,6 +264,7 @@ def test_an_orderly_end_waits_no_longer_than_that_time(clock: Clock) -> None:
         assert torch.equal(weight(loaded), before)
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("heals", [True, False])
 @pytest.mark.parametrize("end", ["an exception", "a preemption", "the interpreter's end"])
 def test_who_is_in_haste_tries_once(
@@ -375,7 +378,7 @@ def test_a_load_waits_for_the_save_before_it(clock: Clock) -> None:
 # Any history
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(
     st.lists(
         st.sampled_from(["save", "save late", "away", "away for long", "back", "full", "change"]), max_size=12
