@@ -95,7 +95,7 @@ class TrainedModel:
         tables = find_tables(model, sharded, excluded)
         tensors = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
         # Raises for names that can't be stored.
-        stored = [dense_path("model", name) for name in tensors if not excluded.has(name)]
+        stored = (dense_path("model", name) for name in tensors if not excluded.has(name))
         place([*(table.path for table in tables), *stored], {})
         return cls(model, tables, optimizers, sharded, fused_position, given, excluded)
 
