@@ -39,10 +39,8 @@ def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | 
 
 def passes_steps_on(optimizer: object) -> bool:
     """Whether steps of an optimizer are those of others, which are seen themselves, or change nothing."""
-    return _is_fused(optimizer) or any(
-        _is_a(optimizer, "torchrec.optim.keyed", name)
-        for name in ("CombinedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper")
-    )
+    is_combined = _is_a(optimizer, "torchrec.optim.keyed", "CombinedOptimizer")
+    return _is_fused(optimizer) or is_combined or _wrapper_of(optimizer) is not None
 
 
 def follow_inner(optimizers: Sequence[Any]) -> None:
@@ -50,10 +48,7 @@ def follow_inner(optimizers: Sequence[Any]) -> None:
     for each in optimizers:
         if _is_a(each, "torchrec.optim.keyed", "CombinedOptimizer"):
             follow_inner([inner for _, inner in each.optimizers])
-        elif any(
-            _is_a(each, "torchrec.optim.keyed", name)
-            for name in ("KeyedOptimizerWrapper", "OptimizerWrapper")
-        ):
+        elif _wrapper_of(each) is not None:
             follow_inner([each._optimizer])
             each.state, each.param_groups = each._optimizer.state, each._optimizer.param_groups
 
@@ -105,17 +100,26 @@ def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
     for each in optimizers:
         if _is_a(each, "torchrec.optim.keyed", "CombinedOptimizer"):
             yield from _leaves([inner for _, inner in each.optimizers])
-        elif _is_a(each, "torchrec.optim.keyed", "KeyedOptimizerWrapper"):
-            yield each._optimizer
-        elif _is_a(each, "torchrec.optim.clipping", "GradientClippingOptimizer"):
-            yield from _leaves([each._optimizer])
         elif _is_a(each, "torchrec.optim.warmup", "WarmupOptimizer"):
             raise UnsupportedModelError(
                 "a WarmupOptimizer keeps its count as state of a parameter that is not in the model, which can't be "
                 "saved; change rates with a scheduler of torch.optim.lr_scheduler, and give that in state="
             )
+        elif (wrapper := _wrapper_of(each)) is not None and all(
+            getattr(type(each), name) is getattr(wrapper, name)
+            for name in ("state_dict", "load_state_dict", "post_load_state_dict")
+        ):
+            yield from _leaves([each._optimizer])
         else:
             yield each
+
+
+def _wrapper_of(optimizer: object) -> Any:
+    """TorchRec's class of wrappers that an optimizer is of; None of any other one."""
+    for name in ("KeyedOptimizerWrapper", "OptimizerWrapper"):
+        if _is_a(optimizer, "torchrec.optim.keyed", name):
+            return getattr(sys.modules["torchrec.optim.keyed"], name)
+    return None
 
 
 def _is_fused(optimizer: object) -> bool:

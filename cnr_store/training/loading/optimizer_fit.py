@@ -16,7 +16,14 @@ from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.loading.moved_tables import FUSED_SLOT, MovedTables
 from cnr_store.training.loading.state_tree import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.optimizer_state import Tree, check_groups, optimizer_tree, row_slots
+from cnr_store.training.model.optimizer_state import (
+    Tree,
+    check_groups,
+    named_groups,
+    optimizer_tree,
+    row_slots,
+)
+from cnr_store.training.model.row_arrays import key_of
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_named, lies_by_columns, may_overlap_itself
 
@@ -41,8 +48,10 @@ class OptimizerFit:
         Whether the groups' settings are loaded.
     moved
         Names of the tables whose state is read from what a fused optimizer kept.
+    rest
+        Whether state is loaded that has no parameter's name: ``more`` or ``whole`` of the tree.
     slots
-        By table and slot, the tensor to fill: the optimizer's own, or a new one.
+        By table and key, the tensor to fill: the optimizer's own, or a new one.
     """
 
     optimizer: Optimizer
@@ -51,6 +60,7 @@ class OptimizerFit:
     loaded: Collection[str]
     settings: bool
     moved: Collection[str] = ()
+    rest: bool = True
     slots: Slots = field(default_factory=dict)
 
     def take_slots(self, arrays: Mapping[str, ArrayEntry]) -> None:
@@ -63,13 +73,14 @@ class OptimizerFit:
         """
         for name, fit in self.fits.items():
             for slot in self.tree["slots"].get(name, ()):
+                key = key_of(slot)
                 if name in self.moved:
-                    target = row_slots(self.optimizer, fit.table.parameter)[slot]
+                    target = row_slots(self.optimizer, fit.table.parameter)[key]
                     target = target.clone() if may_overlap_itself(target) else target
                 else:
                     by_columns = slot in self.tree.get("columns", {}).get(name, ())
-                    target = _target(self.optimizer, fit, slot, arrays[slot_path(name, slot)], by_columns)
-                self.slots.setdefault(name, {})[slot] = target
+                    target = _target(self.optimizer, fit, key, arrays[slot_path(name, slot)], by_columns)
+                self.slots.setdefault(name, {})[key] = target
             if fit.ids is None and fit.stored_rows != fit.table.rows:
                 self._check_rest(fit)
 
@@ -91,9 +102,9 @@ class OptimizerFit:
     def targets(self) -> Iterator[tuple[str, TableFit, torch.Tensor]]:
         """Path, table and tensor of all state that is read by rows."""
         for name, slots in self.slots.items():
-            for slot, tensor in slots.items():
+            for slot in self.tree["slots"][name]:
                 stored = FUSED_SLOT if name in self.moved else slot
-                yield slot_path(name, stored), self.fits[name], tensor
+                yield slot_path(name, stored), self.fits[name], slots[key_of(slot)]
 
     def expected_slots(self) -> Slots:
         """By table, the state to which the next save compares the optimizer's.
@@ -109,11 +120,12 @@ class OptimizerFit:
         has none.
         """
         owned = {names.get(id(one)) for group in self.optimizer.param_groups for one in group["params"]}
-        if self.settings and owned <= {*self.loaded}:  # nothing of the present state stays
+        if self.settings and self.rest and owned <= {*self.loaded}:  # nothing of the present state stays
             return _with_slots(self.tree, self.slots), self.slots
         tree = optimizer_tree(self.optimizer, names, tables)
         if self.settings:
-            tree |= {name: self.tree[name] for name in ("param_groups", "other", "more") if name in self.tree}
+            taken = ("param_groups", "other", "more") if self.rest else ("param_groups", "other")
+            tree |= {name: self.tree[name] for name in taken if name in self.tree}
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
             for table in tables
@@ -212,6 +224,7 @@ def _fit_optimizer(
         if name in loaded
     }
     tree = {**tree, "state": tree["state"] | state}
+    stored_order = [group["params"] for group in tree["param_groups"]]
     if everything:
         try:
             groups = check_groups(optimizer, names, tree)
@@ -220,7 +233,20 @@ def _fit_optimizer(
         except ModelMismatchError as error:
             match.lacks([f"settings of optimizer {position}"], str(error))
             settings = False
-    return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings)
+    more = tree.get("more", {}).values()
+    # What may count parameters or rows, and does not name them. Single values do not.
+    unnamed = "whole" in tree or any(type(value) not in (bool, int, float, str, type(None)) for value in more)
+    is_same = all(fit.exact for fit in fits.values()) and owned.keys() <= {*loaded}
+    rest = not unnamed or (everything and is_same and stored_order == named_groups(optimizer, names))
+    if not rest:
+        match.missing.append(f"state of optimizer {position} that names no parameters")
+    if everything and not rest:
+        match.differs(
+            f"the state_dict of optimizer {position} ({tree['class']}) in {match.where} has state that names no "
+            f"parameters, so it fits only the tables and groups that were saved, in order; give those, or {IGNORE} the "
+            "others"
+        )
+    return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings, rest=rest)
 
 
 def _with_slots(tree: Tree, slots: Slots) -> Tree:

@@ -237,6 +237,9 @@ class Restore:
         self._read_modules(transfer)
         for fit in self._fits:
             self._load_optimizer(fit)
+            for table in fit.slots:  # under their names of before, deltas go on
+                names = ((table, slot) for slot in fit.tree["slots"][table])
+                self._trained.slot_names.owners.update(dict.fromkeys(names, fit.optimizer))
         self._fused.assign_settings(self._trained)
         self._trained.purge_caches()
         if self._match.selection.everything:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,17 +65,62 @@ def follows_rows(key: object, value: object, parameter: torch.Tensor) -> bool:
     return value.ndim in (1, 2) and value.shape[0] == parameter.shape[0] and value.numel() > 1
 
 
-def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """The names of each group's parameters."""
+def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of each group's parameters; `UnsupportedModelError` if one is not in the model."""
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise UnsupportedModelError(
                     f"{type(optimizer).__name__}, parameter group {position}: a parameter of shape "
                     f"{tuple(parameter.shape)} is not in the model, so it has no name; give the whole model, "
-                    "or an optimizer of its parameters"
+                    "an optimizer of its parameters, or this one in `state=` instead, which stores its state_dict whole"
                 )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def is_kept_whole(optimizer: Optimizer) -> bool:
+    """Whether the ``state_dict`` of a class that has its own is in another form than torch's."""
+    try:
+        is_own = type(optimizer).state_dict is not Optimizer.state_dict
+        return is_own and not _is_numbered(optimizer, _state_dict_of(optimizer))
+    except StateError:  # if it is to be consolidated before each save, say
+        return False
+
+
+def _is_numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
+    """Whether a ``state_dict`` has state, and groups in which parameters are counted through, as torch's has."""
+    if not (isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list)):
+        return False
+    groups = [group["params"] for group in state["param_groups"]]
+    numbers = [number if type(number) is int else -1 for group in groups for number in group]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return numbers == [*range(len(numbers))] and sizes == [*map(len, groups)]
+
+
+def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except Exception as error:  # of one that is spread over ranks, say, and was not consolidated
+        reason = _stray_state(optimizer, error) if isinstance(error, KeyError) else error
+        raise StateError(f"the state_dict of {type(optimizer).__name__} failed: {reason}") from error
+
+
+def _check_keys(optimizer: Optimizer, unnamed: Mapping[str, Any]) -> None:
+    """Refuse state by the addresses of parameters, which are others in each process."""
+    addresses = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(isinstance(part, Mapping) and not addresses.isdisjoint(part) for part in parts_of(unnamed)):
+        raise StateError(
+            f"the state_dict of {type(optimizer).__name__} has the address of a parameter as a key, which another "
+            "process can't load: let it number parameters, as torch's does"
+        )
+
+
+def parts_of(state: object) -> Iterator[object]:
+    """A state, and all values in it."""
+    left = [state]
+    while left:
+        yield (part := left.pop())
+        left += part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
 
 
 def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Sequence[Table]) -> Tree:
@@ -92,7 +137,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     -------
     ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
     {table name: [slot]}, "columns": {table name: [slot that lies by columns]}, "other": {key: value}}``, and, where its
-    ``state_dict`` has further members, ``"more": {key: value}``. Tensors in it are the optimizer's own.
+    ``state_dict`` has further members, ``"more": {key: value}``. One in another form than torch's is ``"whole"``, and
+    ``"state"``, ``"slots"`` and ``"other"`` are empty. Tensors in it are the optimizer's own.
 
     Raises
     ------
@@ -101,16 +147,22 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     StateError
         Its ``state_dict`` fails, as with state of a parameter that is in no group, or changes a slot.
     """
-    groups = _named_groups(optimizer, names)
+    groups = named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
-    try:
-        state = optimizer.state_dict()
-    except RuntimeError as error:  # of one that is spread over ranks, say, and was not consolidated
-        raise StateError(f"the state_dict of {type(optimizer).__name__} failed: {error}") from error
-    except KeyError as error:
-        raise StateError(
-            f"the state_dict of {type(optimizer).__name__} failed: {_stray_state(optimizer, error)}"
-        ) from error
+    state = _state_dict_of(optimizer)
+    if not _is_numbered(optimizer, state):
+        if any(slots.values()):
+            raise StateError(
+                f"the state_dict of {type(optimizer).__name__} is no more in torch's form; make a new checkpointer"
+            )
+        _check_keys(optimizer, state)
+        bare = {
+            "param_groups": [{"params": params} for params in groups],
+            "state": {},
+            "slots": {},
+            "other": {},
+        }
+        return {"class": type(optimizer).__name__, **bare, "whole": dict(state)}
     name_of = {
         number: name
         for group, params in zip(state["param_groups"], groups, strict=True)
@@ -124,6 +176,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     }
     other = {number: values for number, values in state["state"].items() if number not in name_of}
     more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    _check_keys(optimizer, more)
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
@@ -216,7 +269,10 @@ def load_optimizer(
             f"the checkpoint's optimizer is {tree['class']}, this one {type(optimizer).__name__}; give one "
             "of the same class"
         )
-    groups = _named_groups(optimizer, names)
+    if "whole" in tree:
+        optimizer.load_state_dict(tree["whole"])
+        return
+    groups = named_groups(optimizer, names)
     numbered = dict(enumerate(name for params in groups for name in params))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
@@ -273,7 +329,7 @@ def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> 
     ModelMismatchError, UnsupportedModelError
         Naming the group that differs.
     """
-    return _match_groups(tree["param_groups"], _named_groups(optimizer, names))
+    return _match_groups(tree["param_groups"], named_groups(optimizer, names))
 
 
 def _slots_of(

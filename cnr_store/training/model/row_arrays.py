@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -118,8 +118,50 @@ class RowArray:
             column += part.columns
 
 
+@dataclass
+class SlotNames:
+    """What the store calls state by rows: as the optimizer does, or KEY@POSITION where another one's is called so.
+
+    A name stays its optimizer's: rows that a delta leaves out are read from older versions, under the same name.
+
+    Attributes
+    ----------
+    optimizers
+        All that are saved.
+    kept_whole
+        Those whose ``state_dict`` is stored as it is, and nothing of it by rows.
+    owners
+        By table and key, the optimizer whose state has the key as its name.
+    """
+
+    optimizers: Sequence[Optimizer] = ()
+    kept_whole: Collection[Optimizer] = ()
+    owners: dict[tuple[str, str], Optimizer] = field(default_factory=dict)
+
+    def name(self, table: str, optimizer: Optimizer, key: str) -> str:
+        """The name of an optimizer's state for a table; `UnsupportedModelError` if none can be told from the key."""
+        if key in ("", "weight") or "@" in key:
+            raise UnsupportedModelError(
+                f"table {table!r}: {type(optimizer).__name__} keeps state called {key!r} for it, which the store needs "
+                "for other arrays; give that state another name, without @"
+            )
+        is_own = self.owners.setdefault((table, key), optimizer) is optimizer
+        return key if is_own else f"{key}@{self.optimizers.index(optimizer)}"
+
+    def slots(self, table: Table) -> Iterator[tuple[str, torch.Tensor]]:
+        """All state that follows the rows of a table, with its names."""
+        for optimizer in self.optimizers:
+            found = {} if optimizer in self.kept_whole else row_slots(optimizer, table.parameter)
+            yield from ((self.name(table.name, optimizer, key), slot) for key, slot in found.items())
+
+
+def key_of(slot: str) -> str:
+    """The optimizer's key for state of that name in the store."""
+    return slot.partition("@")[0]
+
+
 _Place = tuple[str, int, int, tuple[int, ...], torch.dtype, bool]
-"""Key, identity, address, shape, element type of a tensor, and whether it is contiguous."""
+"""Name, identity, address, shape, element type of a tensor, and whether it is contiguous."""
 
 
 class RowArrays:
@@ -129,24 +171,33 @@ class RowArrays:
     kept, or memory that an optimizer has let go would stay until the next save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: SlotNames) -> None:
+        self._names = names
         self._known: dict[str, tuple[list[_Place], list[RowArray]]] = {}
 
-    def now(
-        self, tables: Sequence[Table], optimizers: Sequence[Optimizer], fused: bool = False
-    ) -> list[RowArray]:
-        """`row_arrays`."""
-        return [array for table in tables for array in self._of_table(table, optimizers, fused)]
+    def now(self, tables: Sequence[Table], fused: bool = False) -> list[RowArray]:
+        """Every array that is stored by rows, those of a table next to each other.
 
-    def _of_table(self, table: Table, optimizers: Sequence[Optimizer], fused: bool) -> list[RowArray]:
+        Parameters
+        ----------
+        fused
+            Whether state that TorchRec's modules keep is among them.
+
+        Raises
+        ------
+        UnsupportedModelError
+            State has a name that can't be stored, or that of the table's own rows.
+        """
+        return [array for table in tables for array in self._of_table(table, fused)]
+
+    def _of_table(self, table: Table, fused: bool) -> list[RowArray]:
+        slots = list(self._names.slots(table))
         if type(table) is not Table or table.rows > MOST_ROWS_KEPT:
-            return _table_arrays(table, optimizers, fused)
-        places = [_place("", table.parameter)]
-        for optimizer in optimizers:
-            places += [_place(key, slot) for key, slot in row_slots(optimizer, table.parameter).items()]
+            return _table_arrays(table, slots, fused)
+        places = [_place("", table.parameter), *(_place(name, slot) for name, slot in slots)]
         known = self._known.get(table.name)
         if known is None or known[0] != places:
-            known = self._known[table.name] = places, _table_arrays(table, optimizers, fused)
+            known = self._known[table.name] = places, _table_arrays(table, slots, fused)
         return known[1]
 
 
@@ -157,25 +208,7 @@ def _place(key: str, tensor: torch.Tensor) -> _Place:
     return key, id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, is_plain
 
 
-def row_arrays(
-    tables: Sequence[Table], optimizers: Sequence[Optimizer], fused: bool = False
-) -> list[RowArray]:
-    """Every array that is stored by rows, those of a table next to each other.
-
-    Parameters
-    ----------
-    fused
-        Whether state that TorchRec's modules keep is among them.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Two optimizers keep state of one name for one table, or state has the name of the table's own rows.
-    """
-    return [array for table in tables for array in _table_arrays(table, optimizers, fused)]
-
-
-def _table_arrays(table: Table, optimizers: Sequence[Optimizer], fused: bool) -> list[RowArray]:
+def _table_arrays(table: Table, slots: Sequence[tuple[str, torch.Tensor]], fused: bool) -> list[RowArray]:
     shape, path = (table.rows, table.dim), table.path
     weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
     arrays = {weight.path: weight}
@@ -186,25 +219,14 @@ def _table_arrays(table: Table, optimizers: Sequence[Optimizer], fused: bool) ->
             # Where this process holds nothing of it, others tell the type.
             dtype = kept.pieces[0].tensor.dtype if kept.pieces else torch.float32
             arrays[path] = RowArray(table, path, kept.shape, dtype_name(dtype), parts, False, kept.boundaries)
-    for optimizer in optimizers:
-        for slot, tensor in row_slots(optimizer, table.parameter).items():
-            if not slot:
-                raise UnsupportedModelError(
-                    f"table {table.name!r}: {type(optimizer).__name__} keeps state called '' for it, which can't "
-                    "be stored; give that state a name"
-                )
-            path = slot_path(table.name, slot)
-            if path == weight.path:
-                raise UnsupportedModelError(
-                    f"table {table.name!r}: {type(optimizer).__name__} keeps state called {slot!r} for it, as its "
-                    "rows are called in the store; give that state another name"
-                )
-            if path in arrays:
-                raise UnsupportedModelError(
-                    f"table {table.name!r}: two optimizers keep {slot!r} for it; let one of them own the table"
-                )
-            parts = slot_parts(table, slot, tensor)
-            arrays[path] = RowArray(table, path, tuple(tensor.shape), dtype_name(tensor.dtype), parts)
+    for slot, tensor in slots:
+        if (path := slot_path(table.name, slot)) in arrays:
+            raise UnsupportedModelError(
+                f"table {table.name!r}: an optimizer keeps state called {slot!r} for it, as its rows or other state is "
+                "called in the store; give that state another name"
+            )
+        parts = slot_parts(table, slot, tensor)
+        arrays[path] = RowArray(table, path, tuple(tensor.shape), dtype_name(tensor.dtype), parts)
     return list(arrays.values())
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cnr_store.errors import UnsupportedModelError
+from cnr_store.errors import StateError, UnsupportedModelError
 from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
@@ -25,9 +25,16 @@ from cnr_store.training.distributed.torchrec_optimizers import (
     take_fused,
 )
 from cnr_store.training.model.dense_state import absent_parameters, named_state
-from cnr_store.training.model.optimizer_state import as_list, row_slots
+from cnr_store.training.model.names import parameter_names
+from cnr_store.training.model.optimizer_state import (
+    Tree,
+    as_list,
+    is_kept_whole,
+    named_groups,
+    optimizer_tree,
+)
 from cnr_store.training.model.patterns import NOTHING, Exclusion, check_patterns
-from cnr_store.training.model.row_arrays import RowArray, RowArrays
+from cnr_store.training.model.row_arrays import RowArray, RowArrays, SlotNames
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing, table_weights
 
 log = logging.getLogger("cnr_store")
@@ -50,6 +57,10 @@ class TrainedModel:
         The optimizers as a caller gave them, with TorchRec's wrappers.
     excluded
         What versions are without.
+    slot_names
+        What their state by rows is called in the store.
+    sharing
+        Pairs of `optimizers` with the same groups, as of a wrapper and what it wraps.
     """
 
     model: nn.Module
@@ -59,7 +70,11 @@ class TrainedModel:
     fused_position: int | None = None
     given: Sequence[Optimizer] = ()
     excluded: Exclusion = NOTHING
-    _arrays: RowArrays = field(default_factory=RowArrays, init=False, repr=False)
+    slot_names: SlotNames = field(default_factory=SlotNames)
+    sharing: Sequence[tuple[Optimizer, Optimizer]] = ()
+
+    def __post_init__(self) -> None:
+        self._arrays = RowArrays(self.slot_names)
 
     @classmethod
     def from_arguments(
@@ -71,11 +86,12 @@ class TrainedModel:
         ------
         UnsupportedModelError
             `model` is not an `nn.Module`, or is wrapped by FSDP1, or one of its tables can't be stored, or what an
-            optimizer keeps for it; or a name can't be stored, or two names have one key.
+            optimizer keeps for it; or a name can't be stored, or two names have one key; or an optimizer has parameters
+            that are not in the model.
         OptionError
             A pattern of `exclude` fits nothing.
         StateError
-            `optimizer` is neither None, an optimizer, nor several.
+            `optimizer` is neither None, an optimizer, nor several, or two of them are one.
         """
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(
@@ -93,11 +109,22 @@ class TrainedModel:
         excluded = Exclusion(check_patterns("exclude", exclude), absent_parameters(model), {*weights})
         excluded.check([*named_state(model), *map(table_name, weights)])
         tables = find_tables(model, sharded, excluded)
-        tensors = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
+        tensors = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
         # Raises for names that can't be stored.
         stored = (dense_path("model", name) for name in tensors if not excluded.has(name))
         place([*(table.path for table in tables), *stored], {})
-        return cls(model, tables, optimizers, sharded, fused_position, given, excluded)
+        names, sharing = parameter_names(model), []
+        for each in optimizers:
+            named_groups(each, names)
+        for one, other in itertools.combinations(optimizers, 2):
+            if one.state is other.state:
+                raise StateError(
+                    f"two optimizers given have one state, of {type(one).__name__}; give one of them"
+                )
+            if [*map(id, one.param_groups)] == [*map(id, other.param_groups)]:
+                sharing.append((one, other))
+        slots = SlotNames(optimizers, [each for each in optimizers if is_kept_whole(each)])
+        return cls(model, tables, optimizers, sharded, fused_position, given, excluded, slots, sharing)
 
     @property
     def fused_tables(self) -> list[SpreadTable]:
@@ -131,8 +158,11 @@ class TrainedModel:
         reshard(self.model)
 
     def follow_loaded(self) -> None:
-        """Have wrappers of optimizers follow those, once these were loaded."""
+        """Have wrappers of optimizers follow those, and optimizers share groups as before, once these were loaded."""
         follow_inner(self.given)
+        for one, other in self.sharing:
+            if one.param_groups is not other.param_groups:
+                other.param_groups = one.param_groups
 
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""
@@ -153,18 +183,26 @@ class TrainedModel:
         note_sharing(self.model, self.tables)
 
     def row_arrays(self) -> list[RowArray]:
-        """Every array that is stored by rows, as it is now: see `row_arrays`."""
+        """Every array that is stored by rows, as it is now: see `RowArrays.now`."""
         check_dense_kernels(
             self.optimizers, self.sharded
         )  # which make most of their state in their first step
-        return self._arrays.now(self.tables, self.optimizers, self.fused_position is not None)
+        return self._arrays.now(self.tables, self.fused_position is not None)
+
+    def optimizer_trees(self, names: Mapping[int, str]) -> list[Tree]:
+        """What is stored of the optimizers beside rows: see `optimizer_tree`. `names` are from `parameter_names`."""
+        trees = []
+        for each in self.optimizers:
+            tree = optimizer_tree(each, names, () if each in self.slot_names.kept_whole else self.tables)
+            for part in ("slots", "columns"):
+                for table, keys in tree.get(part, {}).items():
+                    tree[part][table] = sorted(self.slot_names.name(table, each, key) for key in keys)
+            trees.append(tree)
+        return trees
 
     def table_slots(self) -> dict[str, set[str]]:
-        """By table, the keys of the state that optimizers have made for its rows so far."""
-        slots = {
-            table.name: {slot for each in self.optimizers for slot in row_slots(each, table.parameter)}
-            for table in self.tables
-        }
+        """By table, the names of the state that optimizers have made for its rows so far."""
+        slots = {table.name: {slot for slot, _ in self.slot_names.slots(table)} for table in self.tables}
         for table in self.fused_tables:
             slots[table.name] |= table.sharded.slots.keys()
         return slots

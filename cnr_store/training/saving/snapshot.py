@@ -26,7 +26,7 @@ from cnr_store.training.model.object_state import (
     tensor_leaf,
     with_leaves,
 )
-from cnr_store.training.model.optimizer_state import FUSED, optimizer_tree
+from cnr_store.training.model.optimizer_state import FUSED
 from cnr_store.training.model.rng_state import rng_state
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy
@@ -266,7 +266,7 @@ def take_snapshot(
     """
     doc, names = encode_metadata(metadata), parameter_names(trained.model)
     # Hooks of state dicts, which may change the model, run before anything is copied.
-    trees = [optimizer_tree(each, names, trained.tables) for each in trained.optimizers]
+    trees = trained.optimizer_trees(names)
     for tree in trees:
         tree["state"] = {name: kept for name, kept in tree["state"].items() if not trained.excluded.has(name)}
     entries = named_state(trained.model, trained.excluded)

@@ -306,9 +306,9 @@ def test_registered_state_that_can_not_be_stored(tmp_path: Path) -> None:
     [
         (
             "weight",
-            "table 't': SGD keeps state called 'weight' for it, as its rows .*; give that state another",
+            "table 't': SGD keeps state called 'weight' for it, which the store needs .*; give that state another",
         ),
-        ("", "table 't': SGD keeps state called '' for it, .* give that state a name"),
+        ("", "table 't': SGD keeps state called '' for it, .*; give that state another name"),
         ("one", None),
     ],
 )

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad
 
 import cnr_store
 from cnr_store.errors import OptionError, SaveError, TrackingError
-from cnr_store.training.model.row_arrays import RowArray, row_arrays
+from cnr_store.training.model.row_arrays import RowArray, RowArrays, SlotNames
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap, mark
@@ -30,7 +30,7 @@ def arrays_of(
 ) -> list[RowArray]:
     """Those of a model with one table `t`."""
     table = nn.Embedding(rows, dim, dtype=dtype, device=device)
-    return row_arrays(find_tables(nn.ModuleDict({"t": table})), [])
+    return RowArrays(SlotNames()).now(find_tables(nn.ModuleDict({"t": table})))
 
 
 class Job:
@@ -164,7 +164,7 @@ def test_a_step_may_flush_subnormal_numbers_to_zero_in_rows_without_a_gradient(
 
 def test_samples_keep_to_their_bytes_and_small_tables_are_whole() -> None:
     model = nn.ModuleDict({"big": nn.Embedding(5000, 8), "small": nn.Embedding(10, 8)})
-    arrays, audit = row_arrays(find_tables(model), []), Audit(limit_bytes=200 * 32)
+    arrays, audit = RowArrays(SlotNames()).now(find_tables(model)), Audit(limit_bytes=200 * 32)
     audit.renew(arrays)
     moved = {}
     with torch.no_grad():
