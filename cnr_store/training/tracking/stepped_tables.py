@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.memory import overlapping
+from cnr_store.training.model.optimizer_state import parts_of
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     is_noop_step,
@@ -59,13 +60,13 @@ class SteppedTables:
     trackers
         Of the tables.
     given
-        The optimizers whose state is saved. Another one that steps their parameters is logged.
+        The optimizers whose state is saved.
     """
 
     def __init__(self, trackers: Iterable[TableTracker], given: Sequence[Optimizer] = ()) -> None:
         self._trackers = {id(tracker.table.parameter): tracker for tracker in trackers}
         self._given = given
-        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those logged
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose state was looked for
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
         self._sound: weakref.WeakKeyDictionary[Optimizer, set[TableTracker]] = weakref.WeakKeyDictionary()
@@ -181,23 +182,30 @@ class SteppedTables:
             sharing = self._over(parameters)
             found = _Found(ids, others, _addresses(others), parameters, stepped, sharing)
             self._found[optimizer] = found
-            self._warn_of_stranger(optimizer, others)
         return found
 
-    def _warn_of_stranger(self, optimizer: Optimizer, others: Iterable[torch.Tensor]) -> None:
-        """Log once if an optimizer that was not given steps parameters of one that was; tables have a reason."""
-        if optimizer in self._strangers or any(optimizer is each for each in self._given):
-            return
-        groups = (group for each in self._given for group in each.param_groups)
-        owned = {id(parameter) for group in groups for parameter in group["params"]}
-        count = sum(id(parameter) in owned for parameter in others)
-        if count:
-            self._strangers.add(optimizer)
-            log.warning(
-                "%d parameters of an optimizer given are updated by another %s, whose state is not saved: make a new "
-                "checkpointer with the optimizer that trains",
-                *(count, type(optimizer).__name__),
-            )
+    def warn_of_strangers(self) -> None:
+        """Log once of each optimizer that was not given, steps parameters of one that was, and has state not saved.
+
+        Of one that steps within another one, such as a wrapper, the state may be in the other's ``state_dict``.
+        """
+        for optimizer, found in self._found.items():
+            if optimizer in self._known or any(optimizer is each for each in self._given):
+                continue
+            owned = {
+                id(one) for each in self._given for group in each.param_groups for one in group["params"]
+            }
+            stepped = [one for one in found.parameters if id(one) in owned]
+            kept = [*filter(torch.is_tensor, parts_of([optimizer.state.get(one) for one in stepped]))]
+            if not kept:
+                continue
+            self._known.add(optimizer)
+            if {*map(id, kept)} - {*map(id, parts_of([each.state_dict() for each in self._given]))}:
+                log.warning(
+                    "%d parameters of an optimizer given are updated by another %s, whose state is not saved: make a "
+                    "new checkpointer with all optimizers that train",
+                    *(len(stepped), type(optimizer).__name__),
+                )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled steps would trace it
     def _over(self, parameters: Iterable[torch.Tensor]) -> list[TableTracker]:

@@ -190,7 +190,7 @@ class TableTracker:
             return None
         return (
             f"a step of another {self._stepped_by_other} than the optimizer given updated it, so the optimizer state "
-            "that is saved is out of use; make a new checkpointer with the optimizer that trains"
+            "that is saved may be out of use; make a new checkpointer with all optimizers that train"
         )
 
     @property

@@ -275,6 +275,7 @@ class Tracker:
         saved whole.
         """
         whole, unchanged = self._judge()
+        self._stepped.warn_of_strangers()
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
