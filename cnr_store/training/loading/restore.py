@@ -237,9 +237,7 @@ class Restore:
         self._read_modules(transfer)
         for fit in self._fits:
             self._load_optimizer(fit)
-            for table in fit.slots:  # under their names of before, deltas go on
-                names = ((table, slot) for slot in fit.tree["slots"][table])
-                self._trained.slot_names.owners.update(dict.fromkeys(names, fit.optimizer))
+            self._trained.slot_names.follow(fit.optimizer, fit.tree["slots"])
         self._fused.assign_settings(self._trained)
         self._trained.purge_caches()
         if self._match.selection.everything:
@@ -337,8 +335,7 @@ class Restore:
         tree |= {"state": spread_state(tree["state"], optimizer, self._names)}
         with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
-        # What was not chosen has gone through foreign code, too, and stays as it was.
-        optimizer.state.update(kept)
+        optimizer.state.update(kept)  # what was not chosen has gone through foreign code, too, and stays
 
     def _load_objects(self) -> None:
         for name, value in self._objects.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -147,6 +147,10 @@ class SlotNames:
             )
         is_own = self.owners.setdefault((table, key), optimizer) is optimizer
         return key if is_own else f"{key}@{self.optimizers.index(optimizer)}"
+
+    def follow(self, optimizer: Optimizer, slots: Mapping[str, Sequence[str]]) -> None:
+        """Take the names, by table, that a loaded version has for an optimizer's state: deltas go on under them."""
+        self.owners.update({(table, slot): optimizer for table, each in slots.items() for slot in each})
 
     def slots(self, table: Table) -> Iterator[tuple[str, torch.Tensor]]:
         """All state that follows the rows of a table, with its names."""
