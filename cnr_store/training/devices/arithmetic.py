@@ -31,8 +31,8 @@ Parameters = tuple[Tensor, Tensor, Tensor]
 Codec: TypeAlias = UniformRows | LatticeRows | FloatingRows
 WORK_BYTES = 64 << 20
 """Of the device's memory, for the rows that are worked on together."""
-# What these take at most, searched rows: nine float32 for each value, and float64 numbers for each row.
-_VALUE_BYTES, _ROW_BYTES = 36, 256
+# What these take at most: seven float32 for each value, and float64 numbers for each row.
+_VALUE_BYTES, _ROW_BYTES = 28, 256
 Limits = tuple[float, float]
 """The greatest code, and the smallest magnitude that the element type has no number for."""
 ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -41,6 +41,7 @@ _MAX_WIDENING, _MAX_SHIFT, _TINY = 1 + 2.0**-7, 2.0**-7, 2.0**-126
 _FLOAT16_MAX, _FLOAT16_NORMAL, _FLOAT16_UNITS = 65504.0, 2.0**-14, 2.0**24
 # Bits of a float64 that a float16, and a scale of 16 bits, have no room for.
 _SPARE_16, _SPARE_SCALE = (1 << 42) - 1, (1 << 37) - 1
+_EXACT = 1 << 24  # quarters, up to which their sums are exact in float32
 
 
 def _over(value: Tensor, number: float) -> Tensor:
@@ -90,8 +91,7 @@ def _ceil_16_bits(size: Tensor) -> Tensor:
 
 def _holds(scale: Tensor, offset: Tensor, limits: Limits) -> Tensor:
     """Whether the codes' span and both its ends are finite, in float32 and in the element type."""
-    (levels, overflow), start = limits, offset.float()
-    reach = (scale * levels).float()
+    start, reach, overflow = offset.float(), (scale * limits[0]).float(), limits[1]
     return (reach < _INFINITY) & (start.abs() < overflow) & ((start + reach).abs() < overflow)
 
 
@@ -163,29 +163,28 @@ def _summed(columns: Tensor) -> Tensor:
     return total
 
 
-def _search(columns: Tensor, low: Tensor, factor: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _search(values: Tensor, low: Tensor, factor: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """How much of its row the best line explains (0: there is none), its centre and its step."""
-    dim, top, one = len(columns), (1 << bits) - 1.0, torch.ones_like(low)
+    dim, top, one = values.shape[1], (1 << bits) - 1.0, torch.ones_like(low)
     half, normal = np.float32(top / 2), NORMAL_STEPS[bits]
-    z = (columns - low).mul_(factor).sub_(float(half))
+    z = values.T.clone(memory_format=torch.contiguous_format).sub_(low).mul_(factor).sub_(float(half))
     total = _summed(z)
     mean = _over(total, dim)
     off = z - mean
     deviation = _over(_summed(off.mul_(off)), dim).sqrt()
     moments = mean, torch.where(deviation > 0, deviation, 1.0)
     explained, centre, step = torch.zeros_like(low), torch.zeros_like(low), one
-    parts = z.new_empty((dim, 3, len(low)))
-    at, width = centre, step
+    at, width, product = centre, step, torch.empty_like(z)
     for window, by, by_halves, of, of_normal in trials():
         # A trial starts from the best window so far, from the row's moments, or from where the one before it did.
         at, width = (centre, step) if window == 1 else moments if window == 2 else (at, width)
         begin = at + width * float(by * (half if by_halves else np.float32(1)))
         gain = one / (width * float(of * (normal if of_normal else np.float32(1))))
         code = torch.mul(z, gain, out=off).add_(float(half) - begin * gain)
-        parts[:, 0] = _rounded(code, top).sub_(float(half))
-        torch.mul(code, z, out=parts[:, 2])
-        torch.mul(code, code, out=parts[:, 1])
-        codes, squares, products = _summed(parts)
+        codes = _rounded(code, top).sub_(float(half)).sum(0)
+        torch.mul(code, code, out=product)
+        squares = product.sum(0) if top * top * dim <= _EXACT else _summed(product)
+        products = _summed(torch.mul(code, z, out=product))
         variance, covariance = squares * dim - codes * codes, products * dim - codes * total
         fits = (variance > 0) & (covariance > 0)
         slope = covariance / torch.where(fits, variance, 1.0)
@@ -206,14 +205,15 @@ def _error(columns: Tensor, scale: Tensor, offset: Tensor, factor: Tensor, top: 
 
 def _searched(values: Tensor, ends: Pair, bits: int, limits: Limits) -> Parameters:
     """The parameters that the search finds, or those of the ranges between the `ends` where these are better."""
-    columns, top, (least, most) = values.T.contiguous(), (1 << bits) - 1, ends
+    top, (least, most) = (1 << bits) - 1, ends
     factor, low = _factor(least, most, top), least.double()
-    explained, centre, step = _search(columns, least, factor, bits)
+    explained, centre, step = _search(values, least, factor, bits)
     scale, offset, kind = _asymmetric(low, most.double(), limits)
     unit, slope = factor.double(), step.double()
     moved = (centre.double() + top * 0.5) - slope * (top * 0.5)
     fit_scale, fit_offset, fit_kind = _fitted(slope / unit, low + moved / unit, limits)
     is_there = (explained > 0) & (factor > 0) & (fit_kind > 0)
+    columns = values.T.contiguous()
     error = _error(columns, scale, offset, factor, top)
     taken = is_there & ((kind == 0) | (_error(columns, fit_scale, fit_offset, factor, top) <= error))
     scale, offset = torch.where(taken, fit_scale, scale), torch.where(taken, fit_offset, offset)
@@ -267,8 +267,8 @@ def _on_floating_grid(values: Tensor, shift: int, least: int, most: int) -> tupl
     bits = values.view(torch.int32)
     size = bits & 0x7FFFFFFF
     # The lowest bits are rounded by themselves: the sum with all bits of a NaN is beyond int32.
-    upper, lowest = size >> shift, size & ((1 << shift) - 1)
-    magnitude = upper + ((lowest + ((1 << (shift - 1)) - 1) + (upper & 1)) >> shift)
+    magnitude, lowest = size >> shift, (size & ((1 << shift) - 1)).add_((1 << (shift - 1)) - 1)
+    magnitude += lowest.add_(magnitude & 1).bitwise_right_shift_(shift)
     raw = ((size != 0) & ((magnitude < least) | (magnitude > most))).any(1)
     return raw.byte(), torch.where(bits < 0, -magnitude, magnitude).to(torch.int16)
 

@@ -89,7 +89,7 @@ class RowBits:
         if self.there is not None:
             flat = ids.detach().to(self.device, non_blocking=True).reshape(-1).to(torch.int64)
             inside = (flat >= 0) & (flat < self.rows)
-            self.there.index_fill_(0, torch.where(inside, flat, len(self.there) - 1), 1)
+            self.there.index_fill_(0, torch.where(inside, flat, -(-self.rows // 8) * 8), 1)
             return True
         assert host is not None
         return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0

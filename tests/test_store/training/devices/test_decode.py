@@ -56,7 +56,7 @@ def test_decoded_rows(dim: int, scheme: SchemeName, bits: int, element: str, see
 
 
 def test_rows_are_decoded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "WORK_BYTES", 7 * (9 * 36 + 256))
+    monkeypatch.setattr(arithmetic, "WORK_BYTES", 7 * (9 * 28 + 256))
     codecs: list[RowCodec] = [
         UniformRows("asymmetric", 4),
         UniformRows("symmetric", 3),

@@ -150,6 +150,7 @@ def test_numbers_where_codes_change(mantissa: int, element: str) -> None:
         (UniformRows("adaptive", 4), 64),
         at_night(UniformRows("adaptive", 3), 1024),
         at_night(UniformRows("adaptive", 7), 2048),
+        (UniformRows("adaptive", 7), 1100),  # sums of squares of its codes are not exact
     ],
 )
 def test_wide_rows(codec: RowCodec, dim: int) -> None:
@@ -173,7 +174,7 @@ def test_pieces_give_the_payloads_of_the_whole(
     codec: RowCodec, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks begin and end within pieces, of which only some need float32 parameters."""
-    monkeypatch.setattr(arithmetic, "WORK_BYTES", 7 * (9 * 36 + 256))
+    monkeypatch.setattr(arithmetic, "WORK_BYTES", 7 * (9 * 28 + 256))
     table = table_of(70, 9, seed, "float32")
     table[:30] = torch.randn(30, 9)
     check(codec, table, "float32", seed)
