@@ -370,7 +370,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_readme_can_be_tried_from_nothing() -> None:
     """But for the installation, which needs the network."""
     command = [sys.executable, str(ROOT / "tools" / "try_readme.py"), sys.executable]

@@ -54,7 +54,7 @@ def test_the_url_of_a_version_is_not_that_of_a_store(tmp_path: Path) -> None:
         cnr_store.Checkpointer(place, nn.Embedding(10, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_view_and_open_return_reaches_other_processes(tmp_path: Path) -> None:
     """As dask's schedulers send it."""
     model = nn.Embedding(1000, 4)

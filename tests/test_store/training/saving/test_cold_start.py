@@ -135,7 +135,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.some_by_day(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 def test_damaged_files_of_the_cache_are_compiled_anew(compiled: Path, tmp_path: Path, suffix: str) -> None:
     shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)
@@ -149,6 +149,7 @@ def test_damaged_files_of_the_cache_are_compiled_anew(compiled: Path, tmp_path: 
     assert log == ""
 
 
+@pytest.mark.nightly
 def test_a_full_disk_fails_nothing(tmp_path: Path) -> None:
     with small_disk("tmpfs", tmp_path) as place:
         fill(place)

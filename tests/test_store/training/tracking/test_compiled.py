@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 BACKENDS = [*product(["eager", "aot_eager"], [True, False], [True, False])]
-INDUCTOR = [pytest.param("inductor", None, False, marks=pytest.mark.slow), at_night("inductor", None, True)]
+INDUCTOR = [at_night("inductor", None, False), at_night("inductor", None, True)]
 
 
 @pytest.fixture(autouse=True)
