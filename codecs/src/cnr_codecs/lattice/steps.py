@@ -18,7 +18,7 @@ from cnr_codecs.elements import array_dtype, round_to_bfloat16
 from cnr_codecs.kernels.lattice import sum_squares
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
-SUM_ROWS, SUM_LANES = 1 << 16, 64
+SUM_ROWS = 1 << 16
 # A sum of squares, and how many values are in it.
 Sum: TypeAlias = tuple[float, int]
 
