@@ -22,7 +22,7 @@ AIMS = {
     STALL_OF_FEW: 10.0,
     STALL_SHARE: 1 / 50,
     FLAGGING: 0.01,
-    FLAG_BITS: 8.01,
+    FLAG_BITS: 1.01,
     PACE: 0.97,
     RESTORE: 0.5,
 }
