@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import re
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cnr_store import Checkpointer
 from tests.paths import ROOT
 from tests.source_tree import SOURCES, circles, hidden_lines, imports, modules
-from tools.rooms import PAGE, listing, page_with
+from tools.rooms import BEGIN, PAGE, listing, page_with
 
 MAX_MODULES = 14
 """Of a folder of source, ``__init__`` aside."""
@@ -140,7 +143,7 @@ def _picture(title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "container", ["cnr_store", "cnr_store.training", "cnr_store.maintenance", "cnr_codecs"]
+    "container", ["cnr_store", "cnr_store.training", "cnr_store.maintenance", "cnr_codecs", "cnr_backends"]
 )
 def test_the_picture_shows_the_rooms(container: str) -> None:
     """What the page draws is what import-linter holds, and so what the modules import."""
@@ -156,3 +159,58 @@ def test_files_that_the_page_names_are_there() -> None:
     named = re.findall(r"`((?:cnr_store|codecs|backends|tests|docs)/[\w./-]+)`", page)
     assert named
     assert [name for name in named if not Path(ROOT, name).exists()] == []
+
+
+def _prose(*headings: str) -> str:
+    """The page without the list of rooms; given headings, the sections under these alone."""
+    prose = PAGE.read_text().partition(BEGIN)[0]
+    sections = {each.partition("\n")[0]: each for each in re.split(r"^## ", prose, flags=re.MULTILINE)}
+    return "".join(sections[heading] for heading in headings) if headings else prose
+
+
+def _files(prose: str) -> set[str]:
+    return set(re.findall(r"`([\w/]+\.py)`", prose))
+
+
+def test_modules_that_the_prose_names_are_there() -> None:
+    """Whether it gives their whole path or the end of it."""
+    ends = tuple(f"/{path.relative_to(ROOT)}" for path in [*modules().values(), Path(__file__)])
+    assert [name for name in _files(_prose()) if not any(end.endswith(f"/{name}") for end in ends)] == []
+
+
+@pytest.mark.parametrize("room", ["training.saving", "training.loading", "chains", "writing"])
+def test_a_save_and_a_load_tell_what_each_module_of_these_rooms_does(room: str) -> None:
+    folder = modules()[f"cnr_store.{room}"].parent
+    names = {f"{folder.name}/{path.name}" for path in folder.glob("*.py") if path.name != "__init__.py"}
+    assert names - _files(_prose("A save, step by step", "A load, step by step")) == set()
+
+
+UNITS = {"": 1, "s": 1, "%": 0.01, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def _number(text: str) -> float:
+    number, _, unit = text.replace(",", "").partition(" ")
+    return float(number) * UNITS[unit]
+
+
+def _constants(file: str) -> dict[str, Any]:
+    """By name, what a module assigns at its top, and the options of `Checkpointer`, if that stands in it."""
+    name = next(name for name, path in modules().items() if path == ROOT / file)
+    module = importlib.import_module(name)
+    top = ast.parse((ROOT / file).read_text()).body
+    targets = [target for node in top if isinstance(node, ast.Assign) for target in node.targets]
+    names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    found = {each: vars(module)[each] for each in names & vars(module).keys()}
+    if Checkpointer.__module__ == name:
+        found |= {each.name: each.default for each in inspect.signature(Checkpointer).parameters.values()}
+    return found
+
+
+def test_constants_that_the_page_names_stand_there_with_that_value() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \| `([^`]+)` \|", _prose("Constants that people tune"), re.MULTILINE
+    )
+    said = {(file, name): _number(value.strip()) for name, value, file in rows}
+    values = {(file, name): _constants(file).get(name) for file, name in said}
+    assert len(rows) == len(said) > 50
+    assert values == pytest.approx(said)
