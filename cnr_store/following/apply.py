@@ -19,7 +19,14 @@ from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.state_tree import decode_tree
-from cnr_store.training.model.dense_state import Loaders, dense_tensors, extra_state, remade_names
+from cnr_store.training.model.dense_state import (
+    Loaders,
+    dense_items,
+    dense_tensors,
+    extra_state,
+    named_state,
+    remade_names,
+)
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     assign_dense,
@@ -52,7 +59,7 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
         name: weights[path] for name, path in model_arrays(record).items() if path in weights
     }
     by_name |= (dense := dense_tensors(model, tables))
-    if remade := remade_names(model, tables, dense):
+    if remade := remade_names(dense, dense_items(model, tables)):
         raise UnsupportedModelError(
             f"{remade[0]!r} of the model's state dict is no tensor of the model: a module makes it anew each time; "
             "follow with a model that keeps it in a buffer, or returns it from get_extra_state"
@@ -82,7 +89,7 @@ def _read_extra_state(catalog: Catalog, record: Record, model: nn.Module, where:
 
     The rest of the state is not read into arrays.
     """
-    if not (own := extra_state(model)):
+    if not (own := extra_state(named_state(model))):
         return {}
     state = catalog.state(record)
     extra = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)

@@ -153,7 +153,7 @@ class Loader:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
                     found = restore.run(self.options.rng, transfer, saves.tracker.clear)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
-                    restore.explain_changes(saves.tracker, transfer)
+                    restore.explain_changes(saves.tracker)
                     return found
             finally:
                 trained.follow_loaded()

@@ -23,14 +23,10 @@ class ModuleLoad:
 
     Parameters
     ----------
-    tables
-        They are filled.
     values
-        What is not in place, by stored name: tensors, and extra state. Everything else in the state dict is.
+        What is not in place, by stored name: tensors, and extra state. All else is, and the tables are filled.
     absent
         Names that the state dict is to be without.
-    where
-        The version, for messages.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class ModuleLoad:
         self._tables = {id(table.parameter): table for table in tables}
         self._state = model.state_dict(keep_vars=True)  # kept, so that no other tensor gets one's id
         self._metadata: Mapping[str, Any] = getattr(self._state, "_metadata", {})
-        self._given: OrderedDict[str, Any] = OrderedDict()
+        given: dict[str, Any] = {}
         self._in_place: dict[int, Any] = {}  # by id of the model's tensor: what stands for it
         names = state_names(model, self._state)
         told = {*values, *absent}
@@ -54,23 +50,19 @@ class ModuleLoad:
         for key, present in self._state.items():
             if key in self._wanted and names[key] not in absent:
                 value = _entry(present, values.get(names[key], present))
-                self._given[key] = self._in_place.setdefault(id(present), value)
+                given[key] = self._in_place.setdefault(id(present), value)
         self._of_tables = {id(self._in_place.get(each)) for each in self._tables} | {id(None)}
         keys = {name: key for key, name in names.items()}
         self._loaded = {keys.get(name) or loaders.key(name): value for name, value in values.items()}
-        self._given = OrderedDict({**self._loaded, **self._given})
-        self._missing: list[str] = []
-        self._unexpected: list[str] = []
+        self._given = OrderedDict({**self._loaded, **given})
+        self._told: tuple[list[str], list[str]] = [], []  # missing, unexpected
         self._errors: list[str] = []
 
     def run(self, strict: bool) -> None:
         """Run it. With `strict`, each entry has to be taken, and none may be missing.
 
-        Raises
-        ------
-        ModelMismatchError
-            A module or a hook failed, or moved a table's entry; or an entry was not taken, or is missing. The model is
-            partly overwritten.
+        `ModelMismatchError` if not, or if a module or a hook failed or moved a table's entry: the model is then partly
+        overwritten.
         """
         root = state_root(self._model)
         if is_overridden(root.load_state_dict):
@@ -78,13 +70,14 @@ class ModuleLoad:
                 root.load_state_dict(self._given, strict=strict)
             return
         self._load(root, self._given, "")
+        missing, unexpected = self._told
         for table in self._tables.values():
-            if table.key in self._missing:
+            if table.key in missing:
                 raise self._moved(table)
         problems = list(self._errors)
         if strict:
-            problems += [f"no module took {key!r}" for key in self._unexpected if key in self._loaded]
-            problems += [f"a module lacks {key!r}" for key in self._missing if key in self._wanted]
+            problems += [f"no module took {key!r}" for key in unexpected if key in self._loaded]
+            problems += [f"a module lacks {key!r}" for key in missing if key in self._wanted]
         if problems:
             raise ModelMismatchError(
                 f"{self._where} does not fit what modules load for themselves: {'; '.join(problems)}; load it in the "
@@ -94,11 +87,10 @@ class ModuleLoad:
     def _load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """What ``load_state_dict`` does for a module, and for those in it."""
         taker = f"load_state_dict of module {prefix[:-1] or 'the model'!r} ({type(module).__name__})"
-        told = self._missing, self._unexpected
         if self._has_to_load(module, state, prefix):
             with accepted(self._where, taker):
                 metadata = self._metadata.get(prefix[:-1], {})
-                module._load_from_state_dict(state, prefix, metadata, True, *told, self._errors)
+                module._load_from_state_dict(state, prefix, metadata, True, *self._told, self._errors)
         by_part: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
             if key.startswith(prefix):
@@ -108,7 +100,7 @@ class ModuleLoad:
             self._load(child, by_part.get(below, {}), below)
         for hook in users_hooks(module._load_state_dict_post_hooks):
             with accepted(self._where, taker):
-                if hook(module, _IncompatibleKeys(*told)) is not None:
+                if hook(module, _IncompatibleKeys(*self._told)) is not None:
                     raise AssertionError("a hook after load_state_dict returned a value")
 
     def _has_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
@@ -121,12 +113,8 @@ class ModuleLoad:
             is_in_place &= expected is found
             if found is not expected and id(tensor) in self._tables and id(found) in self._of_tables:
                 raise self._moved(self._tables[id(tensor)])
-        return (
-            not is_in_place
-            or prefix + EXTRA_STATE in state
-            or bool(module._load_state_dict_pre_hooks)
-            or is_overridden(module._load_from_state_dict)
-        )
+        acts = bool(module._load_state_dict_pre_hooks) or is_overridden(module._load_from_state_dict)
+        return acts or not is_in_place or prefix + EXTRA_STATE in state
 
     def _moved(self, table: Table) -> ModelMismatchError:
         return ModelMismatchError(

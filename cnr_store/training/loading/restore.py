@@ -50,7 +50,13 @@ from cnr_store.training.loading.validate_state import (
     with_own_part,
 )
 from cnr_store.training.model.arguments import IGNORE
-from cnr_store.training.model.dense_state import Loaders, extra_state, named_state, remade_names
+from cnr_store.training.model.dense_state import (
+    Loaders,
+    dense_items,
+    extra_state,
+    named_state,
+    remade_names,
+)
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
@@ -194,15 +200,12 @@ class Restore:
                 f"{match.where} holds no state of {', '.join(sorted(lacking))}; leave out of `state` what was not "
                 f"saved, or {IGNORE} the rest",
             )
-        given = len(trained.optimizers)
-        match.unexpected += [
-            f"state of optimizer {position}" for position in range(given, len(self._stepping))
-        ]
+        beyond = range(len(trained.optimizers), len(self._stepping))
+        match.unexpected += [f"state of optimizer {position}" for position in beyond]
         match.unexpected += [f"state of {name!r}" for name in state.objects if name not in self._objects]
-        own = extra_state(trained.model, named_state(trained.model, trained.excluded)).keys()
-        self._extra = {
-            name: value for name, value in state.extra_state.items() if not trained.excluded.fits(name)
-        }
+        own = extra_state(named_state(trained.model, trained.excluded)).keys()
+        fits = trained.excluded.fits
+        self._extra = {name: value for name, value in state.extra_state.items() if not fits(name)}
         missing, unexpected = sorted(own - self._extra.keys()), sorted(self._extra.keys() - own)
         match.absent += missing
         if match.not_taken(missing + unexpected):
@@ -296,11 +299,11 @@ class Restore:
         salvaged = salvaged_by_label(salvagers)
         return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
 
-    def explain_changes(self, tracker: Tracker, transfer: Transfer) -> None:
+    def explain_changes(self, tracker: Tracker) -> None:
         """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes."""
         for table in (fit.table for fit in self._match.tables):
             if table.path in self._exact and not self._salvage:  # others are saved whole
-                find = partial(differing_rows, self._catalog, self._record, table, transfer)
+                find = partial(differing_rows, self._catalog, self._record, table)
                 tracker.named(table.name).explain_changes(find)
 
     def _read_modules(self, transfer: Transfer) -> None:
@@ -308,7 +311,7 @@ class Restore:
         match, trained, loaders = self._match, self._trained, self._loaders
         tensors, names = match.tensors, [*match.tensors, *match.handed]
         entries, values = named_state(trained.model, trained.excluded), dict(self._extra)
-        own = {*remade_names(trained.model, trained.tables, tensors, entries)}
+        own = {*remade_names(tensors, dense_items(trained.model, trained.tables, entries))}
         own |= {name for name in entries if loaders.may_take(name) and not is_dtensor(tensors.get(name))}
 
         def read(name: str) -> tuple[AnyArray, str | None]:

@@ -181,24 +181,6 @@ class ChosenRows(Fill):
         return stored
 
 
-class Compared(Fill):
-    """Changes nothing: finds the rows that the target has otherwise than the array, bit for bit, as `differs`."""
-
-    def __init__(self, reader: Reader, target: Target) -> None:
-        super().__init__(reader, target)
-        self.differs = np.zeros(target.rows, bool)
-
-    def fill(self, first: int, rows: int) -> None:
-        start = first - self.target.first_row
-        stored = np.empty((rows, self.reader.columns), self.reader.dtype)
-        self.reader.read(first, stored)
-        for part in self.target.parts:
-            own = np.empty((rows, *part.tensor.shape[1:]), stored.dtype)
-            copy_slice(part.tensor, slice(start, start + rows), own)
-            expected = np.ascontiguousarray(_columns(part, stored))
-            self.differs[start : start + rows] |= (own.view(np.uint8) != expected.view(np.uint8)).any(axis=1)
-
-
 class Blended(ChosenRows):
     """The same, each column made of the numbers stored by `weights`.
 
@@ -247,8 +229,10 @@ def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
     CorruptionError
         The tensors are then partly overwritten.
     """
+    pieces = ((fill, region) for fill in fills for region in fill.regions())
     try:
-        read_all(fills, transfer)
+        for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
+            pass
     finally:
         # A read that fails half way has changed rows, too.
         for fill in fills:
@@ -256,19 +240,20 @@ def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
                 note_change(part.tensor)
 
 
-def read_all(fills: Sequence[Fill], transfer: Transfer) -> None:
-    """Read what every fill takes."""
-    pieces = ((fill, region) for fill in fills for region in fill.regions())
-    for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
-        pass
-
-
-def differing_rows(catalog: Catalog, record: Record, table: Table, transfer: Transfer) -> torch.Tensor | None:
+def differing_rows(catalog: Catalog, record: Record, table: Table) -> torch.Tensor | None:
     """The rows of a table that are not as stored: ``(n,)`` int64 from the first held. None if they can't be read."""
+    differs = np.zeros(table.local_rows, bool)
     try:
         reader = ArrayReader(catalog, record, table.path)
-        compared = Compared(reader, Target(table.first_row, table.local_rows, table.parts))
-        read_all([compared], transfer)
+        for first, rows in AllRows(reader, Target(table.first_row, table.local_rows, table.parts)).regions():
+            stored = np.empty((rows, reader.columns), reader.dtype)
+            reader.read(first, stored)
+            place = slice(first - table.first_row, first - table.first_row + rows)
+            for part in table.parts:
+                own = np.empty((rows, *part.tensor.shape[1:]), stored.dtype)
+                copy_slice(part.tensor, place, own)
+                expected = np.ascontiguousarray(_columns(part, stored))
+                differs[place] |= (own.view(np.uint8) != expected.view(np.uint8)).any(axis=1)
     except (BackendError, CorruptionError):  # as upkeep may have removed what was read
         return None
-    return torch.from_numpy(np.flatnonzero(compared.differs))
+    return torch.from_numpy(np.flatnonzero(differs))

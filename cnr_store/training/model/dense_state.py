@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,7 @@ NamedState = Mapping[str, tuple[str, Any]]
 def named_state(model: nn.Module, excluded: Exclusion = NOTHING) -> NamedState:
     """What the model's state dict holds now, by stored name, without what is excluded.
 
-    Raises
-    ------
-    UnsupportedModelError
-        Two entries have one name.
+    `UnsupportedModelError` if two entries have one name.
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
@@ -67,14 +64,17 @@ def dense_items(
     spread = {table.key for table in tables if isinstance(table, SpreadTable)}
     first_names: dict[int, str] = {}
     for name, (key, value) in (named_state(model) if state is None else state).items():
-        if id(value) in of_tables or name in spread:
+        if id(value) in of_tables or name in spread or key.rpartition(".")[2] == EXTRA_STATE:
             continue
-        if not isinstance(value, torch.Tensor):
-            _check_taken(model, key, name)
-        elif not is_extra_state(key, value):
+        if isinstance(value, torch.Tensor):
             for part, tensor in _plain_parts(name, value):
                 _check_dense(part, tensor)
                 yield part, first_names.setdefault(id(tensor), part), tensor
+        elif not Loaders(model).may_take(name):
+            raise UnsupportedModelError(
+                f"{key!r} of the model's state dict is neither a tensor nor extra state, and no hook or "
+                "_load_from_state_dict loads it; return it from get_extra_state"
+            )
 
 
 def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,15 +84,6 @@ def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
         return
     for part, inner in taken_apart(tensor, repr(name))[0].items():
         yield from _plain_parts(f"{name}.{part}", inner)
-
-
-def _check_taken(model: nn.Module, key: str, name: str) -> None:
-    """Check that a module takes an entry that is no tensor."""
-    if key.rpartition(".")[2] != EXTRA_STATE and not Loaders(model).may_take(name):
-        raise UnsupportedModelError(
-            f"{key!r} of the model's state dict is neither a tensor nor extra state, and no hook or "
-            "_load_from_state_dict loads it; return it from get_extra_state"
-        )
 
 
 def _check_dense(key: str, value: torch.Tensor) -> None:
@@ -110,24 +101,15 @@ def _check_dense(key: str, value: torch.Tensor) -> None:
 
 
 def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers that are no tables, by name: the model's own tensors, tied ones once.
-
-    Raises
-    ------
-    UnsupportedModelError
-        See `dense_items`.
-    """
+    """Parameters and persistent buffers that are no tables, by name: the model's own tensors, tied ones once."""
     return {name: tensor for name, first, tensor in dense_items(model, tables) if name == first}
 
 
 def remade_names(
-    model: nn.Module,
-    tables: Sequence[Table],
-    tensors: Mapping[str, torch.Tensor],
-    state: NamedState | None = None,
+    tensors: Mapping[str, torch.Tensor], items: Iterable[tuple[str, str, torch.Tensor]]
 ) -> list[str]:
-    """Which of `tensors`, from `dense_tensors`, modules make anew for each state dict: writes to them are lost."""
-    now = {name: tensor for name, _, tensor in dense_items(model, tables, state)}
+    """Which of `tensors` modules make anew for each state dict, as of `dense_items`: writes to them are lost."""
+    now = {name: tensor for name, _, tensor in items}
     # `tensors` are alive, so that other memory has another address.
     return [
         name
@@ -136,21 +118,13 @@ def remade_names(
     ]
 
 
-def is_extra_state(key: str, value: object) -> bool:
-    """Whether an entry of a state dict is stored with the state: what a module makes of itself, or no tensor."""
-    return key.rpartition(".")[2] == EXTRA_STATE or not isinstance(value, torch.Tensor)
-
-
-def extra_state(model: nn.Module, state: NamedState | None = None) -> dict[str, object]:
-    """What the model's modules return from ``get_extra_state``, and what is no tensor, by name.
-
-    Parameters
-    ----------
-    state
-        From `named_state`, where the caller has it.
-    """
-    found = named_state(model) if state is None else state
-    return {name: value for name, (key, value) in found.items() if is_extra_state(key, value)}
+def extra_state(state: NamedState) -> dict[str, object]:
+    """What the model's modules return from ``get_extra_state``, and what is no tensor, by name."""
+    return {
+        name: value
+        for name, (key, value) in state.items()
+        if key.rpartition(".")[2] == EXTRA_STATE or not isinstance(value, torch.Tensor)
+    }
 
 
 def state_root(module: nn.Module) -> nn.Module:

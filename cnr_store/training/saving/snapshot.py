@@ -270,7 +270,7 @@ def take_snapshot(
     for tree in trees:
         tree["state"] = {name: kept for name, kept in tree["state"].items() if not trained.excluded.has(name)}
     entries = named_state(trained.model, trained.excluded)
-    extra = extra_state(trained.model, entries)
+    extra = extra_state(entries)
     dense = _copy_dense(list(dense_items(trained.model, trained.tables, entries)))
     own = {"reader": reader, "rng": rng_state() if rng else None}
     shared = {

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import cnr_store
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.model import tensors
-from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state
+from cnr_store.training.model.dense_state import dense_items, dense_tensors, extra_state, named_state
 from cnr_store.training.model.names import clean_name, parameter_names, state_names
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
@@ -107,7 +107,7 @@ def test_wrapped_models_have_the_names_of_bare_ones(wrap: Any) -> None:
     ]
     bare = dense_tensors(model, find_tables(model)).keys()
     assert dense_tensors(wrapped, find_tables(wrapped)).keys() - {"n_averaged"} == bare
-    assert extra_state(wrapped) == {"counter._extra_state": {"seen": 0}}
+    assert extra_state(named_state(wrapped)) == {"counter._extra_state": {"seen": 0}}
     names = parameter_names(wrapped)
     assert set(names.values()) == set(parameter_names(model).values())
 
@@ -248,7 +248,7 @@ def test_extra_state_of_a_module_with_two_names_is_given_back(tmp_path: Path) ->
     for each in (model, other):
         each.add_module("again", each.counter)
     model.counter.value = {"seen": 3}
-    assert extra_state(model).keys() == {"counter._extra_state", "again._extra_state"}
+    assert extra_state(named_state(model)).keys() == {"counter._extra_state", "again._extra_state"}
     cnr_store.save(tmp_path, model)
     cnr_store.load(tmp_path, other)
     assert other.counter.value == {"seen": 3}
