@@ -126,11 +126,8 @@ def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayL
     ValueError, TypeError, KeyError
         It is malformed.
     """
-    leaf, strides = (
-        _in_c_order({key: body[key] for key in body if key != "strides"}, read),
-        body.get("strides"),
-    )
-    if strides is None:
+    leaf = _in_c_order({key: body[key] for key in body if key != "strides"}, read)
+    if (strides := body.get("strides")) is None:
         return leaf
     if any(type(n) is not int or n < 0 for n in strides):
         raise ValueError("its strides are no natural numbers")

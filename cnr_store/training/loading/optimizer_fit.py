@@ -45,11 +45,9 @@ class OptimizerFit:
     loaded
         Names of the parameters whose state is loaded. One without any in `tree` had none.
     settings
-        Whether the groups' settings are loaded.
+        Whether the groups' settings are loaded, and state that has no parameter's name.
     moved
         Names of the tables whose state is read from what a fused optimizer kept.
-    rest
-        Whether state is loaded that has no parameter's name: ``more`` or ``whole`` of the tree.
     slots
         By table and key, the tensor to fill: the optimizer's own, or a new one.
     """
@@ -60,7 +58,6 @@ class OptimizerFit:
     loaded: Collection[str]
     settings: bool
     moved: Collection[str] = ()
-    rest: bool = True
     slots: Slots = field(default_factory=dict)
 
     def take_slots(self, arrays: Mapping[str, ArrayEntry]) -> None:
@@ -120,12 +117,11 @@ class OptimizerFit:
         has none.
         """
         owned = {names.get(id(one)) for group in self.optimizer.param_groups for one in group["params"]}
-        if self.settings and self.rest and owned <= {*self.loaded}:  # nothing of the present state stays
+        if self.settings and owned <= {*self.loaded}:  # nothing of the present state stays
             return _with_slots(self.tree, self.slots), self.slots
         tree = optimizer_tree(self.optimizer, names, tables)
         if self.settings:
-            taken = ("param_groups", "other", "more") if self.rest else ("param_groups", "other")
-            tree |= {name: self.tree[name] for name in taken if name in self.tree}
+            tree |= {name: self.tree[name] for name in ("param_groups", "other", "more") if name in self.tree}
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
             for table in tables
@@ -237,16 +233,16 @@ def _fit_optimizer(
     # What may count parameters or rows, and does not name them. Single values do not.
     unnamed = "whole" in tree or any(type(value) not in (bool, int, float, str, type(None)) for value in more)
     is_same = all(fit.exact for fit in fits.values()) and owned.keys() <= {*loaded}
-    rest = not unnamed or (everything and is_same and stored_order == named_groups(optimizer, names))
-    if not rest:
+    if unnamed and not (everything and is_same and stored_order == named_groups(optimizer, names)):
+        settings = False
         match.missing.append(f"state of optimizer {position} that names no parameters")
-    if everything and not rest:
-        match.differs(
-            f"the state_dict of optimizer {position} ({tree['class']}) in {match.where} has state that names no "
-            f"parameters, so it fits only the tables and groups that were saved, in order; give those, or {IGNORE} the "
-            "others"
-        )
-    return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings, rest=rest)
+        if everything:
+            match.differs(
+                f"the state_dict of optimizer {position} ({tree['class']}) in {match.where} has state that names no "
+                f"parameters, so it fits only the tables and groups that were saved, in order; give those, or {IGNORE} "
+                "the others"
+            )
+    return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings)
 
 
 def _with_slots(tree: Tree, slots: Slots) -> Tree:
@@ -273,23 +269,19 @@ def _target(
             f"table {fit.table.name!r} is a DTensor, and the optimizer's {slot!r} is stored as {entry.shape}: it "
             "is not known how to split it over the ranks; load without the optimizer"
         )
-    if is_whole and follows:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    if is_whole:
-        made = torch.empty(shape[::-1] if by_columns else shape, dtype=dtype, device=parameter.device)
-        return made.t() if by_columns else made
-    if own is not None:
+    if own is not None and not is_whole:
         if tuple(own.shape) == shape and own.is_floating_point() and dtype.is_floating_point:
             return own
         raise ModelMismatchError(
             f"table {fit.table.name!r}: the optimizer's {slot!r} is {tuple(own.shape)} {own.dtype}, stored as "
             f"{entry.shape} {entry.element}; load without the optimizer"
         )
-    if type(optimizer) not in _BEGIN_AT_ZERO:
+    if type(optimizer) not in _BEGIN_AT_ZERO and not is_whole:
         raise ModelMismatchError(
             f"table {fit.table.name!r} has rows that are not loaded, and {type(optimizer).__name__} has no {slot!r} of "
             "them: make a step before, or load without the optimizer"
         )
-    if is_dtensor(parameter) or shape == tuple(parameter.shape):
+    if follows or (not is_whole and shape == tuple(parameter.shape)):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    made = torch.zeros(shape[::-1] if by_columns else shape, dtype=dtype, device=parameter.device)
+    return made.t() if by_columns else made

@@ -50,13 +50,7 @@ def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: se
 
 
 def wrapper_of(stored: Any, path: str) -> Any:
-    """State as it was, where it is a wrapper of tensors, whose class the program has registered.
-
-    Raises
-    ------
-    ModelMismatchError
-        It has not, or the class does not accept what was stored.
-    """
+    """State as it was, where it is a wrapper of tensors, whose class the program has registered, or is refused."""
     if not isinstance(stored, OfClass):
         return stored
     kinds = {class_name(one): one for one in torch.serialization.get_safe_globals() if isinstance(one, type)}
@@ -74,18 +68,14 @@ def wrapper_of(stored: Any, path: str) -> Any:
             raise ValueError(f"its shape is {tuple(made.shape)}")
         return made
     except Exception as error:  # whatever the class raises
-        raise ModelMismatchError(
-            f"{path}: {stored.name} does not accept what was stored: {error!r}"
-        ) from error
+        text = f"{path}: {stored.name} does not accept what was stored: {error!r}"
+        raise ModelMismatchError(text) from error
 
 
 def settings_of(stored: Any, live: Any, path: str) -> Any:
     """Stored settings of an optimizer, in which values have the classes that `live` ones have at their places.
 
-    Raises
-    ------
-    ModelMismatchError
-        There is none of that class, or it does not accept the value.
+    `ModelMismatchError` if there is none of that class, or it does not accept the value.
     """
     if isinstance(stored, OfClass):
         kind: Any = type(live)

@@ -194,11 +194,7 @@ def torch_value(leaf: Leaf) -> object:
         Its element type is not one whose bits it holds, or none that this torch has.
     """
     if isinstance(leaf, OfClass):
-        makers: Mapping[str, Any] = {
-            "torch.dtype": dtype_named,
-            "torch.device": torch.device,
-            "torch.Size": torch.Size,
-        }
+        makers: Any = {"torch.dtype": dtype_named, "torch.device": torch.device, "torch.Size": torch.Size}
         try:
             return makers[leaf.name](leaf.value) if leaf.name in makers else leaf
         except RuntimeError as error:

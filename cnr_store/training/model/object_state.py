@@ -73,12 +73,7 @@ def tensor_leaf(value: object) -> Leaf | None:
 
 
 def refuse_loader(reader: object) -> None:
-    """Refuse a `DataLoader`, which has no position that could be saved. torchdata's has one.
-
-    Raises
-    ------
-    OptionError
-    """
+    """Refuse a `DataLoader` (`OptionError`), which has no position that could be saved. torchdata's has one."""
     if isinstance(reader, DataLoader) and not callable(getattr(reader, "state_dict", None)):
         raise OptionError(
             "a DataLoader does not tell its position: make reader = TrackedReader(loader), take the batches from it, "
@@ -89,12 +84,7 @@ def refuse_loader(reader: object) -> None:
 def state_of(value: Any) -> Any:
     """An object's `state_dict()`, or the value itself where it has none.
 
-    Raises
-    ------
-    StateError
-        It is a class.
-    OptionError
-        It is a loader without a state.
+    `StateError` if it is a class, `OptionError` if it is a loader without a state.
     """
     refuse_loader(value)
     if isinstance(value, type):
@@ -113,21 +103,13 @@ def is_wrapper(value: object) -> bool:
 
 
 def taken_apart(value: Any, where: str) -> tuple[dict[str, Any], object]:
-    """The tensors that a wrapper has, by name, and what else its class makes it of.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Its class fails.
-    """
+    """The tensors that a wrapper has, by name, and what else its class makes it of; refused if its class fails."""
     try:
         names, context = value.__tensor_flatten__()
         return {name: getattr(value, name) for name in names}, context
     except Exception as error:  # whatever the class raises
-        kind = class_name(type(value))
-        raise UnsupportedModelError(
-            f"{where} is a {kind}, which can't tell its tensors: {error!r}"
-        ) from error
+        text = f"{where} is a {class_name(type(value))}, which can't tell its tensors: {error!r}"
+        raise UnsupportedModelError(text) from error
 
 
 def _wrapper(value: Any, where: str) -> Any:
@@ -165,13 +147,7 @@ def _settings(value: Any) -> Any:
 
 
 def check_settings(optimizers: Sequence[Optimizer]) -> None:
-    """Check that the settings of optimizers can be stored, except where a ``state_dict`` may tell others.
-
-    Raises
-    ------
-    StateError
-        Naming the setting that can't.
-    """
+    """Refuse settings of optimizers that can't be stored, except where a ``state_dict`` may tell others."""
     for position, each in enumerate(optimizers):
         if type(each).state_dict is not Optimizer.state_dict or each._optimizer_state_dict_post_hooks:
             continue

@@ -31,12 +31,8 @@ def load_uncast(optimizer: Optimizer, state_dict: dict[str, Any], converted: Col
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         optimizer.load_state_dict(state_dict)
         return
-    own = {
-        id(value)
-        for values in optimizer.state.values()
-        if isinstance(values, Mapping)
-        for value in values.values()
-    }
+    kept = (values for values in optimizer.state.values() if isinstance(values, Mapping))
+    own = {id(value) for values in kept for value in values.values()}
     given: dict[int, Mapping[Any, Any]] = {}
 
     def take(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:

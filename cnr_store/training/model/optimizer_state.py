@@ -156,13 +156,9 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
                 f"the state_dict of {type(optimizer).__name__} is no more in torch's form; make a new checkpointer"
             )
         _check_keys(optimizer, state)
-        bare = {
-            "param_groups": [{"params": params} for params in groups],
-            "state": {},
-            "slots": {},
-            "other": {},
-        }
-        return {"class": type(optimizer).__name__, **bare, "whole": dict(state)}
+        kept: Tree = {"state": {}, "slots": {}, "other": {}, "whole": dict(state)}
+        kept["param_groups"] = [{"params": params} for params in groups]
+        return {"class": type(optimizer).__name__, **kept}
     name_of = {
         number: name
         for group, params in zip(state["param_groups"], groups, strict=True)
@@ -177,20 +173,18 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     other = {number: values for number, values in state["state"].items() if number not in name_of}
     more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     _check_keys(optimizer, more)
+    by_table = {table.name: slots[table.parameter_name] for table in tables}
+    columns = {
+        name: [key for key, one in own.items() if lies_by_columns(one)] for name, own in by_table.items()
+    }
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
             {**group, "params": params} for group, params in zip(state["param_groups"], groups, strict=True)
         ],
         "state": by_name,
-        "slots": {
-            table.name: sorted(slots[table.parameter_name]) for table in tables if slots[table.parameter_name]
-        },
-        "columns": {
-            table.name: columns
-            for table in tables
-            if (columns := [key for key, one in slots[table.parameter_name].items() if lies_by_columns(one)])
-        },
+        "slots": {name: sorted(own) for name, own in by_table.items() if own},
+        "columns": {name: keys for name, keys in columns.items() if keys},
         "other": other,
     } | ({"more": more} if more else {})
 
@@ -277,11 +271,10 @@ def load_optimizer(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}
     numbers = itertools.count()  # torch's, in the order of the optimizer's groups
+    matched = zip(optimizer.param_groups, _match_groups(tree["param_groups"], groups), strict=True)
     saved_groups = [
         {**_with_names_of(own, group), "params": [next(numbers) for _ in group["params"]]}
-        for own, group in zip(
-            optimizer.param_groups, _match_groups(tree["param_groups"], groups), strict=True
-        )
+        for own, group in matched
     ]
     is_fused = [group.get("fused") for group in saved_groups for _ in group["params"]]
     state = {

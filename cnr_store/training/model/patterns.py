@@ -55,12 +55,7 @@ class Exclusion:
         return self.fits(name) or (name in self.tables and self.fits(table_name(name)))
 
     def check(self, names: Collection[str]) -> None:
-        """Check that each pattern fits one of all names.
-
-        Raises
-        ------
-        OptionError
-        """
+        """Raise an `OptionError` if a pattern fits none of all names."""
         for pattern in self.patterns:
             if not fnmatch.filter(names, pattern):
                 raise OptionError(f"exclude: {pattern!r} fits no table or tensor; there are {sorted(names)}")

@@ -161,8 +161,7 @@ class TrainedModel:
         """Have wrappers of optimizers follow those, and optimizers share groups as before, once these were loaded."""
         follow_inner(self.given)
         for one, other in self.sharing:
-            if one.param_groups is not other.param_groups:
-                other.param_groups = one.param_groups
+            other.param_groups = one.param_groups
 
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""
