@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
-from cnr_backends import Backend, ObjectExistsError, StorageError
+from cnr_backends import Backend, ObjectExistsError, StorageError, WrapperBackend
 from cnr_store.writing.patience import Patience
 
 Result = TypeVar("Result")
 
 
-class PatientBackend(Backend):
+class PatientBackend(WrapperBackend):
     """Passes every operation on to another backend, with `patience`.
 
     Attributes
@@ -29,32 +29,12 @@ class PatientBackend(Backend):
     """
 
     def __init__(self, inner: Backend, patience: Patience) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.atomic_create = inner.atomic_create
+        super().__init__(inner)
         self.seconds_putting = 0.0
         self.bytes_read = 0
         self.operations = 0
         self._patience = patience
         self._lock = threading.Lock()
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def hold_reserve(self) -> None:
-        self.inner.hold_reserve()
-
-    def shrink_reserve(self) -> bool:
-        return self.inner.shrink_reserve()
-
-    def prepare(self, key: str) -> None:
-        self.inner.prepare(key)
-
-    def sweep(self, prefix: str) -> None:
-        self.inner.sweep(prefix)
-
-    def confirm(self, key: str) -> None:
-        self.inner.confirm(key)
 
     def _put(self, key: str, pieces: list[memoryview]) -> None:
         self._patience.pace(sum(map(len, pieces)))
@@ -92,32 +72,13 @@ class PatientBackend(Backend):
 
         return self._run(create)
 
-    def _delete(self, key: str) -> None:
-        self._run(lambda: self.inner.delete(key))
-
-    def _get(self, key: str) -> bytes:
-        return self._read(lambda: self.inner.get(key))
-
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read(lambda: self.inner.get_range(key, start, length))
-
-    def _get_suffix(self, key: str, length: int) -> bytes:
-        return self._read(lambda: self.inner.get_suffix(key, length))
-
-    def _size(self, key: str) -> int:
-        return self._run(lambda: self.inner.size(key))
-
-    def _list_names(self, prefix: str) -> list[str]:
-        return self._run(lambda: self.inner.list_names(prefix))
-
-    def _list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
-        return self.inner.list_keys(prefix)
-
-    def _read(self, read: Callable[[], bytes]) -> bytes:
-        data = self._run(read)
+    def _pass(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        if operation == "list_keys":  # which reads as its result is taken
+            return call()
+        result = self._run(call)
         with self._lock:
-            self.bytes_read += len(data)
-        return data
+            self.bytes_read += len(result) if isinstance(result, bytes) else 0
+        return result
 
     def _run(self, operation: Callable[[], Result]) -> Result:
         result = self._patience.run(operation)
