@@ -162,13 +162,7 @@ class Catalog:
         self.shared, self._folded = SharedObjects.unpack(data)
 
     def record(self, version: str) -> Record:
-        """The record of a version that must exist.
-
-        Raises
-        ------
-        VersionNotFoundError
-            It was never committed.
-        """
+        """The record of a version that must exist. `VersionNotFoundError` if it was never committed."""
         record = self.find_record(version)
         if record is None:
             raise VersionNotFoundError(
@@ -296,13 +290,7 @@ class Catalog:
         return state
 
     def proven(self, record: Record, name: str, sha256: str) -> bytes:
-        """An object of a version that has this digest.
-
-        Raises
-        ------
-        CorruptionError
-            It is lost, or has another.
-        """
+        """An object of a version that has this digest. `CorruptionError` if it is lost, or has another."""
         key = record.key(name)
         data = self._read(key, lambda key: read_object(self.backend, key, record.home))
         if hashlib.sha256(data).hexdigest() != sha256:

@@ -233,13 +233,7 @@ def newest_claim(backend: Backend) -> ClaimRecord | None:
 
 
 def read_claim(backend: Backend, name: str) -> ClaimRecord:
-    """What the claim of this name says.
-
-    Raises
-    ------
-    CorruptionError
-        It is lost, or malformed.
-    """
+    """What the claim of this name says. `CorruptionError` if it is lost, or malformed."""
     key = layout.writer_key(name)
     try:
         return decode_claim(read_object(backend, key, f"writer {name}"), name)
@@ -250,13 +244,7 @@ def read_claim(backend: Backend, name: str) -> ClaimRecord:
 
 
 def decode_claim(data: bytes, name: str) -> ClaimRecord:
-    """A claim from the bytes of its object.
-
-    Raises
-    ------
-    ValueError
-        It is malformed, or another claim's.
-    """
+    """A claim from the bytes of its object. `ValueError` if it is malformed, or another claim's."""
     doc = validate.members(loads(data, "it"), "it")
     absent = sorted({"generation", "token", "base", "time"} - doc.keys())
     if absent:

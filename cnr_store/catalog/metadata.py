@@ -12,13 +12,7 @@ from cnr_store.format.state import Json, decode_state
 
 
 def decode_metadata(doc: Json) -> Any:
-    """The metadata that stands in a record. Tensors become numpy arrays.
-
-    Raises
-    ------
-    FormatError
-        It can't be decoded.
-    """
+    """The metadata that stands in a record. Tensors become numpy arrays. `FormatError` if it can't be decoded."""
     return decode_state(doc, read=_no_array)
 
 

@@ -57,12 +57,6 @@ def list_tags(backend: Backend) -> list[str]:
 
 
 def read_tags(backend: Backend) -> dict[str, str]:
-    """The ids that all tags name, by tag.
-
-    Raises
-    ------
-    CorruptionError
-        A tag can't be read, so it is unknown what it keeps.
-    """
+    """The ids that all tags name, by tag. `CorruptionError` if a tag can't be read, so it is unknown what it keeps."""
     found = {name: read_tag(backend, name) for name in list_tags(backend)}
     return {name: version for name, version in found.items() if version is not None}

@@ -165,13 +165,7 @@ class SalvageReader:
         return np.ones(len(out), bool)
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
-        """As `ArrayReader.read_rows`.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            As `read` does.
-        """
+        """As `ArrayReader.read_rows`. Raises as `read` does."""
         wanted = need.copy()
         if self._exact is not None:
             try:

@@ -90,13 +90,7 @@ def health(facts: Facts) -> str:
 
 
 def open_store(url: str, options: Mapping[str, Any]) -> Catalog:
-    """The catalog of a store that is there.
-
-    Raises
-    ------
-    EmptyStoreError
-        There is no store.
-    """
+    """The catalog of a store that is there. `EmptyStoreError` if there is no store."""
     catalog = Catalog(open_backend(url, **options))
     if not catalog.check_format():
         raise EmptyStoreError(f"{catalog.backend.url} holds no store: check the URL")
@@ -124,13 +118,7 @@ class StoreFacts:
 
 
 def read_store(catalog: Catalog) -> StoreFacts:
-    """What names and records tell of a store now.
-
-    Raises
-    ------
-    EmptyStoreError
-        There is no store.
-    """
+    """What names and records tell of a store now. `EmptyStoreError` if there is no store."""
     backend = catalog.backend
     records, damaged = read_records(catalog)
     if not (records or damaged or catalog.check_format()):

@@ -275,13 +275,7 @@ def gc(
 
 
 def _parse_best(text: str | None) -> rules.KeepBest | None:
-    """The rule from NAME:max:N.
-
-    Raises
-    ------
-    typer.BadParameter
-        It is something else.
-    """
+    """The rule from NAME:max:N. `typer.BadParameter` if it is something else."""
     if text is None:
         return None
     name, mode, count = [*text.rsplit(":", 2), "", ""][:3]

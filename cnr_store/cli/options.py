@@ -89,13 +89,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """A filesystem's options from JSON text.
-
-    Raises
-    ------
-    typer.BadParameter
-        It is not a JSON object.
-    """
+    """A filesystem's options from JSON text. `typer.BadParameter` if it is not a JSON object."""
     try:
         options = json.loads(text)
     except ValueError as error:
@@ -114,13 +108,7 @@ def parse_version(text: str) -> str | int:
 
 
 def parse_bits(text: str) -> int | str:
-    """A width of quantized values as the library takes it.
-
-    Raises
-    ------
-    typer.BadParameter
-        There is no such width.
-    """
+    """A width of quantized values as the library takes it. `typer.BadParameter` if there is no such width."""
     bits = int(text) if (len(text) == 1 and text.isascii() and text.isdecimal()) or text == "32" else text
     try:
         check_bits(bits)

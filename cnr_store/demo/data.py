@@ -162,13 +162,7 @@ class Features:
 
 
 def load_features(folder: Path) -> Features:
-    """Read the three files of `folder`, see `find_data`.
-
-    Raises
-    ------
-    DemoDataError
-        A file is damaged; the message names it.
-    """
+    """Read the three files of `folder`, see `find_data`. `DemoDataError` if a file is damaged; the message names it."""
     users = _read(folder / "ml-100k.user", 5)
     items = _read(folder / "ml-100k.item", 4)
     user, item, rating, seconds = _ratings(folder / "ml-100k.inter", users, items)

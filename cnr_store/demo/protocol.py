@@ -113,13 +113,7 @@ def event_line(event: Event) -> str:
 
 
 def parse_event(line: str) -> Event:
-    """Inverse of `event_line`.
-
-    Raises
-    ------
-    DemoError
-        The line is not an event.
-    """
+    """Inverse of `event_line`. `DemoError` if the line is not an event."""
     try:
         name, fields = json.loads(line)
         return _EVENTS[name](**fields)
@@ -157,25 +151,13 @@ class RunLog:
 
     @property
     def result(self) -> Finished:
-        """How the run ended.
-
-        Raises
-        ------
-        DemoError
-            It did not finish.
-        """
+        """How the run ended. `DemoError` if it did not finish."""
         if self.finished is None:
             raise DemoError(f"a training run stopped at step {self.last_step}, before its end")
         return self.finished
 
     def add(self, event: Event) -> None:
-        """Record the next event.
-
-        Raises
-        ------
-        DemoError
-            A step is missing, or the run failed.
-        """
+        """Record the next event. `DemoError` if a step is missing, or the run failed."""
         match event:
             case Started():
                 self.started = event

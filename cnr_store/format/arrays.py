@@ -289,13 +289,7 @@ def parse_unpacker(doc: Doc, what: str) -> Unpacker:
 
 
 def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
-    """How a dense array is cut.
-
-    Raises
-    ------
-    FormatError
-        The document, which `what` names, is not one that format 1 allows.
-    """
+    """How a dense array is cut. `FormatError` if the document, which `what` names, is not one that format 1 allows."""
     try:
         shape, chunk = _shape_and_chunk(doc, range(MAX_DIMENSIONS + 1), minimum=0)
         dtype = _NUMBER_TYPES[doc["data_type"]]

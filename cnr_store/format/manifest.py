@@ -53,13 +53,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's bytes, which `decode_manifest` reads.
-
-    Raises
-    ------
-    SaveError
-        There are too many objects.
-    """
+    """The manifest's bytes, which `decode_manifest` reads. `SaveError` if there are too many objects."""
     arrays = {}
     for path, parts in manifest.arrays.items():
         indexes = sorted(parts)
@@ -80,13 +74,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, version: str) -> Manifest:
-    """Parse and prove the manifest of `version`.
-
-    Raises
-    ------
-    CorruptionError
-        Naming the version and the defect.
-    """
+    """Parse and prove the manifest of `version`. `CorruptionError` names the version and the defect."""
     what = f"manifest of version {version}"
     doc = loads(_inflate(data, what), what)
     try:

@@ -166,13 +166,7 @@ def encode_scalar(value: np.generic) -> list[str] | None:
 
 
 def decode_scalar(body: Any) -> np.generic:
-    """The scalar that `encode_scalar` was given.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        The body is malformed.
-    """
+    """The scalar that `encode_scalar` was given. `ValueError` or `TypeError` or `KeyError` if the body is malformed."""
     dtype, data = body
     (value,) = np.frombuffer(base64.b64decode(data, validate=True), NUMBER_TYPES[dtype])
     scalar: np.generic = value

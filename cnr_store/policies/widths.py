@@ -107,13 +107,7 @@ def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[
 
 
 def check_bits(bits: Bits) -> Bits:
-    """Refuse widths out of range before anything is written.
-
-    Raises
-    ------
-    OptionError
-        Naming the value and what is allowed.
-    """
+    """Refuse widths out of range before anything is written. `OptionError` names the value and what is allowed."""
     _check_widths("bits", bits, "'user*'", words=("auto",))
     return bits
 

@@ -188,13 +188,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, doc: object) -> Self:
-        """What `to_json` gave.
-
-        Raises
-        ------
-        ValueError
-            `doc` is anything else.
-        """
+        """What `to_json` gave. `ValueError` if `doc` is anything else."""
         if not isinstance(doc, dict) or doc.keys() != {"name", "shape", "bands"}:
             raise ValueError("a placement is an object with name, shape and bands")
         name, shape = doc["name"], [_count(size, 0) for size in _list(doc["shape"])]

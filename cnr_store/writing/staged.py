@@ -68,13 +68,7 @@ class Staged:
         }
 
     def add(self, vote: Mapping[str, Any]) -> None:
-        """Add what another rank put.
-
-        Raises
-        ------
-        SaveError
-            Both put the same object.
-        """
+        """Add what another rank put. `SaveError` if both put the same object."""
         for path, parts in vote["parts"].items():
             own = self.parts.setdefault(path, {})
             for index, nbytes, tail in _unpacked(parts):

@@ -34,13 +34,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` without a trailing "/". "" is the root.
-
-    Raises
-    ------
-    KeyNameError
-        The prefix is neither "" nor a key.
-    """
+    """Return `prefix` without a trailing "/". "" is the root. `KeyNameError` if the prefix is neither "" nor a key."""
     if prefix == "":
         return prefix
     return check_key(prefix.removesuffix("/"))

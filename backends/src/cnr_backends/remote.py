@@ -269,13 +269,7 @@ class MemoryBackend(FsspecBackend):
 
 
 def checked_seconds(seconds: Any) -> float:
-    """Return `seconds`, if it is a positive number.
-
-    Raises
-    ------
-    ValueError
-        It is not.
-    """
+    """Return `seconds`, if it is a positive number. `ValueError` if it is not."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(f"operation_seconds must be a positive number, got {seconds!r}")
     return float(seconds)

@@ -122,13 +122,7 @@ class Figures:
 
 
 def read_figures(catalog: Catalog) -> Figures:
-    """The figures of a store now.
-
-    Raises
-    ------
-    EmptyStoreError
-        There is no store, or no version in it.
-    """
+    """The figures of a store now. `EmptyStoreError` if there is no store, or no version in it."""
     found = read_store(catalog)
     if not found.versions:
         raise EmptyStoreError(

@@ -122,13 +122,7 @@ class FoldedArray:
         return self.grid.shard_grid[0]
 
     def put_shard(self, backend: Backend, fold: Record, shard: int) -> Part:
-        """Compose one shard and store it under the fold.
-
-        Raises
-        ------
-        CorruptionError, FormatError, SaveError
-            As `chunks` does.
-        """
+        """Compose one shard and store it under the fold. Raises as `chunks` does."""
         pieces = build_shard(self.chunks(shard, lambda first_row: fold.seal(self.path, first_row, 0)))
         place = f"c/{shard}/0" if len(self.reader.shape) == 2 else f"c/{shard}"
         backend.put(fold.key(self.path, place), pieces)

@@ -176,13 +176,7 @@ class Repair:
             progress(done, known)
 
     def commit(self) -> RepairReport:
-        """Write the sound version, if something is damaged.
-
-        Raises
-        ------
-        CorruptionError, SupersededError, SaveError
-            As `repair` does.
-        """
+        """Write the sound version, if something is damaged. Raises as `repair` does."""
         if self._writer is None or self.report.outcome == "sound":
             return self.report
         record = self._record

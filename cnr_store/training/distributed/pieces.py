@@ -133,13 +133,7 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, ...]:
-    """The parts that a process holds of an array, by column.
-
-    Raises
-    ------
-    UnsupportedModelError
-        They have different rows.
-    """
+    """The parts that a process holds of an array, by column. `UnsupportedModelError` if they have different rows."""
     if len({(piece.first_row, len(piece.tensor)) for piece in pieces}) > 1:
         raise UnsupportedModelError(
             f"table {name!r}: this rank holds other rows of it in some columns than in others; shard all columns of a "

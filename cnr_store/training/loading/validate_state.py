@@ -84,13 +84,7 @@ def check_tree(tree: object, where: str) -> StoredState:
 
 
 def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
-    """A state with what this rank alone has, proven.
-
-    Raises
-    ------
-    CorruptionError
-        Naming what is malformed.
-    """
+    """A state with what this rank alone has, proven. `CorruptionError` names what is malformed."""
     reader, rng = _own_members(part, where)
     return replace(state, reader=reader, rng=rng)
 

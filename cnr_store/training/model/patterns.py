@@ -12,13 +12,7 @@ from cnr_store.format.layout import table_name
 
 
 def check_patterns(option: str, given: Any) -> tuple[str, ...]:
-    """One name or pattern, or several.
-
-    Raises
-    ------
-    OptionError
-        Something in it is no string; the error names the option.
-    """
+    """One name or pattern, or several. `OptionError` if something in it is no string; the error names the option."""
     try:
         patterns = (given,) if isinstance(given, str) else tuple(given)
     except TypeError:

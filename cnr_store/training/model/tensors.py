@@ -41,13 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch's element type of that name.
-
-    Raises
-    ------
-    ModelMismatchError
-        This torch has no such type.
-    """
+    """torch's element type of that name. `ModelMismatchError` if this torch has no such type."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ModelMismatchError(

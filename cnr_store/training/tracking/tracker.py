@@ -292,13 +292,7 @@ class Tracker:
             raise
 
     def restore(self, bitmaps: Mapping[str, Bitmap]) -> None:
-        """Flag the rows of a failed save again.
-
-        Raises
-        ------
-        ModelMismatchError
-            There is no such table; nothing was flagged.
-        """
+        """Flag the rows of a failed save again. `ModelMismatchError` if there is no such table; nothing was flagged."""
         for tracker, flagged in [(self.named(name), flagged) for name, flagged in bitmaps.items()]:
             tracker.give_back(flagged)
 

@@ -72,13 +72,7 @@ BY_CODE = {element.code: element for element in ELEMENTS}
 
 
 def element_named(name: str) -> Element:
-    """Return the element type of that name.
-
-    Raises
-    ------
-    RowsError
-        The name is unknown.
-    """
+    """Return the element type of that name. `RowsError` if the name is unknown."""
     try:
         return BY_NAME[name]
     except KeyError:

@@ -86,13 +86,7 @@ def check_values(values: Rows, rows: int, element: str) -> tuple[Element, Rows]:
 
 
 def check_offsets(offsets: Offsets | None, count: int, rows: int) -> None:
-    """Check the offsets of `count` rows alone.
-
-    Raises
-    ------
-    RowsError
-        The offsets are not as `RowCodec.encode_rows` says.
-    """
+    """Check the offsets of `count` rows alone. `RowsError` if the offsets are not as `RowCodec.encode_rows` says."""
     if offsets is None:
         if count > rows:
             raise RowsError(f"{count} rows don't fit into a chunk of {rows}")

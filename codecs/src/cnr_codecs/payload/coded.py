@@ -138,13 +138,7 @@ class CodedRows:
         return cls(CodedLines.encode(symbols, line + 1), line_rows, check, grid)
 
     def decode(self) -> npt.NDArray[np.int16]:
-        """Return all codes, flat.
-
-        Raises
-        ------
-        PayloadError
-            They are damaged.
-        """
+        """Return all codes, flat. `PayloadError` if they are damaged."""
         centers = 0 if self.grid is None else -(-self.lines.size // self.lines.line)
         codes, place, check = np.empty(self.lines.size - centers, np.int16), 0, 0
         room = block_room(self.lines)
@@ -173,13 +167,7 @@ class CodedRows:
         return codes
 
     def prove(self, check: int) -> None:
-        """Compare the checksum of all codes.
-
-        Raises
-        ------
-        PayloadError
-            It is another.
-        """
+        """Compare the checksum of all codes. `PayloadError` if it is another."""
         if check != self.check:
             raise PayloadError("the codes are damaged (crc32c differs)")
 

@@ -256,13 +256,7 @@ def head_bytes(row_sets: Iterable[RowSet]) -> int:
 
 
 def checked_seal(seal: int) -> int:
-    """Return the seal, if it is an unsigned 64-bit integer.
-
-    Raises
-    ------
-    RowsError
-        It is not.
-    """
+    """Return the seal, if it is an unsigned 64-bit integer. `RowsError` if it is not."""
     if not 0 <= seal <= MAX_U64:
         raise RowsError(f"the seal must be an unsigned 64-bit integer, got {seal}")
     return seal

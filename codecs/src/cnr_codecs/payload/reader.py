@@ -31,13 +31,7 @@ class Reader:
 
 
 def as_bytes(data: Any) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a buffer, read-only.
-
-    Raises
-    ------
-    PayloadError
-        It is no contiguous buffer.
-    """
+    """Return the bytes of a buffer, read-only. `PayloadError` if it is no contiguous buffer."""
     try:
         view = memoryview(data)
         buffer = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else _NO_BYTES

@@ -226,13 +226,7 @@ def _pack_gaps(offsets: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint8]:
 
 
 def _unpack_gaps(data: npt.NDArray[np.uint8], count: int, rows: int) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield the rows of gaps in blocks.
-
-    Raises
-    ------
-    PayloadError
-        The bits are not those of `count` rows below `rows`.
-    """
+    """Yield the rows of gaps in blocks. `PayloadError` if the bits are not those of `count` rows below `rows`."""
     shift, bits = int(data[0]) if len(data) else MAX_SHIFT + 1, data[1:]
     place, row = 0, -1
     for start in range(0, count, BLOCK_ROWS):
@@ -280,13 +274,7 @@ def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where
 
 
 def validate_disjoint(row_sets: Sequence[RowSet], rows: int) -> None:
-    """Check that no row is in two of the row sets of a payload's segments.
-
-    Raises
-    ------
-    PayloadError
-        One is.
-    """
+    """Check that no row is in two of the row sets of a payload's segments. `PayloadError` if one is."""
     if len(row_sets) < 2:
         return
     seen = np.zeros(rows, np.bool_)
