@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cnr_codecs.kernels.building.compiled import cache_folders
+from cnr_codecs import cache_folders
 from cnr_codecs.kernels.building.merging import merged
 
 SCALE = 3

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from cnr_codecs import (
+    Element,
     LosslessRows,
+    ParameterType,
     RowsError,
     build_payload,
     check_rows,
@@ -45,6 +47,24 @@ def test_raw_rows_make_the_payload_of_the_lossless_codec(element: str) -> None:
     assert built == bytes(LosslessRows().encode_rows(values, offsets, 12, element=element))
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "stored", "overflow"),
+    [
+        ("float32", "float32", "<f4", np.inf),
+        ("float16", "float16", "<f2", 65520),
+        ("bfloat16", "float32", "<u2", 2.0**128 - 2.0**119),
+        ("int64", "int64", "<i8", 0),
+    ],
+)
+def test_an_element_type_tells_how_values_are_held(
+    name: str, array: str, stored: str, overflow: float
+) -> None:
+    kind, *_ = check_rows(np.zeros((1, 2), array), None, 1, name)
+    assert isinstance(kind, Element)
+    assert (kind.name, kind.array, kind.stored) == (name, np.dtype(array), np.dtype(stored))
+    assert (kind.overflow, kind.quantizable) == (overflow, overflow > 0)
+
+
 def test_rows_that_do_not_fit_are_refused() -> None:
     values = np.zeros((3, 4), np.float32)
     for offsets, rows, element in (
@@ -66,4 +86,5 @@ def test_a_payload_may_be_larger_than_its_rows_by_a_fixed_share() -> None:
 
 def test_kernels_compile_step_by_step() -> None:
     """So that a program may stop between two of them."""
-    assert len(list(compile_decoding("float32"))) > 1
+    for kind in ParameterType.FLOAT16, ParameterType.FLOAT32:
+        assert len(list(compile_decoding("float32", kind))) > 1

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_codecs
-from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRows
+from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRows, pack
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import walk
-from cnr_codecs.protocol import Rows, encode_chunks, pack
+from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.uniform import SchemeName, row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
     BITS,

@@ -164,6 +164,7 @@ def test_tables_are_exported_as_parquet(
     told = cnr(capsys, "export", place.url, target, *place.options, *options)
     assert told[:2] == (1, "")
     assert re.fullmatch(r"cnr: [^\n]*--overwrite[^\n]*\n|cnr: [^\n]*overwrite=True[^\n]*\n", told[2])
+    assert cnr(capsys, "export", place.url, target, "--overwrite", *place.options, *options)[0] == 0
 
 
 def test_a_run_that_died_is_ended(capsys: pytest.CaptureFixture[str], place: Place) -> None:

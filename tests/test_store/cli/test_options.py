@@ -48,6 +48,12 @@ def test_simulate_folds_chains_of_a_length(capsys: pytest.CaptureFixture[str]) -
     assert _written(capsys, "--max-chain", "3") == saved[-1].written_bytes > _written(capsys)
 
 
+def test_simulate_keeps_so_many_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    saved = cnr_store.simulate(cnr_store.Trace.zipf(500, 9, 200, 1.05), "full", keep_last=2, row_bytes=68.0)
+    found = json.loads(cnr(capsys, "simulate", *TRACE, "--policy", "full", "--keep-last", "2", "--json")[1])
+    assert found["full"][-1]["kept_bytes"] == saved[-1].kept_bytes == 2 * 500 * 68
+
+
 def test_simulate_counts_the_seconds_of_a_restore(capsys: pytest.CaptureFixture[str]) -> None:
     shares = []
     for seconds in ("10", "3600"):
@@ -79,6 +85,17 @@ def test_gc_keeps_every_so_many_steps(capsys: pytest.CaptureFixture[str], tmp_pa
     status, _, err = cnr(capsys, "gc", url, "--keep-last", "1", "--keep-every", "2")
     assert (status, err) == (0, "")
     assert [each.step for each in cnr_store.versions(url)] == [2, 4, 5]
+
+
+def test_gc_leaves_what_may_be_read_for_a_while(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    with cnr_store.Checkpointer(url, torch.nn.EmbeddingBag(50, 4), policy="full") as checkpointer:
+        ids = [checkpointer.save(step).result().id for step in (1, 2)]
+    for seconds, left in (("3600", True), ("0", False)):
+        status, _, err = cnr(capsys, "gc", url, "--keep-last", "1", "--grace-seconds", seconds)
+        assert (status, err) == (0, "")
+        assert [each.id for each in cnr_store.versions(url)] == ids[1:]
+        assert any(ids[0] in str(path) for path in Path(url).rglob("*")) == left
 
 
 def test_report_writes_where_it_is_told(

@@ -388,6 +388,9 @@ def test_a_checkpoint_in_files_is_imported(tmp_path: Path, caplog: pytest.LogCap
     same(load(zeroed(whole_state()), tmp_path / "store"), whole_state())
     again = import_checkpoint(tmp_path / "files", tmp_path / "store", 41, tables=["model.users"], bits=8)
     assert again.bytes < info.bytes
+    exact: dict[str, Any] = {"tables": ["model.users"], "codec": "cnr_rows", "workers": 2}
+    assert import_checkpoint(tmp_path / "files", tmp_path / "store", 42, **exact).step == 42
+    same(load(zeroed(whole_state()), tmp_path / "store"), whole_state())
     assert "begins anew" not in caplog.text
     # Nobody's turn is left open.
     save({"x": 1}, Writer(tmp_path / "store"))

@@ -38,6 +38,7 @@ from cnr_store.demo.report import Volume, check_all, kept_steps, measure
 from cnr_store.demo.run import DemoOptions, demo_place, run_demo
 from cnr_store.demo.train import TimeOrderedReader
 from tests.nightly import at_night
+from tests.test_store.cli.command import cnr
 
 V1, V2 = "000001-0123abcd.00000001", "000001-0123abcd.00000002"
 RATINGS = 1_000
@@ -384,9 +385,17 @@ def test_volumes_count_every_object() -> None:
     )
 
 
-def test_the_demo_in_memory_without_loss(small_data: Path) -> None:
-    text = run(url="memory://test-demo", data=small_data, bits=32)
-    assert "to the last bit" in text
+def test_the_demo_in_memory_without_loss(capsys: pytest.CaptureFixture[str], small_data: Path) -> None:
+    url, options = (
+        "memory://test-demo",
+        ("--steps", "60", "--every", "20", "--bits", "32", "--policy", "full"),
+    )
+    status, out, _ = cnr(capsys, "demo", url, "--data", str(small_data), *options)
+    assert status == 0
+    assert "to the last bit" in out
+    assert [(version.step, version.kind) for version in versions(url)] == [
+        (step, "baseline") for step in (20, 40, 60)
+    ]
 
 
 def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:

@@ -17,12 +17,17 @@ import zarr
 import cnr_store
 from cnr_backends import Backend, StorageError, open_backend
 from cnr_backends.testing.faulty import FaultyBackend
-from cnr_store import CheckpointError, EmptyStoreError, FormatError, VersionNotFoundError
+from cnr_store import (
+    CheckpointError,
+    EmptyStoreError,
+    FormatError,
+    VerifyReport,
+    VersionNotFoundError,
+    verify,
+)
 from cnr_store.chains.array_reader import chain
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.report import VerifyReport
-from cnr_store.maintenance.verification.verify import verify
 from tests.test_store.support.faults import Spoil, fault_at
 from tests.test_store.support.tampering import DENSE, WEIGHT, Forgery, Model
 from tests.test_store.support.trainer_model import Job, Setting
@@ -52,7 +57,7 @@ def files(folder: Path) -> list[Path]:
 def test_sound_store(store: Path, deep: bool) -> None:
     seen: list[tuple[int, int]] = []
     report = verify(store, deep=deep, progress=lambda done, known: seen.append((done, known)))
-    assert report.ok
+    assert (report.ok, report.deep) == (True, deep)
     assert report.versions == report.restorable == tuple(ids(store))
     assert (report.suspicious, report.leftovers, report.voids) == ((), (), ())
     held = [path for path in files(store / "versions") if path.parent != store / "versions"]

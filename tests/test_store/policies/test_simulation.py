@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import OptionError
+from cnr_store import OptionError, SimulatedSave, Trace, simulate
 from cnr_store.policies.policy import POLICIES, PolicyName
-from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
 
 ROWS = 60
 PAPER = Trace.of_growth(1_000_000, [0.25 * i**0.3 for i in range(1, 30)])
@@ -99,7 +98,7 @@ def test_what_is_kept_is_what_the_kept_versions_read(
 @given(intervals, st.data())
 def test_changed_rows_are_counted_as_sets(ids: list[list[int]], data: st.DataObject) -> None:
     trace = Trace.of_rows(ROWS, ids)
-    assert trace.saves == len(ids) + 1
+    assert (trace.rows, trace.saves) == (ROWS, len(ids) + 1)
     save = data.draw(st.integers(1, len(ids)))
     since = data.draw(st.integers(0, save - 1))
     assert trace.changed[save, since] == len(set().union(*ids[since:save]))

@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 import cnr_store
+from cnr_store.dcp import Reader
 from tests.test_store.ranks.support.rank_processes import run_ranks
+from tests.test_store.ranks.support.unlike_ranks import model
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    url = str(tmp_path_factory.mktemp("unlike"))
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("unlike"))
+
+
+@pytest.fixture(scope="module")
+def found(url: str) -> list[dict[str, Any]]:
     outcomes = run_ranks(2, "tests.test_store.ranks.support.unlike_ranks:run", url, deadline_seconds=120)
     assert not any(each.error for each in outcomes), [each.where for each in outcomes]
     assert cnr_store.versions(Path(url) / "other") == []
@@ -58,3 +66,15 @@ def test_buffers_and_objects_are_those_of_the_first_rank(found: list[dict[str, A
     for each in found:
         assert each["buffers"] == [1.0, 1.0]
         assert each["object"] == [2000, 0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ranks_that_train_apart_save_apart(url: str, found: list[dict[str, Any]]) -> None:
+    for rank in range(len(found)):
+        saved = cnr_store.state_dict(f"{url}/group {rank}")
+        for name, values in model(rank).state_dict().items():
+            assert np.array_equal(saved[name], values), name
+        for way in ("dcp", "alone"):
+            state = {"rank": -1}
+            torch_load(state, storage_reader=Reader(f"{url}/{way} {rank}"), no_dist=True)
+            assert state == {"rank": rank}

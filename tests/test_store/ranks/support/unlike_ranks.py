@@ -9,8 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from cnr_store import Checkpointer
+from cnr_store.dcp import Writer
 
 
 class Counted:
@@ -71,9 +73,21 @@ def train_in_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return trained, sgd
 
 
+def save_apart(url: str) -> None:
+    """Save as a job of one rank: with a group of its own, also through DCP, and through DCP alone."""
+    rank = dist.get_rank()
+    group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    with Checkpointer(f"{url}/group {rank}", model(rank), bits=32, group=group) as checkpointer:
+        checkpointer.save(1).result()
+    ways: dict[str, dict[str, Any]] = {"dcp": {"process_group": group}, "alone": {"no_dist": True}}
+    for name, way in ways.items():
+        save({"rank": rank}, storage_writer=Writer(f"{url}/{name} {rank}", **way), **way)
+
+
 def run(url: str) -> dict[str, Any]:
     """On each rank: what goes wrong, and what is loaded where nothing does."""
     rank, found = dist.get_rank(), dict[str, Any]()
+    save_apart(url)
     with Checkpointer(f"{url}/other", model(rank), timeout_seconds=20) as checkpointer:
         found["other values"] = told(lambda: checkpointer.save(1))
     averaged, adam = train_apart()

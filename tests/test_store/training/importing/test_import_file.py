@@ -67,6 +67,14 @@ def test_rows_are_quantized_as_a_checkpointer_does(model: Model, tmp_path: Path)
         assert imported[name].tobytes() == values.tobytes(), name
 
 
+def test_a_codec_takes_the_place_of_widths(model: Model, tmp_path: Path) -> None:
+    source = write(model, tmp_path / "file", "torch")
+    for codec, exact in (("cnr_rows", True), ({"id": "cnr_uniform", "bits": 4}, False)):
+        cnr_store.import_file(source, tmp_path / "store", codec=codec, tables=TABLES, workers=2)
+        found = cnr_store.state_dict(tmp_path / "store")["users.weight"]
+        assert np.array_equal(found, model.state_dict()["users.weight"]) == exact
+
+
 class KeyedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Takes a key, as S3 does."""
 

@@ -54,6 +54,17 @@ def test_subclasses_of_arrays_are_refused_by_path(
     assert cnr_store.versions(tmp_path / "s") == []
 
 
+def test_random_numbers_are_left_alone_where_they_are_not_saved(tmp_path: Path, model: nn.Module) -> None:
+    for rng in (True, False):
+        torch.manual_seed(1)
+        cnr_store.save(tmp_path / "s", model, rng=rng)
+        saved = torch.get_rng_state()
+        torch.manual_seed(2)
+        before = torch.get_rng_state()
+        cnr_store.load(tmp_path / "s", model)
+        assert torch.equal(torch.get_rng_state(), saved if rng else before)
+
+
 def test_parameters_come_back_as_tensors(tmp_path: Path, model: nn.Module) -> None:
     cnr_store.save(tmp_path / "s", model, reader={"w": nn.Parameter(torch.ones(3))})
     found = cnr_store.load(tmp_path / "s", model).reader["w"]
