@@ -178,6 +178,21 @@ def test_modules_that_the_prose_names_are_there() -> None:
     assert [name for name in _files(_prose()) if not any(end.endswith(f"/{name}") for end in ends)] == []
 
 
+def test_modules_that_docstrings_and_the_page_name_by_their_rooms_are_there() -> None:
+    """Such as ``payload.rowset``: a room and a module in it, or what such a module holds; or a public name."""
+    rooms = {name.rpartition(".")[2] for name in _packages()}
+    places = [f".{name}" for name in modules()]
+    places += [f".{name}.{each}" for name in SOURCES for each in importlib.import_module(name).__all__]
+    docstrings = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules().values()]
+    dotted = re.findall(r"`([a-z_]+)((?:\.\w+)+)`", "\n".join([*docstrings, _prose()]))
+    named = [f".{room}{rest}" for room, rest in dotted if room in rooms]
+    assert len(named) > 10
+    holders = [f".{name}" for name, path in modules().items() if path.name != "__init__.py"]
+    lost = [name for name in named if not any(place.endswith(name) for place in places)]
+    lost = [name for name in lost if not any(each.endswith(name.rpartition(".")[0]) for each in holders)]
+    assert lost == []
+
+
 @pytest.mark.parametrize("room", ["training.saving", "training.loading", "chains", "writing"])
 def test_a_save_and_a_load_tell_what_each_module_of_these_rooms_does(room: str) -> None:
     folder = modules()[f"cnr_store.{room}"].parent

@@ -1,7 +1,7 @@
 """Lines of integers, coded in blocks that are decoded one by one.
 
 The words of coded lines, all u16, are the models; of each block of `BLOCK_LINES` lines its bytes, as u32; then the
-blocks. `entropy.reference` writes the same words.
+blocks. The reference of the tests writes the same words.
 """
 
 from __future__ import annotations

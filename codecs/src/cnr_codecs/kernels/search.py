@@ -1,4 +1,4 @@
-"""Searches for the line that quantizes a row best. `uniform.reference.search` defines the search.
+"""Searches for the line that quantizes a row best. The reference of the tests defines the search.
 
 Rows are searched side by side, one in each vector lane. All numbers are in one flat array `work` of lines of LANES
 numbers: one line for each sum, then one for each column. One array with constant offsets tells the compiler that sums

@@ -1,4 +1,4 @@
-"""The paper's greedy walk narrows a row's range bin by bin. `uniform.reference.greedy_walk` defines it."""
+"""The paper's greedy walk narrows a row's range bin by bin. The reference of the tests defines it."""
 
 from __future__ import annotations
 
