@@ -150,11 +150,6 @@ class Placement:
         return len(self.bands) <= 1 and all(band.is_full_width for band in self.bands)
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether several ranks hold all of it, and none holds less."""
-        return self.is_whole and len(self.ranks) > 1
-
-    @property
     def needs_or(self) -> bool:
         """Whether any row is held by more than one rank, so that bitmaps of changed rows must be OR-ed."""
         return any(band.needs_or for band in self.bands)

@@ -171,6 +171,9 @@ class Patience:
                 gives_up = self._is_hurried()
                 try:
                     result = operation()
+                    succeeded = True
+                    self.outage.answer()
+                    return result
                 except StorageError as error:
                     if not error.transient:
                         raise
@@ -183,10 +186,6 @@ class Patience:
                         self.outage.tell(error)
                     if gives_up:
                         raise
-                else:
-                    succeeded = True
-                    self.outage.answer()
-                    return result
                 self._wait(min(pause * random.uniform(0.5, 1.5), deadline - now), self._is_hurried)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         finally:

@@ -103,11 +103,6 @@ class Table:
         """The size of the table in memory, on all ranks."""
         return self.rows * self.dim * self.parameter.element_size()
 
-    @property
-    def has_max_norm(self) -> bool:
-        """Whether a lookup may itself change rows, as the modules are set now."""
-        return any(module.max_norm is not None for module in self.modules)
-
 
 class PiecedTable(Table):
     """A table of which this process may hold a part."""

@@ -71,7 +71,6 @@ def test_what_is_said_of_rows(given_pieces: tuple[Any, list[Piece]]) -> None:
     assert placement.needs_or == any(len(ranks) > 1 for ranks in held.values())
     boxes = {each[:4] for each in pieces if each.rows and each.columns}
     assert placement.is_whole == (boxes == {(0, shape[0], 0, shape[1])})
-    assert placement.is_replicated == (placement.is_whole and len(placement.ranks) > 1)
 
 
 @settings(deadline=None)
@@ -163,10 +162,11 @@ def test_empty_shards_are_ignored() -> None:
 def test_replicas() -> None:
     placement = Placement.replicated("t", (10, 4), range(3))
     assert placement.bands == (Band(0, 10, (Span(0, 4, (0, 1, 2)),)),)
-    assert placement.is_replicated
+    assert placement.is_whole
+    assert placement.ranks == (0, 1, 2)
     alone = Placement.replicated("t", (10, 4), [5])
     assert alone.is_whole
-    assert not alone.is_replicated
+    assert alone.ranks == (5,)
 
 
 def test_a_table_without_rows() -> None:

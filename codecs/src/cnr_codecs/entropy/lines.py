@@ -6,7 +6,6 @@ blocks. The reference of the tests writes the same words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -164,16 +163,3 @@ def _encode_blocks(
 def block_room(coded: CodedLines) -> npt.NDArray[np.int32]:
     """Return new memory for any one block."""
     return np.empty(min(coded.line * BLOCK_LINES, coded.size), np.int32)
-
-
-def decoded_blocks(coded: CodedLines) -> Iterator[tuple[npt.NDArray[np.int32], int]]:
-    """Yield what `decode_block` returns of each block in order. The next one overwrites it.
-
-    Raises
-    ------
-    PayloadError
-        As `decode_block`.
-    """
-    room = block_room(coded)
-    for number in range(coded.blocks):
-        yield coded.decode_block(number, room)

@@ -60,7 +60,6 @@ def test_each_table_has_its_name_place_and_shape() -> None:
     assert (item.name, item.rows, item.dim, item.element) == ("towers.item", 6, 3, "bfloat16")
     assert not user.aliases
     assert not user.shared_with
-    assert not user.has_max_norm
 
 
 def test_tables_come_in_the_order_of_the_state_dict() -> None:
@@ -154,7 +153,6 @@ def test_tied_embeddings_are_one_table() -> None:
     (table,) = find_tables(model)
     assert (table.name, table.aliases) == ("a", ["b"])
     assert table.modules == [model["a"], model["b"]]
-    assert table.has_max_norm
     assert not table.shared_with
     assert dense_tensors(model, [table]) == {}
 
