@@ -33,6 +33,7 @@ as the ``__cause__`` of one of these where a version, table or row can be named.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from contextvars import ContextVar
 
 for_shell: ContextVar[bool] = ContextVar("for_shell", default=False)
@@ -47,6 +48,12 @@ def option(name: str, value: object = True) -> str:
     word = f"--{_SHELL_NAMES.get(name, name).replace('_', '-')}"
     values = value if isinstance(value, list) else [value]
     return word if value is True else " ".join(f"{word} {shlex.quote(str(each))}" for each in values)
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """Names in a message: the first `most`, and how many more there are."""
+    shown = [*map(str, names)]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most:,} more" if len(shown) > most else "")
 
 
 class CheckpointError(Exception):

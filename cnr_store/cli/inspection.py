@@ -17,6 +17,7 @@ from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, size_text, time_text
+from cnr_store.errors import listed
 from cnr_store.format import layout
 from cnr_store.format.record import ArrayEntry
 from cnr_store.maintenance.collection.pins import read_reasons
@@ -24,7 +25,6 @@ from cnr_store.maintenance.verification.glance import find_lost
 from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
 
-_SHOWN_IDS = 3
 Older = Annotated[str, typer.Argument(metavar="OLDER", help="An id, a step, a tag, or latest.")]
 Newer = Annotated[str, typer.Argument(metavar="[NEWER]", help="An id, a step, a tag, or latest.")]
 
@@ -56,7 +56,6 @@ def info(
 def _told(facts: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a version, for people. What it has not is left out."""
     policy, needs, full = facts["policy"], facts["needs"], facts["full_bytes"]
-    more = f" and {len(needs) - _SHOWN_IDS} more" if len(needs) > _SHOWN_IDS else ""
     told = {
         "id": facts["id"],
         "step": str(facts["step"]),
@@ -72,7 +71,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "lost": facts["lost"] or "",
         "removed": "it is being removed" if facts["removed"] else "",
         "previous": facts["previous"] or "",
-        "needs": ", ".join(needs[:_SHOWN_IDS]) + more,
+        "needs": listed(needs, 3),
         "restores": str(facts["restores"]) if facts["restores"] else "",
         "policy": f"{policy['policy']}: {policy['reason']}" if {"policy", "reason"} <= policy.keys() else "",
         "ranks": _ranks_text(policy["ranks"]) if policy.get("ranks") else "",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from cnr_store import errors
-from cnr_store.errors import CheckpointError, RanksError
+from cnr_store.errors import CheckpointError, RanksError, listed
 from cnr_store.ranks.group import Document, Judge
 from cnr_store.ranks.keyvalue import KeyValue
 from cnr_store.ranks.watch import FOREVER_SECONDS, Beats, Watch
@@ -226,8 +226,7 @@ def pauses(limit_seconds: float, longest_seconds: float = MAX_PAUSE_SECONDS) -> 
 def named(ranks: Iterable[int]) -> str:
     """Ranks in words, such as ``rank 2`` or ``ranks 0, 1``."""
     found = sorted(ranks)
-    shown = ", ".join(map(str, found[:20])) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
-    return f"rank{'s' * (len(found) != 1)} {shown or 'none'}"
+    return f"rank{'s' * (len(found) != 1)} {listed(found, 20) or 'none'}"
 
 
 def encode(document: Document) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cnr_backends import StorageError
-from cnr_store.errors import OutageError
+from cnr_store.errors import OutageError, listed
 
 Result = TypeVar("Result")
 
@@ -20,7 +20,6 @@ _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 20.0
 _GLANCE_SECONDS = 0.05
 """Between two looks at whether somebody waits: a signal's handler can set a flag, but not wake a thread safely."""
-_SHOWN = 5
 _BEGUN = "storage fails: saves try again, or are skipped, for up to %g s: %s"
 _ENDED = (
     "storage answers again after %.0f s; saves skipped or failed, whose rows later ones have, by step: %s"
@@ -99,9 +98,7 @@ class Outage:
             began, is_told, missed = self._began, self._is_told, self._missed
             self._forget()
         if began is not None and is_told:
-            named = ", ".join(map(str, missed[:_SHOWN])) or "none"
-            others = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-            log.warning(_ENDED, self._clock() - began, named + others)
+            log.warning(_ENDED, self._clock() - began, listed(missed) or "none")
 
     def _is_young(self) -> bool:
         return self._began is not None and self._clock() - self._began < self._retry_seconds

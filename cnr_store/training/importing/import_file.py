@@ -17,7 +17,7 @@ from cnr_codecs import array_dtype
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import check_no_live_writer
 from cnr_store.catalog.version_info import VersionInfo
-from cnr_store.errors import FormatError, OptionError, UnsupportedModelError, option
+from cnr_store.errors import FormatError, OptionError, UnsupportedModelError, listed, option
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, dense_path, table_name, weight_path
 from cnr_store.format.record import Record
@@ -40,7 +40,6 @@ TABLE_ROWS = 10_000
 _STEP_IN_NAME = re.compile(
     r"(?:^(?=\d+(?:\.\w+)?$)|(?<![a-z])(?:step|iter|iteration|ckpt|checkpoint)s?[-_=]?)(\d{1,18})(?!\d)", re.I
 )
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -165,16 +164,11 @@ def taken_text(record: Record) -> str:
         if place in found:
             found[place].append(_shown(decode_name(name), entry.shape))
     tables, whole = found.values()
-    return f"tables: {', '.join(tables) or 'none'}; whole: {_listed(whole) or 'nothing'}"
+    return f"tables: {', '.join(tables) or 'none'}; whole: {listed(whole) or 'nothing'}"
 
 
 def _shown(name: str, shape: Sequence[int]) -> str:
     return f"{name} ({' x '.join(f'{length:,}' for length in shape)})"
-
-
-def _listed(shown: Sequence[str]) -> str:
-    more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
 
 
 def _warn_of_small_tables(
@@ -190,8 +184,8 @@ def _warn_of_small_tables(
         log.warning(
             "stored whole, as they have fewer than 10,000 rows: %s. If any of these are tables, import again with all "
             "of the tables, such as %s",
-            _listed([_shown(name, shapes[name]) for name in small]),
-            option("tables", [table_name(name) for name in (*chosen, *small)][:_SHOWN]),
+            listed(_shown(name, shapes[name]) for name in small),
+            option("tables", [table_name(name) for name in (*chosen, *small)][:5]),
         )
 
 

@@ -17,6 +17,7 @@ from cnr_store.errors import (
     FormatError,
     ModelMismatchError,
     VersionNotFoundError,
+    listed,
 )
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
@@ -24,7 +25,6 @@ from cnr_store.training.loading.load_result import Restored
 
 log = logging.getLogger("cnr_store")
 _MAX_LISTINGS = 5
-_SHOWN_IDS = 8
 Load = Callable[[Record], Restored]
 Look = Callable[[], None]
 
@@ -117,8 +117,7 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
 
 def _names_text(names: Sequence[str]) -> str:
     """Ids of versions with the same damage."""
-    more = f" and {len(names) - _SHOWN_IDS:,} more" if len(names) > _SHOWN_IDS else ""
-    return f"{'version' if len(names) == 1 else 'versions'} {', '.join(names[:_SHOWN_IDS])}{more}"
+    return f"{'version' if len(names) == 1 else 'versions'} {listed(names, 8)}"
 
 
 def _load_version(catalog: Catalog, name: str, record: Record | CheckpointError, load: Load) -> Restored:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError, listed
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.object_state import is_wrapper
 from cnr_store.training.model.optimizer_dtypes import load_uncast
@@ -19,7 +19,6 @@ from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
 Tree = dict[str, Any]
-_SHOWN = 3
 FUSED = "torchrec.fused"
 """What the class of TorchRec's optimizers is called in the store, whatever TorchRec calls it."""
 
@@ -375,5 +374,4 @@ def _group_difference(position: int, params: Sequence[str], saved: Sequence[Grou
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_SHOWN])) or "nothing"
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return listed(map(repr, names), 3) or "nothing"
