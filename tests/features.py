@@ -28,15 +28,20 @@ PUBLIC = {
     "cnr_store": "cnr_store",
     "cnr_store.dcp": "dcp",
     "cnr_store.integrations.lightning": "lightning",
+    "cnr_store.integrations.metrics": "metrics",
     "cnr_codecs": "cnr_codecs",
     "cnr_backends": "cnr_backends",
+    "cnr_backends.testing": "testing",
 }
 """Modules whose names users import, each with what the keys of its features begin with."""
-DOORS = re.compile(
-    r"(cnr_store|cnr_backends|cnr_codecs)(\.errors)?|cnr_store\.(dcp|integrations\.lightning)|.*\.testing.*"
-)
+NAMES = {"lightning": ["CnrCheckpoint"], "metrics": ["log_to"]}
+"""What users import from modules that have no list of it."""
 COMMAND = "cnr_store.cli.app"
 """What `cnr` runs."""
+DOORS = re.compile("|".join(map(re.escape, [*PUBLIC, COMMAND])) + r"|\w+\.errors|cnr_backends\.testing\..*")
+"""Modules that a test may import and still use public names alone."""
+PLUGINS = ("pyproject.toml", "codecs/pyproject.toml")
+"""Where codecs and filesystems are named that others find by entry points."""
 OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 OF_THE_PRODUCT = {
     "Preemption": {"close"},
@@ -44,67 +49,62 @@ OF_THE_PRODUCT = {
     "VersionInfo": {"from_record"},
 }
 """Methods of public classes that only the product calls."""
-RETURNED = {
-    *(
-        "ArrayInfo",
-        "BackendStore",
-        "Block",
-        "CodecReport",
-        "CompactReport",
-        "Finding",
-        "GcReport",
-        "Leftovers",
-    ),
-    *("Preemption", "Restored", "SalvagedRows", "ShardIndex", "SimulatedSave", "Update", "VerifyReport"),
-}
+RETURNED = re.compile(
+    "ArrayInfo|BackendStore|Block|CodecReport|CompactReport|Finding|GcReport|Leftovers|Preemption|Restored|"
+    "SalvagedRows|ShardIndex|SimulatedSave|Update|VerifyReport"
+)
 """Classes that functions return and nobody makes: their attributes stand for them."""
+CONTRACTS = {"Backend", "ChunksCodec", "Packer", "RowCodec", "Transfer", "Unpacker"}
+"""Classes of codecs and backends whose methods others write or call. The methods of the rest are these, or internal."""
 
 
 def features() -> dict[str, str]:
     """What users rely on, by key: the word that a test of it must have."""
-    found = dict(_commands())
+    found = dict([*_commands(), *_plugins()])
     for module, prefix in PUBLIC.items():
         imported = importlib.import_module(module)
-        for name in getattr(imported, "__all__", ["CnrCheckpoint"]):
+        for name in NAMES.get(prefix) or imported.__all__:
             value = getattr(imported, name)
-            found |= dict(
-                _class(prefix, value) if inspect.isclass(value) else _function(f"{prefix}.{name}", value)
-            )
+            key = f"{prefix}.{name}"
+            found |= dict(_class(key, value) if inspect.isclass(value) else _function(key, value))
     return found
 
 
 def _commands() -> Iterator[tuple[str, str]]:
     group: Any = typer.main.get_command(app)
-    for key, command in {
-        "cnr": group,
-        **{f"cnr {name}": each for name, each in group.commands.items()},
-    }.items():
-        if command is not group:
-            yield key, command.name
-        options = (max(each.opts, key=len) for each in command.params)
-        yield from (
-            (f"{key} {each}", each) for each in options if each.startswith("--") and each not in OF_TYPER
-        )
+    for name, command in [("", group), *group.commands.items()]:
+        key = f"cnr {name}".strip()
+        if name:
+            yield key, name
+        for option in (max(each.opts, key=len) for each in command.params):
+            if option.startswith("--") and option not in OF_TYPER:
+                yield f"{key} {option}", option
 
 
-def _class(prefix: str, value: type) -> Iterator[tuple[str, str]]:
-    name = value.__name__
-    key = f"{prefix}.{name}"
-    if name not in RETURNED:
+def _plugins() -> Iterator[tuple[str, str]]:
+    for path in PLUGINS:
+        groups = tomllib.loads((ROOT / path).read_text())["project"]["entry-points"]
+        yield from ((f"{group} {name}", name) for group, names in groups.items() for name in names)
+
+
+def _class(key: str, value: type) -> Iterator[tuple[str, str]]:
+    prefix, name = key.split(".")
+    is_returned = RETURNED.fullmatch(name) is not None
+    if not is_returned:
         yield key, name
     if issubclass(value, BaseException | enum.Enum):
         return
     fields = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    contract = prefix in ("cnr_codecs", "cnr_backends") and name not in RETURNED
-    if contract or not fields:
+    given = prefix in ("cnr_codecs", "cnr_backends", "testing") and not is_returned
+    if given or not fields:
         yield from _parameters(key, value)
-    if contract:
-        return  # its methods are what a suite asks of every class of its kind
-    inherited = {
-        member for base in value.__mro__[1:] for member in vars(base)
-    }  # a framework calls these, not users
-    methods = {member for member in vars(value) if member not in {*inherited, *OF_THE_PRODUCT.get(name, ())}}
-    for member in sorted({*fields, *methods, *_attributes(value)}):
+    methods = {member for member in vars(value) if inspect.isroutine(getattr(value, member))}
+    if not given:  # whatever a base has, a framework calls
+        methods = vars(value).keys() - {member for base in value.__mro__[1:] for member in vars(base)}
+    elif name not in CONTRACTS:
+        return
+    members = methods if given else {*fields, *methods, *_attributes(value)}
+    for member in sorted(members - OF_THE_PRODUCT.get(name, set())):
         if not member.startswith("_"):
             yield f"{key}.{member}", member
             if inspect.isfunction(vars(value).get(member)):
@@ -163,37 +163,38 @@ def read(path: Path) -> File:
     """What a file defines and imports."""
     source = path.read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
-    found = File({}, {}, frozenset())
-    for node in [
-        *tree.body,
-        *(each for top in tree.body if isinstance(top, ast.ClassDef) for each in top.body),
-    ]:
-        names: list[str] = []
+    parts: dict[str, Part] = {}
+    shared: dict[str, tuple[Path, str]] = {}
+    inside: set[str] = set()
+    in_classes = [each for top in tree.body if isinstance(top, ast.ClassDef) for each in top.body]
+    for node in tree.body + in_classes:
         match node:
             case ast.ImportFrom(module=str(module)):
                 imported = {each.asname or each.name: each.name for each in node.names}
-                if module.startswith("cnr_") and not (DOORS.fullmatch(module) or module == COMMAND):
-                    found = found._replace(inside=found.inside | imported.keys())
-                place = ROOT / module.replace(".", "/")
-                for name, original in imported.items():
-                    for file, defined in (
-                        (place.with_suffix(".py"), original),
-                        (place / f"{original}.py", ""),
-                    ):
-                        if module.startswith("tests.") and file.is_file():
-                            found.shared[name] = file, defined
+                if module.startswith("tests."):
+                    shared |= {name: _shared(module, original) for name, original in imported.items()}
+                elif module.startswith("cnr_") and not DOORS.fullmatch(module):
+                    inside |= imported.keys()
+                continue
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names = [node.name]
-            case ast.Assign() | ast.AnnAssign():
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = [
-                    each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
-                ]
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+                names, first = [node.name], min(each.lineno for each in [node, *node.decorator_list])
+            case ast.Assign(targets=targets):
+                names, first = [each.id for each in targets if isinstance(each, ast.Name)], node.lineno
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names, first = [name], node.lineno
+            case _:
+                continue
         text = "\n".join(lines[first - 1 : node.end_lineno])
-        part = Part(text, frozenset(_uses(node)), any(map(_is_private, ast.walk(node))))
-        found.parts.update(dict.fromkeys(names, part))
-    return found
+        is_private = any(map(_is_private, ast.walk(node)))
+        parts |= dict.fromkeys(names, Part(text, frozenset(_uses(node)), is_private))
+    return File(parts, shared, frozenset(inside))
+
+
+def _shared(module: str, name: str) -> tuple[Path, str]:
+    """The file that a name is imported from, and the name there: "" where it is the file itself."""
+    place = ROOT / module.replace(".", "/")
+    file = place.with_suffix(".py")
+    return (file, name) if file.is_file() else (place / f"{name}.py", "")
 
 
 def _is_private(node: ast.AST) -> bool:
@@ -201,9 +202,7 @@ def _is_private(node: ast.AST) -> bool:
         case ast.Attribute(value=ast.Name(id="self" | "cls")):
             return False
         case ast.Attribute(attr=name):
-            return name.startswith("_") and not name.endswith(
-                "_"
-            )  # as `_repr_html_`, which notebooks ask for
+            return name.startswith("_") and not name.endswith("_")  # notebooks ask for `_repr_html_`
     return False
 
 
@@ -225,15 +224,12 @@ def _uses(node: ast.AST) -> Iterator[str]:
 
 def story(test: str) -> Story | None:
     """The test that a line of the ledger names as "path::name"."""
-    own, _, name = test.partition("::")
-    if (
-        not name.startswith(("test_", "Test"))
-        or not (ROOT / own).is_file()
-        or name not in read(ROOT / own).parts
-    ):
+    file, _, name = test.partition("::")
+    own = ROOT / file
+    if not re.match("test_|Test", name) or not own.is_file() or name not in read(own).parts:
         return None
     reached: dict[tuple[Path, str], Part] = {}
-    todo = [(ROOT / own, name)]
+    todo = [(own, name)]
     while todo:
         place = todo.pop()
         part = read(place[0]).parts.get(place[1])
@@ -241,9 +237,9 @@ def story(test: str) -> Story | None:
             reached[place] = part
             todo += [_place(place[0], each) for each in part.uses]
     text = "\n".join(part.text for part in reached.values())
-    here = [part for (path, _), part in reached.items() if path == ROOT / own]
+    here = [part for (path, _), part in reached.items() if path == own]
     used = frozenset[str]().union(each.partition(".")[0] for part in here for each in part.uses)
-    reaches = any(part.is_private for part in here) or used & read(ROOT / own).inside
+    reaches = any(part.is_private for part in here) or used & read(own).inside
     return Story(text, not reaches)
 
 

@@ -75,6 +75,14 @@ def test_memory_is_shared_by_url() -> None:
     assert open_backend("memory://").get(f"{url.removeprefix('memory://')}/name") == b"value"
 
 
+def test_a_backend_may_be_closed_twice_and_leaves_what_it_holds(tmp_path: Path) -> None:
+    for url in (str(tmp_path), f"memory://{uuid.uuid4().hex}"):
+        with open_backend(url) as backend:
+            backend.put("name", b"value")
+            backend.close()
+        assert open_backend(url).get("name") == b"value"
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numcodecs
 import numpy as np
 import pytest
+import zarr
 
 from cnr_codecs import (
     Element,
@@ -18,6 +21,7 @@ from cnr_codecs import (
     compile_decoding,
     most_packed_bytes,
     raw_segment,
+    row_codec,
 )
 from tests.paths import ROOT
 
@@ -63,6 +67,26 @@ def test_an_element_type_tells_how_values_are_held(
     assert isinstance(kind, Element)
     assert (kind.name, kind.array, kind.stored) == (name, np.dtype(array), np.dtype(stored))
     assert (kind.overflow, kind.quantizable) == (overflow, overflow > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_zarr"),
+    [
+        ("cnr_uniform", "cnr.uniform"),
+        ("cnr_kmeans", "cnr.kmeans"),
+        ("cnr_lattice", "cnr.lattice"),
+        ("cnr_floating", "cnr.floating"),
+        ("cnr_rows", "cnr.rows"),
+    ],
+)
+def test_zarr_and_numcodecs_find_codecs_by_name(name: str, of_zarr: str) -> None:
+    values = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+    codec, entry = numcodecs.get_codec({"id": name}), row_codec(name).zarr_codec()
+    assert entry["name"] == of_zarr
+    layout: Any = {"shape": values.shape, "chunks": values.shape, "dtype": "f4"}
+    array = zarr.create_array({}, serializer=entry, compressors=None, **layout)
+    array[:] = values
+    np.testing.assert_array_equal(array[:], codec.decode(codec.encode(values)))
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

@@ -137,7 +137,7 @@ def test_tables_are_quantized_where_widths_are_given(tmp_path: Path) -> None:
     assert torch.equal(found["other.weight"], state["other.weight"])
     assert not torch.equal(found["users.weight"], state["users.weight"])
     assert torch.allclose(found["users.weight"], state["users.weight"], atol=0.03)
-    save(state, Writer(tmp_path, tables="users", codec="cnr_rows"))
+    save(state, Writer(tmp_path, tables="users", codec="cnr_rows", workers=2))
     same(load(zeroed(state), tmp_path), state)
 
 
