@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError
 from cnr_store.catalog.objects import list_marked, read_object
 from cnr_store.errors import CorruptionError, FormatError, SaveError, SupersededError
-from cnr_store.format import layout, validate
-from cnr_store.format.arrays import document_bytes, group_document
+from cnr_store.format import layout
+from cnr_store.format.arrays import Doc, document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.state import dumps, loads
+from cnr_store.format.validate import Natural, Time, VersionText, member, proven, shown
 
 log = logging.getLogger("cnr_store")
 
@@ -65,11 +66,11 @@ class ClaimRecord:
     """
 
     id: ClaimId
-    base: str | None
-    time: float
+    base: VersionText | None
+    time: Time
     host: str | None = None
-    pid: int | None = None
-    ends: int | None = None
+    pid: Natural | None = None
+    ends: Natural | None = None
     closed: bool = False
 
     @property
@@ -78,7 +79,7 @@ class ClaimRecord:
         return self.closed or self.ends is not None
 
     def __str__(self) -> str:
-        by = "" if self.host is None else f" (process {self.pid} on {validate.shown(self.host)})"
+        by = "" if self.host is None else f" (process {self.pid} on {shown(self.host)})"
         return f"{self.id}{by}"
 
 
@@ -103,7 +104,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             f"{layout.writer_key(last)}"
         )
     try:
-        now = validate.seconds(time.time(), "the time of this machine's clock")
+        now: float = proven(time.time(), Time, "the time of this machine's clock")
     except ValueError as error:
         raise SaveError(f"nothing can be saved to {backend.url}: {error}; set the clock") from error
     root = group_document(
@@ -193,9 +194,7 @@ def store_id(backend: Backend) -> str:
     except ObjectNotFoundError:
         return ""
     try:
-        found = validate.member(
-            validate.member(validate.member(loads(data, "it"), "attributes"), "cnr"), "store"
-        )
+        found = member(member(member(loads(data, "it"), "attributes"), "cnr"), "store")
     except FormatError:
         return "-"  # whoever opens it says what is wrong
     return found if isinstance(found, str) and found == layout.store_text(found[:8]) else "-"
@@ -228,7 +227,7 @@ def newest_claim(backend: Backend) -> ClaimRecord | None:
         return newest
     with suppress(ObjectNotFoundError, FormatError):  # a mark that can't be read closes nothing
         mark = loads(backend.get(layout.writer_key(claims[-1], layout.CLOSED)), "the mark of a claim")
-        return replace(newest, closed=validate.member(mark, "token") == newest.id.token)
+        return replace(newest, closed=member(mark, "token") == newest.id.token)
     return newest
 
 
@@ -245,25 +244,16 @@ def read_claim(backend: Backend, name: str) -> ClaimRecord:
 
 def decode_claim(data: bytes, name: str) -> ClaimRecord:
     """A claim from the bytes of its object. `ValueError` if it is malformed, or another claim's."""
-    doc = validate.members(loads(data, "it"), "it")
-    absent = sorted({"generation", "token", "base", "time"} - doc.keys())
-    if absent:
-        raise ValueError(f"it has no {', '.join(absent)}")
-    claim = ClaimId(layout.claim_number(name) or 0, validate.text(doc["token"], "token"))
+    doc: Doc = proven(loads(data, "it"), Doc, "it")
+    claim = ClaimId(layout.claim_number(name) or 0, proven(doc.get("token"), str, "token"))
     if (
-        doc["generation"] != claim.generation
+        doc.get("generation") != claim.generation
         or ClaimId.parse(str(claim)) is None
         or not str(claim).startswith(name)
     ):
         raise ValueError("it belongs to another claim")
-    return ClaimRecord(
-        claim,
-        None if doc["base"] is None else validate.version(doc["base"], "base"),
-        validate.seconds(doc["time"], "time"),
-        None if "host" not in doc else validate.text(doc["host"], "host"),
-        None if "pid" not in doc else validate.natural(doc["pid"], "pid"),
-        None if "ends" not in doc else validate.natural(doc["ends"], "ends"),
-    )
+    found: ClaimRecord = proven({**doc, "id": claim, "closed": False}, ClaimRecord, "it")
+    return found
 
 
 def _claim_names(names: Iterable[str]) -> list[str]:

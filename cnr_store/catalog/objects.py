@@ -9,7 +9,7 @@ from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.format.validate import digests
+from cnr_store.format.validate import Digests, proven
 
 _MAX_LISTINGS = 50
 
@@ -103,6 +103,6 @@ def prove_parts(record: Record, state: Any) -> None:
         )
     if has_parts:
         try:
-            digests(state["ranks"], "ranks", layout.MAX_RANKS)
+            proven(state["ranks"], Digests, "ranks")
         except ValueError as error:
             raise CorruptionError(f"{what}: {error}") from error

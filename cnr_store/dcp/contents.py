@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.dense import dense_layout
@@ -88,32 +89,33 @@ class Contents:
         if doc is None:
             return cls(_model_tensors(catalog, record), {}, {})
         try:
+            found: _Document = validate.proven(doc, _Document, _KEY)
             return cls(
                 {
-                    validate.text(name, "a name"): _stored(record, name, *rest)
-                    for name, *rest in validate.items(doc["tensors"], "tensors")
+                    name: _stored(record, name, path, shape, dtype)
+                    for name, path, shape, dtype in found.tensors
                 },
-                {validate.text(name, "a name"): value for name, value in doc["values"]["$dict"]},
-                {validate.text(name, "a name"): _path(parts) for name, parts in doc["paths"]},
+                dict(found.values["$dict"]),
+                dict(found.paths),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise CorruptionError(
                 f"version {record.id}: what it says of its state dict is malformed: {error}"
             ) from error
 
 
-def _stored(record: Record, name: str, path: Any, shape: Any, dtype: Any) -> StoredTensor:
-    entry = record.arrays.get(validate.text(path, "a path"))
+class _Document(Struct):
+    tensors: list[tuple[str, str, validate.Sizes, str]]
+    values: dict[str, list[tuple[str, Any]]]
+    paths: list[tuple[str, tuple[str | int, ...]]]
+
+
+def _stored(record: Record, name: str, path: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
+    entry = record.arrays.get(path)
     sizes = validate.sizes(shape, f"the shape of {validate.shown(name)}", 0, range(65))
     if entry is None or entry.shape != (sizes if entry.kind == "dense" or len(sizes) == 2 else (*sizes, 1)):
         raise ValueError(f"{validate.shown(name)} of shape {sizes} is not at {validate.shown(path)}")
-    return StoredTensor(path, sizes, dtype_named(validate.text(dtype, "a type")))
-
-
-def _path(parts: Any) -> tuple[str | int, ...]:
-    if not all(type(part) in (str, int) for part in validate.items(parts, "a path")):
-        raise ValueError(f"{validate.shown(parts)} is no path in a state dict")
-    return tuple(parts)
+    return StoredTensor(path, sizes, dtype_named(dtype))
 
 
 def _model_tensors(catalog: Catalog, record: Record) -> dict[str, StoredTensor]:

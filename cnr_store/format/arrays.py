@@ -239,7 +239,7 @@ def _sharding(doc: Doc) -> Doc:
     (codec,) = doc["codecs"]
     if codec["name"] != _ROW_CODEC:
         return dict(codec)
-    short = validate.members(codec["configuration"], "configuration")
+    short: Doc = validate.proven(codec["configuration"], Doc, "configuration")
     if set(short) != {"chunk_shape"}:
         raise ValueError("it is no array of shards")
     configuration = {

@@ -53,12 +53,12 @@ def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
     ValueError, KeyError
         The lists don't fit the documents or each other. What the entries hold is not proven yet.
     """
-    lists = validate.members(tables, "tables")
-    forms, bases = (validate.items(lists[name], f"tables.{name}") for name in ("forms", "bases"))
-    columns = [validate.items(lists[name], f"tables.{name}") for name in ("form", "base", "bytes", "rows")]
+    lists: dict[str, list[Any]] = validate.proven(tables, dict[str, list[Any]], "tables")
+    forms, bases = validate.proven(lists["forms"], list[Doc], "tables.forms"), lists["bases"]
+    columns = [lists[name] for name in ("form", "base", "bytes", "rows")]
     entries: Doc = {}
     for path, form, base, nbytes, rows in zip(_listed_paths(arrays, nodes), *columns, strict=True):
-        shared = validate.members(_chosen(forms, form, "form"), "tables.forms")
+        shared = _chosen(forms, form, "form")
         entries[path] = {
             "kind": "whole" if base is None else "delta",
             "shape": nodes[path].get("shape"),
@@ -94,7 +94,9 @@ def _listed_paths(arrays: Doc, nodes: Mapping[str, Doc]) -> list[str]:
 
 
 def _chosen(values: list[Any], index: Any, name: str) -> Any:
-    return values[validate.natural(index, f"tables.{name}", len(values) - 1)]
+    if type(index) is not int or not 0 <= index < len(values):
+        raise ValueError(f"tables.{name} has {validate.shown(index)}, where {len(values)} are listed")
+    return values[index]
 
 
 class _Distinct:

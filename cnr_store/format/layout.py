@@ -61,7 +61,7 @@ CLOSED = ".closed"
 
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
 _WRITER = re.compile(r"([0-9]{6})(?:-[0-9a-f]{8})?")
-_VERSION = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
+VERSION_ID = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
 _TAG = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
 _SAFE = "-._"
 
@@ -96,13 +96,13 @@ class VersionId:
     @classmethod
     def parse(cls, text: str) -> VersionId | None:
         """The version that a name stands for, None if it is no version's id."""
-        match = _VERSION.fullmatch(text)
+        match = VERSION_ID.fullmatch(text)
         return cls(ClaimId(int(match[1]), match[2]), int(match[3])) if match else None
 
 
 def is_version(text: str) -> bool:
     """Whether it is a version's id."""
-    return _VERSION.fullmatch(text) is not None
+    return VERSION_ID.fullmatch(text) is not None
 
 
 def claim_number(name: str) -> int | None:

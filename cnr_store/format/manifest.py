@@ -15,11 +15,10 @@ import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from cnr_store.errors import CorruptionError, SaveError
-from cnr_store.format import validate
 from cnr_store.format.state import dumps, loads
+from cnr_store.format.validate import Natural, member, proven, shown
 
 MAX_MANIFEST_BYTES = 64 << 20
 """Inflated. That is about two million objects."""
@@ -78,22 +77,17 @@ def decode_manifest(data: bytes, version: str) -> Manifest:
     what = f"manifest of version {version}"
     doc = loads(_inflate(data, what), what)
     try:
-        if doc["format"] != 1 or doc["version"] != version:
-            raise ValueError(
-                f"it says format {validate.shown(doc['format'])}, version {validate.shown(doc['version'])}"
-            )
-        arrays = {
-            path: _parts(validate.members(columns, "an array")) for path, columns in doc["arrays"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = [member(doc, name) for name in ("format", "version")]
+        if said != [1, version]:
+            raise ValueError(f"it says format {shown(said[0])}, version {shown(said[1])}")
+        arrays = proven(member(doc, "arrays"), dict[str, dict[str, list[Natural]]], "arrays")
+        return Manifest(version, {path: _parts(columns) for path, columns in arrays.items()})
+    except (KeyError, ValueError) as error:
         raise CorruptionError(f"{what}: {error!r}; the object was altered or swapped") from error
-    return Manifest(version, arrays)
 
 
-def _parts(columns: dict[str, Any]) -> dict[int, Part]:
+def _parts(columns: dict[str, list[int]]) -> dict[int, Part]:
     index, nbytes, tail = (columns[name] for name in ("index", "bytes", "tail"))
-    if any(type(n) is not int or not 0 <= n <= validate.MOST for n in itertools.chain(index, nbytes, tail)):
-        raise ValueError("a size or index is not a natural number")
     if any(b <= a for a, b in itertools.pairwise(index)):
         raise ValueError("indexes are not ascending")
     return {i: Part(n, t) for i, n, t in zip(index, nbytes, tail, strict=True)}

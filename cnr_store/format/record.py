@@ -31,6 +31,7 @@ from cnr_store.format.layout import (
     version_key,
 )
 from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.format.validate import Natural, Sizes, Time, VersionText
 
 # Features that readers of a codec's payloads must know, by its id.
 _CODEC_FEATURES = {
@@ -69,14 +70,14 @@ class ArrayEntry:
     """
 
     kind: str
-    shape: tuple[int, ...]
+    shape: Sizes
     element: str
-    base: str | None = None
-    rows: int = 0
-    nbytes: int = 0
+    base: VersionText | None = None
+    rows: Natural = 0
+    nbytes: Natural = 0
     codec: Mapping[str, Any] | None = None
     aliases: tuple[str, ...] = ()
-    boundaries: tuple[int, ...] = ()
+    boundaries: tuple[Natural, ...] = ()
     stored: str | None = None
     features: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -152,17 +153,17 @@ class Record:
         Bytes of the record's own object; 0 before it is encoded.
     """
 
-    id: str
+    id: VersionText
     nonce: str
-    step: int
-    time: float
-    previous: str | None
-    needs: tuple[str, ...]
+    step: Natural
+    time: Time
+    previous: VersionText | None
+    needs: tuple[VersionText, ...]
     arrays: Mapping[str, ArrayEntry]
     nodes: Mapping[str, Doc]
     policy: Mapping[str, Any]
-    restores: int
-    objects_bytes: int
+    restores: Natural
+    objects_bytes: Natural
     manifest_sha256: str
     state_sha256: str
     metadata: Any = None

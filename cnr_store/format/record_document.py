@@ -28,8 +28,9 @@ from cnr_store.format.validate_policy import prove_policy
 
 # The digest is that of the record with this in its place, since no text can hold its own.
 NO_DIGEST = "0" * 64
+_OF_NO_ROWS: Doc = {"base": None, "rows": 0, "codec": None, "boundaries": ()}
+_DIMENSIONS = (range(1, 3), range(MAX_DIMENSIONS + 1))
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
-KINDS = ("whole", "delta", "dense")
 MAX_RECORD_BYTES = 64 << 20
 """Of a record's object, which is read whole before any of it is proven."""
 
@@ -110,7 +111,7 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
         )
     check_digest(data, cnr, what)
     try:
-        unknown = sorted(set(validate.texts(cnr["requires"], "requires")) - FEATURES)
+        unknown = sorted(set(validate.proven(cnr["requires"], list[str], "requires")) - FEATURES)
         if not unknown:
             return _record(cnr, _nodes(doc, cnr, prefix), version, len(data), prefix)
     except (KeyError, ValueError) as error:
@@ -119,12 +120,17 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
 
 
 def _nodes(doc: Doc, cnr: Doc, prefix: str) -> dict[str, Doc]:
-    consolidated = validate.members(doc["consolidated_metadata"], "consolidated_metadata")
-    nodes = validate.members(consolidated["metadata"], "consolidated_metadata.metadata")
-    documents = {
-        path: validate.members(node, f"metadata of {validate.shown(path)}") for path, node in nodes.items()
-    }
-    return _above(validate.token(cnr["nonce"], "nonce"), documents) if prefix == FOLDS else documents
+    metadata = validate.member(doc["consolidated_metadata"], "metadata")
+    nodes = _objects(metadata, "consolidated_metadata.metadata")
+    return _above(validate.proven(cnr["nonce"], validate.Token, "nonce"), nodes) if prefix == FOLDS else nodes
+
+
+def _objects(value: object, name: str) -> dict[str, Doc]:
+    found: dict[str, Doc] = validate.proven(value, dict, name)
+    for path, each in found.items():
+        if type(each) is not dict:
+            raise ValueError(f"{name} has no object for {validate.shown(path)}")
+    return found
 
 
 def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
@@ -141,46 +147,27 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
 
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
-    if cnr["id"] != version:
-        raise ValueError(f"it is the record of {validate.version(cnr['id'], 'id')}: objects were swapped")
-    previous, requires = cnr["previous"], validate.texts(cnr["requires"], "requires")
     arrays = _entries(
         _all_entries(cnr, nodes),
-        escaped=ESCAPED_NAMES in requires,
-        bounded=layout.COLUMN_BOUNDARIES in requires,
+        escaped=ESCAPED_NAMES in cnr["requires"],
+        bounded=layout.COLUMN_BOUNDARIES in cnr["requires"],
     )
     if prefix == VERSIONS:  # a fold may have a slot without its table
         _check_boundaries(arrays)
-    record = Record(
-        id=version,
-        nonce=validate.text(cnr["nonce"], "nonce"),
-        step=validate.natural(cnr["step"], "step"),
-        time=validate.seconds(cnr["time"], "time"),
-        previous=None if previous is None else validate.version(previous, "previous"),
-        needs=tuple(validate.version(need, "needs") for need in validate.texts(cnr["needs"], "needs")),
-        arrays=arrays,
-        nodes=nodes,
-        policy=prove_policy(validate.members(cnr["policy"], "policy")),
-        restores=validate.natural(cnr["restores"], "restores"),
-        objects_bytes=validate.natural(cnr["bytes"], "bytes"),
-        manifest_sha256=validate.text(cnr["manifest"], "manifest"),
-        state_sha256=validate.text(cnr["state"], "state"),
-        metadata=cnr["metadata"],
-        requires=requires,
-        record_bytes=record_bytes,
-        prefix=prefix,
-    )
-    plain = {stored: path for path, stored in record.moved.items()}
-    return (
-        replace(record, nodes={plain.get(path, path): node for path, node in nodes.items()})
-        if plain
-        else record
-    )
+    members = {**cnr, "arrays": {}, "nodes": {}, "record_bytes": record_bytes, "prefix": prefix}
+    members |= {"objects_bytes": cnr["bytes"], "metadata": cnr["metadata"]}
+    members |= {f"{name}_sha256": cnr[name] for name in ("manifest", "state")}
+    record: Record = validate.proven(members, Record, "it")
+    if record.id != version:
+        raise ValueError(f"it is the record of {record.id}: objects were swapped")
+    prove_policy(record.policy)
+    plain = {stored: path for path, stored in replace(record, arrays=arrays).moved.items()}
+    return replace(record, arrays=arrays, nodes={plain.get(path, path): node for path, node in nodes.items()})
 
 
 def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
     """The entries by path, of both forms of a record."""
-    arrays = validate.members(cnr["arrays"], "arrays")
+    arrays = _objects(cnr["arrays"], "arrays")
     if layout.COMPACT_RECORD in cnr["requires"]:
         return unpack_entries(arrays, cnr["tables"], nodes)
     if "tables" in cnr:
@@ -193,9 +180,9 @@ def _entries(arrays: Doc, *, escaped: bool, bounded: bool) -> dict[str, ArrayEnt
     for stored, doc in arrays.items():
         path = stored
         try:
-            entry = _entry(validate.members(doc, "its entry"), bounded)
+            entry = _entry(doc, bounded)
             if escaped and "name" in doc:
-                path = validate.text(doc["name"], "name")
+                path = validate.proven(doc["name"], str, "name")
                 entry = replace(entry, stored=stored)
             if path in entries or path == entry.stored:
                 raise ValueError("it stands twice")
@@ -212,41 +199,24 @@ def _entries(arrays: Doc, *, escaped: bool, bounded: bool) -> dict[str, ArrayEnt
 
 def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
     """What `ArrayEntry.to_json` made, proven; ValueError or KeyError where it is malformed."""
-    kind = validate.one_of(doc["kind"], "kind", KINDS)
     if "boundaries" in doc and not bounded:
         raise ValueError(f"it has boundaries, and the record does not require {layout.COLUMN_BOUNDARIES}")
-    aliases = validate.texts(doc.get("aliases", []), "aliases")
-    nbytes, element = validate.natural(doc["bytes"], "bytes"), validate.text(doc["element"], "element")
-    if kind == "dense":
-        shape = validate.sizes(doc["shape"], "shape", 0, range(MAX_DIMENSIONS + 1))
-        return ArrayEntry(kind, shape, element, nbytes=nbytes, aliases=aliases)
-    shape, base = validate.sizes(doc["shape"], "shape", 1, (1, 2)), doc["base"]
-    if (kind == "delta") != (base is not None):
-        raise ValueError(f"an array of kind {kind} with base {validate.shown(base)}")
-    array_dtype(element)  # refuses types that this release does not decode
-    return ArrayEntry(
-        kind,
-        shape,
-        element,
-        None if base is None else validate.version(base, "base"),
-        validate.natural(doc["rows"], "rows", shape[0]),
-        nbytes,
-        validate.members(doc["codec"], "codec"),
-        aliases,
-        _boundaries(doc.get("boundaries", []), shape),
-    )
-
-
-def _boundaries(value: object, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the columns of a slot begin in its table, and the table's columns."""
-    if value == []:
-        return ()
-    edges = validate.items(value, "boundaries")
-    numbers = tuple(validate.natural(edge, "boundaries") for edge in edges)
-    ascends = all(one < other for one, other in itertools.pairwise(numbers))
-    if len(shape) != 2 or len(numbers) != shape[1] + 1 or numbers[0] != 0 or not ascends:
-        raise ValueError(f"boundaries are {validate.shown(value)}, of an array of shape {shape}")
-    return numbers
+    is_dense = doc["kind"] == "dense"
+    of_rows = _OF_NO_ROWS if is_dense else {name: doc[name] for name in ("base", "rows", "codec")}
+    members = {**doc, **of_rows, "nbytes": doc["bytes"], "stored": None, "features": ()}
+    entry: ArrayEntry = validate.proven(members, ArrayEntry, "it")
+    validate.check_sizes(entry.shape, "shape", not is_dense, _DIMENSIONS[is_dense])
+    if is_dense:
+        return entry
+    if entry.kind != ("whole" if entry.base is None else "delta") or entry.codec is None:
+        raise ValueError(f"an array of kind {entry.kind:.60} with base {entry.base}, or without a codec")
+    if entry.rows > entry.shape[0]:
+        raise ValueError(f"{entry.rows} rows of an array of shape {entry.shape}")
+    array_dtype(entry.element)  # refuses types that this release does not decode
+    edges, columns = entry.boundaries, (*entry.shape, -1)[1]
+    if edges and (len(edges) != columns + 1 or edges[0] or any(a >= b for a, b in itertools.pairwise(edges))):
+        raise ValueError(f"boundaries are {str(edges)[:_SHOWN]}, of an array of shape {entry.shape}")
+    return entry
 
 
 def _check_boundaries(arrays: Mapping[str, ArrayEntry]) -> None:
@@ -307,6 +277,6 @@ def void_time(data: bytes) -> float:
     """When a void record was made; 0 where it does not say."""
     void = loads(data, "void record")["attributes"]["cnr_void"]
     try:
-        return validate.seconds(void.get("time"), "time")
+        return float(validate.proven(void.get("time"), validate.Time, "time"))
     except ValueError:
         return 0.0

@@ -159,11 +159,11 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
     doc = loads(text, what, MAX_HEADER_BYTES)
     try:
         tensors = {
-            name: _place(validate.members(entry, validate.shown(name)), validate.shown(name))
-            for name, entry in validate.members(doc, "the header").items()
+            name: _place(validate.proven(entry, dict, validate.shown(name)), validate.shown(name))
+            for name, entry in validate.proven(doc, dict, "the header").items()
             if name != _METADATA
         }
-        metadata = validate.members(doc.get(_METADATA, {}), _METADATA)
+        metadata = validate.proven(doc.get(_METADATA, {}), dict, _METADATA)
         aliases = _aliases(metadata, tensors, what)
     except (KeyError, ValueError) as error:
         raise FormatError(f"{what}: it is no sound safetensors file: {error}") from error
@@ -185,26 +185,24 @@ def decode_header(text: bytes, nbytes: int, what: str) -> Header:
 def _aliases(metadata: Mapping[str, Any], tensors: Mapping[str, TensorPlace], what: str) -> dict[str, str]:
     noted = metadata.get(_ALIASES, "{}")
     # Aliases only say which tensors to share, so each must be one that could be the same.
-    aliases = validate.members(loads(validate.text(noted, _ALIASES).encode(), what), _ALIASES)
+    doc = loads(validate.proven(noted, str, _ALIASES).encode(), what)
+    aliases: dict[str, str] = validate.proven(doc, dict[str, str], _ALIASES)
     for alias, name in aliases.items():
-        same = [
-            (tensors[each].element, tensors[each].shape) for each in (alias, validate.text(name, _ALIASES))
-        ]
+        same = [(tensors[each].element, tensors[each].shape) for each in (alias, name)]
         if same[0] != same[1] or name in aliases:
             raise ValueError(f"{validate.shown(alias)} can't be another name of {validate.shown(name)}")
     return aliases
 
 
 def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:
-    tag = validate.text(entry["dtype"], f"{name}.dtype")
+    tag = validate.proven(entry["dtype"], str, f"{name}.dtype")
     if tag not in _ELEMENTS:
         raise ValueError(f"{name} has the type {validate.shown(tag)}, which this release does not know")
     element, itemsize = _ELEMENTS[tag]
     shape = validate.sizes(entry["shape"], f"{name}.shape", 0, range(65))
-    offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{name}.data_offsets is {validate.shown(offsets)}, not a pair")
-    begin, end = (validate.natural(offset, f"{name}.data_offsets") for offset in offsets)
+    begin, end = validate.proven(
+        entry["data_offsets"], tuple[validate.Natural, validate.Natural], f"{name}.data_offsets"
+    )
     nbytes = math.prod(shape) * itemsize
     if end - begin != nbytes:
         raise ValueError(f"{name} has {end - begin} bytes, {shape} of {element} takes {nbytes}")

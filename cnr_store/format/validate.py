@@ -1,23 +1,35 @@
-"""Proofs of what a document's members are. Documents come from a store, which nobody needs to trust.
+"""Types of what a document's members are, and their proof. Documents come from a store, which nobody needs to trust.
 
-Every function takes a value and its name, and raises ValueError if the value is not what it should be.
+What is proven of one member is its type. What holds between members, the modules of the documents prove.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import math
+from collections.abc import Container
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
-from cnr_store.format.layout import decode_name, encode_name, is_version
+from msgspec import Meta, ValidationError, convert
+
+from cnr_store.format.layout import MAX_RANKS, VERSION_ID, decode_name, encode_name
 
 MOST = 1 << 62
-_LAST_SECOND = 253_402_300_799  # of the year 9999
 _SHOWN = 60
-_TOKEN = re.compile(r"[0-9a-f]{16,64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _GROUPS = ("model", "optim", "state")
+
+Natural = Annotated[int, Meta(ge=0, le=MOST)]
+Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, to the end of the year 9999: what a calendar can show."""
+
+VersionText = Annotated[str, Meta(pattern=rf"\A{VERSION_ID.pattern}\Z")]
+Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16,64}\Z")]
+"""Hex digits, which may be part of a key."""
+
+Digests = Annotated[
+    list[Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]], Meta(min_length=1, max_length=MAX_RANKS)
+]
+Sizes = tuple[Annotated[int, Meta(ge=0, le=1 << 48)], ...]
 
 
 def shown(value: object) -> str:
@@ -32,92 +44,40 @@ def member(value: object, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
 
 
-def natural(value: Any, name: str, maximum: int = MOST) -> int:
-    """An integer from 0 to `maximum`. True and False are none."""
-    if type(value) is not int or not 0 <= value <= maximum:
-        raise ValueError(f"{name} is {shown(value)}, not an integer from 0 to {maximum}")
-    return value
+def proven(value: object, kind: Any, name: str) -> Any:
+    """A value of a document as the type `kind`. Nothing is cast: True is no number, and 1.0 no integer.
+
+    Raises
+    ------
+    ValueError
+        It is of another type. The message has `name`, and where in the value the fault is.
+    """
+    try:
+        return convert(value, kind)
+    except (
+        ValidationError,
+        AttributeError,
+        TypeError,
+    ) as error:  # these of arrays, which have keys of no kind
+        what = str(error)  # it may quote a text of any length
+        raise ValueError(f"{name}: {what if len(what) < 4 * _SHOWN else what[:_SHOWN] + '...'}") from error
 
 
-def seconds(value: Any, name: str) -> float:
-    """A time since 1970 that a calendar can show."""
-    if type(value) not in (int, float) or not 0 <= value <= _LAST_SECOND:
-        raise ValueError(f"{name} is {shown(value)}, not a time")
-    return float(value)
-
-
-def text(value: Any, name: str) -> str:
-    """A string."""
-    if type(value) is not str:
-        raise ValueError(f"{name} is {shown(value)}, not a string")
-    return value
-
-
-def texts(value: Any, name: str) -> tuple[str, ...]:
-    """A list of strings."""
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {shown(value)}, not a list of strings")
-    return tuple(text(item, name) for item in value)
-
-
-def members(value: Any, name: str) -> dict[str, Any]:
-    """A JSON object."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {shown(value)}, not an object")
-    return value
-
-
-def items(value: Any, name: str) -> list[Any]:
-    """A JSON list."""
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {shown(value)}, not a list")
-    return value
-
-
-def one_of(value: Any, name: str, allowed: Iterable[str]) -> str:
-    """One of some strings."""
-    if value not in tuple(allowed):
-        raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(allowed)}")
-    return text(value, name)
-
-
-def sizes(value: Any, name: str, minimum: int, dimensions: Iterable[int]) -> tuple[int, ...]:
+def sizes(value: object, name: str, minimum: int, dimensions: Container[int]) -> tuple[int, ...]:
     """A shape of so many dimensions, no size below `minimum`, whose bytes can be counted in 64 bits."""
-    if not isinstance(value, list) or len(value) not in tuple(dimensions):
-        raise ValueError(f"{name} is {shown(value)}, not a list of sizes")
-    product = 1
-    for size in value:
-        if natural(size, name, 1 << 48) < minimum:
-            raise ValueError(f"{name} holds {size}, less than {minimum}")
-        product *= max(size, 1)
-        if product > MOST >> 8:
-            raise ValueError(f"{name} holds sizes of more values than 64 bits can count in bytes")
-    return tuple(value)
+    shape: tuple[int, ...] = proven(value, Sizes, name)
+    check_sizes(shape, name, minimum, dimensions)
+    return shape
 
 
-def version(value: Any, name: str) -> str:
-    """A version's id."""
-    if not is_version(text(value, name)):
-        raise ValueError(f"{name} is {shown(value)}, not a version id")
-    return str(value)
-
-
-def token(value: Any, name: str) -> str:
-    """Hex digits, which may be part of a key."""
-    if _TOKEN.fullmatch(text(value, name)) is None:
-        raise ValueError(f"{name} is {shown(value)}, not 16 to 64 hex digits")
-    return text(value, name)
-
-
-def digests(value: Any, name: str, maximum: int) -> tuple[str, ...]:
-    """A list of 1 to `maximum` SHA-256 digests."""
-    if not isinstance(value, list) or not 1 <= len(value) <= maximum:
-        count = f"a list of {len(value)}" if isinstance(value, list) else shown(value)
-        raise ValueError(f"{name} is {count}, not a list of 1 to {maximum} digests")
-    for digest in texts(value, name):
-        if _SHA256.fullmatch(digest) is None:
-            raise ValueError(f"{name} has {shown(digest)}, not 64 hex digits")
-    return tuple(value)
+def check_sizes(shape: tuple[int, ...], name: str, minimum: int, dimensions: Container[int]) -> None:
+    """What `sizes` proves of a shape that is one of `Sizes`."""
+    if len(shape) not in dimensions or min(shape, default=minimum) < minimum:
+        raise ValueError(
+            f"{name} is {str(shape)[:_SHOWN]}: it has another number of sizes, or one below {minimum}"
+        )
+    if math.prod(filter(None, shape)) > MOST >> 8:
+        raise ValueError(f"{name} holds sizes of more values than 64 bits can count in bytes")
 
 
 @lru_cache(maxsize=4096)  # the versions of a store have the same paths

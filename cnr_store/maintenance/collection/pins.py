@@ -12,9 +12,11 @@ from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids, list_marked
 from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
-from cnr_store.format import layout, validate
+from cnr_store.format import layout
+from cnr_store.format.arrays import Doc
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
 from cnr_store.format.state import dumps, loads
+from cnr_store.format.validate import proven
 
 MAX_REASON = 200
 """Characters."""
@@ -195,13 +197,13 @@ def _encode(version: str, reason: str | None) -> bytes:
 
 def _decode(data: bytes, version: str) -> str | None:
     """The reason that a pin gives; None if it gives none."""
-    doc = validate.members(loads(data, "it"), "it")
+    doc: Doc = proven(loads(data, "it"), Doc, "it")
     if doc.keys() <= {"time"}:
         return None
     check_digest(data, doc, "it")
     if doc["version"] != version:
         raise ValueError("it is another version's: objects were swapped")
-    return validate.text(doc["reason"], "reason")
+    return str(proven(doc["reason"], str, "reason"))
 
 
 def _is_void(catalog: Catalog, version: str) -> bool:

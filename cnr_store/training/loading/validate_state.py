@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from cnr_store.chains.allocation import allocate
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.layout import slot_path, weight_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.state_arrays import Leaf, OfClass
-from cnr_store.format.validate import members, shown, text, texts
+from cnr_store.format.validate import proven, shown
 from cnr_store.training.model.optimizer_state import Tree
 from cnr_store.training.model.rng_state import check_rng_state
 from cnr_store.training.model.tensors import SLOT_DTYPES, array_dtype, dense_tensor, dtype_name, dtype_named
@@ -52,6 +53,27 @@ class StoredState:
     rng_ranks: int = 0
 
 
+class _Own(Struct):
+    """What each rank has of a state for itself."""
+
+    reader: Any
+    rng: dict[str, Any] | None
+
+
+class _Group(Struct):
+    params: list[str]
+
+
+class _Optimizer(Struct, rename={"kind": "class"}):
+    kind: str
+    param_groups: list[_Group]
+    state: dict[str, dict[Any, Any]]
+    slots: dict[str, list[str]]
+    other: dict[Any, Any]
+    columns: dict[str, list[str]] = {}
+    more: dict[Any, Any] = {}
+
+
 def check_tree(tree: object, where: str) -> StoredState:
     """Prove the tree's members: their types, the optimizers' trees, the random number generators.
 
@@ -61,26 +83,14 @@ def check_tree(tree: object, where: str) -> StoredState:
         Naming what is malformed.
     """
     try:
-        doc = members(tree, "the state")
-        for name in ("reader", "objects", "optimizers", "extra_state", "rng"):
-            if name not in doc:
-                raise ValueError(f"it has no {name}")
-        for name in ("objects", "extra_state"):
-            texts(list(members(doc[name], name)), f"names in {name}")
-        if not isinstance(doc["optimizers"], list):
-            raise ValueError(f"optimizers is {shown(doc['optimizers'])}, not a list")
-        for position, optimizer in enumerate(doc["optimizers"]):
-            _check_optimizer(members(optimizer, "optimizers"), f"optimizers[{position}]")
-    except (KeyError, ValueError) as error:
+        doc: Mapping[str, Any] = proven(tree, dict[str, Any], "it")
+        state: StoredState = proven({**doc, "readers": (), "rng_ranks": 0}, StoredState, "it")
+        for position, optimizer in enumerate(state.optimizers):
+            _check_optimizer(proven(optimizer, _Optimizer, name := f"optimizers[{position}]"), name)
+    except ValueError as error:
         raise CorruptionError(f"{where}: the state is malformed: {error}") from error
-    try:
-        if doc["rng"] is not None:
-            check_rng_state(members(doc["rng"], "rng"))
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(
-            f"{where}: the state of the random number generators is malformed: {error}"
-        ) from error
-    return StoredState(doc["reader"], doc["objects"], doc["optimizers"], doc["extra_state"], doc["rng"])
+    _check_rng(state.rng, f"{where}: the state of the random number generators")
+    return state
 
 
 def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
@@ -104,38 +114,32 @@ def with_other_parts(state: StoredState, parts: Sequence[object], where: str) ->
 
 
 def _own_members(part: object, where: str) -> tuple[Any, Mapping[str, Any] | None]:
+    what = f"{where}: the state of a rank"
     try:
-        doc = members(part, "the state of a rank")
-        reader, rng = doc["reader"], doc["rng"]
+        doc: _Own = proven(part, _Own, "it")
+    except ValueError as error:
+        raise CorruptionError(f"{what} is malformed: {error}") from error
+    _check_rng(doc.rng, what)
+    return doc.reader, doc.rng
+
+
+def _check_rng(rng: Mapping[str, Any] | None, what: str) -> None:
+    try:
         if rng is not None:
-            check_rng_state(members(rng, "rng"))
+            check_rng_state(rng)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(f"{where}: the state of a rank is malformed: {error}") from error
-    return reader, rng
+        raise CorruptionError(f"{what} is malformed: {error}") from error
 
 
-def _check_optimizer(tree: Mapping[str, Any], name: str) -> None:
-    text(tree["class"], f"{name}.class")
-    if not isinstance(tree["param_groups"], list):
-        raise ValueError(f"{name}.param_groups is {shown(tree['param_groups'])}, not a list")
-    named: set[str] = set()
-    for group in tree["param_groups"]:
-        named.update(texts(members(group, f"{name}.param_groups")["params"], f"{name}.param_groups.params"))
-    for parameter, values in members(tree["state"], f"{name}.state").items():
-        members(values, f"{name}.state[{shown(parameter)}]")
-        if parameter not in named:
-            raise ValueError(f"{name}.state holds {shown(parameter)}, which is in none of its groups")
-    by_table = members(tree["slots"], f"{name}.slots")
-    texts(list(by_table), f"{name}.slots")
-    for slots in by_table.values():
-        if len(set(texts(slots, f"{name}.slots"))) != len(slots):
-            raise ValueError(f"{name}.slots holds one slot twice")
-    for slots in members(tree.get("columns", {}), f"{name}.columns").values():
-        texts(slots, f"{name}.columns")
-    other: dict[Any, Any] = members(tree["other"], f"{name}.other")
-    if any(isinstance(key, int) for key in other):
+def _check_optimizer(tree: _Optimizer, name: str) -> None:
+    named = {parameter for group in tree.param_groups for parameter in group.params}
+    for parameter in (parameter for parameter in tree.state if parameter not in named):
+        raise ValueError(f"{name}.state holds {shown(parameter)}, which is in none of its groups")
+    if any(len(set(slots)) != len(slots) for slots in tree.slots.values()):
+        raise ValueError(f"{name}.slots holds one slot twice")
+    if any(isinstance(key, int) for key in tree.other):
         raise ValueError(f"{name}.other holds the state of a parameter")
-    if {"state", "param_groups"} & members(tree.get("more", {}), f"{name}.more").keys():
+    if {"state", "param_groups"} & tree.more.keys():
         raise ValueError(f"{name}.more holds the groups or the state of parameters")
 
 
