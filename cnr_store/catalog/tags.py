@@ -6,11 +6,9 @@ import time
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError
-from cnr_store.format import layout
-from cnr_store.format.arrays import Doc
+from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
 from cnr_store.format.state import dumps, loads
-from cnr_store.format.validate import VersionText, proven, shown
 
 _OLDER = {"version", "time"}
 """The members of tags of older releases, which nothing proves."""
@@ -45,12 +43,12 @@ def read_tag(backend: Backend, name: str) -> str | None:
 
 
 def _decode(data: bytes, name: str) -> str:
-    doc: Doc = proven(loads(data, "it"), Doc, "it")
+    doc = validate.proven(loads(data, "it"), dict, "it")
     if not doc.keys() <= _OLDER:
         check_digest(data, doc, "it")
         if doc["name"] != name:
-            raise ValueError(f"it is the tag {shown(doc['name'])}: objects were swapped")
-    return str(proven(doc["version"], VersionText, "version"))
+            raise ValueError(f"it is the tag {validate.shown(doc['name'])}: objects were swapped")
+    return str(validate.proven(doc["version"], validate.VersionText, "version"))
 
 
 def list_tags(backend: Backend) -> list[str]:

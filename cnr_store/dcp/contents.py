@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from msgspec import Struct
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.dense import dense_layout
@@ -19,6 +18,11 @@ from cnr_store.training.model.tensors import dtype_name, dtype_named
 
 _KEY = "dcp"
 """Of the state document, beside what a `Checkpointer` reads there."""
+
+
+_TENSORS = list[tuple[str, str, validate.Sizes, str]]
+_VALUES = list[tuple[str, Any]]
+_PATHS = list[tuple[str, tuple[str | int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,15 @@ class Contents:
         if doc is None:
             return cls(_model_tensors(catalog, record), {}, {})
         try:
-            found: _Document = validate.proven(doc, _Document, _KEY)
+            members = ((doc["tensors"], _TENSORS), (doc["values"]["$dict"], _VALUES), (doc["paths"], _PATHS))
+            tensors, values, paths = (validate.proven(value, kind, _KEY) for value, kind in members)
             return cls(
-                {
-                    name: _stored(record, name, path, shape, dtype)
-                    for name, path, shape, dtype in found.tensors
-                },
-                dict(found.values["$dict"]),
-                dict(found.paths),
+                {name: _stored(record, name, *rest) for name, *rest in tensors}, dict(values), dict(paths)
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise CorruptionError(
                 f"version {record.id}: what it says of its state dict is malformed: {error}"
             ) from error
-
-
-class _Document(Struct):
-    tensors: list[tuple[str, str, validate.Sizes, str]]
-    values: dict[str, list[tuple[str, Any]]]
-    paths: list[tuple[str, tuple[str | int, ...]]]
 
 
 def _stored(record: Record, name: str, path: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:

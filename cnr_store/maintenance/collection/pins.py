@@ -12,11 +12,9 @@ from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
 from cnr_store.catalog.objects import has_object, list_ids, list_marked
 from cnr_store.catalog.store_format import tell_of_no_store
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
-from cnr_store.format import layout
-from cnr_store.format.arrays import Doc
+from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
 from cnr_store.format.state import dumps, loads
-from cnr_store.format.validate import proven
 
 MAX_REASON = 200
 """Characters."""
@@ -197,13 +195,13 @@ def _encode(version: str, reason: str | None) -> bytes:
 
 def _decode(data: bytes, version: str) -> str | None:
     """The reason that a pin gives; None if it gives none."""
-    doc: Doc = proven(loads(data, "it"), Doc, "it")
+    doc = validate.proven(loads(data, "it"), dict, "it")
     if doc.keys() <= {"time"}:
         return None
     check_digest(data, doc, "it")
     if doc["version"] != version:
         raise ValueError("it is another version's: objects were swapped")
-    return str(proven(doc["reason"], str, "reason"))
+    return str(validate.proven(doc["reason"], str, "reason"))
 
 
 def _is_void(catalog: Catalog, version: str) -> bool:

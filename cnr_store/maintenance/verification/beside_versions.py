@@ -9,10 +9,9 @@ from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import ClaimRecord, decode_claim, list_claims, store_id
 from cnr_store.errors import FormatError
-from cnr_store.format import layout
+from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document
 from cnr_store.format.state import loads
-from cnr_store.format.validate import Time, proven
 from cnr_store.maintenance.verification.inspect_version import STATE
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 
@@ -76,10 +75,10 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
 
 def _check_mark(backend: Backend, claim: ClaimRecord | None, key: str) -> Iterator[Finding]:
     try:
-        mark: Doc = proven(loads(backend.get(key), key), Doc, "it")
+        mark = validate.proven(loads(backend.get(key), key), dict, "it")
         if mark.keys() != {"token", "time"} or (claim is not None and mark["token"] != claim.id.token):
             raise ValueError("it is another claim's")
-        proven(mark["time"], Time, "time")
+        validate.proven(mark["time"], validate.Time, "time")
     except ObjectNotFoundError:  # its run is open
         return
     except ValueError as error:  # FormatError is one

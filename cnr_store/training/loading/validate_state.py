@@ -53,13 +53,6 @@ class StoredState:
     rng_ranks: int = 0
 
 
-class _Own(Struct):
-    """What each rank has of a state for itself."""
-
-    reader: Any
-    rng: dict[str, Any] | None
-
-
 class _Group(Struct):
     params: list[str]
 
@@ -83,13 +76,19 @@ def check_tree(tree: object, where: str) -> StoredState:
         Naming what is malformed.
     """
     try:
-        doc: Mapping[str, Any] = proven(tree, dict[str, Any], "it")
+        doc = proven(tree, dict, "it")
         state: StoredState = proven({**doc, "readers": (), "rng_ranks": 0}, StoredState, "it")
         for position, optimizer in enumerate(state.optimizers):
             _check_optimizer(proven(optimizer, _Optimizer, name := f"optimizers[{position}]"), name)
     except ValueError as error:
         raise CorruptionError(f"{where}: the state is malformed: {error}") from error
-    _check_rng(state.rng, f"{where}: the state of the random number generators")
+    try:
+        if state.rng is not None:
+            check_rng_state(state.rng)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CorruptionError(
+            f"{where}: the state of the random number generators is malformed: {error}"
+        ) from error
     return state
 
 
@@ -114,21 +113,14 @@ def with_other_parts(state: StoredState, parts: Sequence[object], where: str) ->
 
 
 def _own_members(part: object, where: str) -> tuple[Any, Mapping[str, Any] | None]:
-    what = f"{where}: the state of a rank"
     try:
-        doc: _Own = proven(part, _Own, "it")
-    except ValueError as error:
-        raise CorruptionError(f"{what} is malformed: {error}") from error
-    _check_rng(doc.rng, what)
-    return doc.reader, doc.rng
-
-
-def _check_rng(rng: Mapping[str, Any] | None, what: str) -> None:
-    try:
+        doc = proven(part, dict, "it")
+        reader, rng = doc["reader"], doc["rng"]
         if rng is not None:
-            check_rng_state(rng)
+            check_rng_state(proven(rng, dict, "rng"))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(f"{what} is malformed: {error}") from error
+        raise CorruptionError(f"{where}: the state of a rank is malformed: {error}") from error
+    return reader, rng
 
 
 def _check_optimizer(tree: _Optimizer, name: str) -> None:
