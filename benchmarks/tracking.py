@@ -42,7 +42,7 @@ from cnr_store.training.tracking.bitmap import (  # noqa: E402
     compile_kernels,
     mark_nonzero_of_tables,
 )
-from cnr_store.training.tracking.step_hooks import (  # noqa: E402
+from cnr_store.training.tracking.hooks import (  # noqa: E402
     add_step_listener,
     remove_step_listener,
 )

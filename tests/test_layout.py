@@ -38,7 +38,6 @@ HIDDEN = {
 """Imports that stand in a function, with the extra of cnr-store whose packages they need."""
 NAMED = {
     "cnr_backends.testing -> cnr_backends.testing.conformance": "pytest rewrites its asserts",
-    "cnr_backends.testing -> cnr_backends.testing.store_conformance": "pytest rewrites its asserts",
     "cnr_store.demo.interrupt -> cnr_store.demo.train": "it is started as a process",
 }
 """Modules that a string names, with the reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +13,7 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
-from cnr_store.catalog.objects import list_from_newest, list_ids, prove_parts, read_object
-from cnr_store.catalog.shared_objects import SharedObjects
-from cnr_store.catalog.store_format import check_format
+from cnr_store.catalog.objects import SharedObjects, list_from_newest, list_ids, prove_parts, read_object
 from cnr_store.catalog.tags import list_tags, read_tag
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
@@ -23,6 +22,11 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import loads
+from cnr_store.format.validate import member, shown
+
+log = logging.getLogger("cnr_store")
+_ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
+
 
 Url = str | os.PathLike[str] | Store | Backend
 """Where a store is: what `cnr_backends.open_backend` opens."""
@@ -86,7 +90,29 @@ class Catalog:
         FormatError
             It holds something else, or a newer format.
         """
-        return check_format(self.backend)
+        backend = self.backend
+        try:
+            doc = loads(backend.get(layout.ROOT_KEY), f"{backend.url}/{layout.ROOT_KEY}")
+        except ObjectNotFoundError:
+            _refuse_older_zarr(backend)
+            return False
+        except FormatError as error:
+            raise FormatError(f"{error}; restore that object, or choose another URL") from error
+        cnr = member(member(doc, "attributes"), "cnr")
+        number = member(cnr, "format")
+        if number is None:
+            raise FormatError(
+                f"{backend.url} holds a Zarr hierarchy that is not a checkpoint store ({layout.ROOT_KEY} has "
+                "no attributes.cnr); choose another URL"
+            )
+        if "id" in cnr:
+            raise FormatError(f"{backend.url} is one version of a store; give the URL of the store above it")
+        if number != layout.FORMAT:
+            raise FormatError(
+                f"{backend.url} holds format {shown(number)}; this release reads format {layout.FORMAT}: "
+                "install a newer cnr-store"
+            )
+        return True
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first. Not all of them were committed."""
@@ -303,3 +329,47 @@ def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[
     """The catalog of a store, and the record of a version as `Catalog.find` finds it."""
     catalog = Catalog(open_backend(url, **storage_options))
     return catalog, catalog.find(version)
+
+
+def count_parts(state: Any) -> int:
+    """By how many ranks a version was saved; 0 if by one process, which keeps all of its state in one place.
+
+    Parameters
+    ----------
+    state
+        From `Catalog.state`, which has proven the digests of the parts.
+    """
+    return len(state["ranks"]) if isinstance(state, dict) and "ranks" in state else 0
+
+
+def read_state_part(catalog: Catalog, record: Record, state: Any, rank: int) -> Any:
+    """What one rank alone has of the state, as tagged JSON.
+
+    Parameters
+    ----------
+    state
+        From `Catalog.state`.
+
+    Raises
+    ------
+    CorruptionError, VersionNotFoundError
+        It is lost, altered or another one; the version was removed meanwhile.
+    """
+    with catalog.reading(record):
+        data = catalog.proven(record, layout.state_part(rank), state["ranks"][rank])
+    return loads(data, f"state of rank {rank} in version {record.id}")
+
+
+def tell_of_no_store(url: str) -> None:
+    """Say in the log that a place holds nothing, to whom got an empty answer for it."""
+    log.warning("%s holds no store: check the URL, if something was saved there", url)
+
+
+def _refuse_older_zarr(backend: Backend) -> None:
+    # A hierarchy of Zarr version 2 has no object that version 3 looks for, so it would seem empty.
+    nodes = sorted(_ZARR_2_NODES.intersection(backend.list_names("")))
+    if nodes:
+        raise FormatError(
+            f"{backend.url} holds a Zarr hierarchy of version 2 ({', '.join(nodes)}), not a checkpoint "
+            "store; choose another URL"
+        )

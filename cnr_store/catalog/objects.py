@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.errors import CorruptionError, VersionNotFoundError
@@ -106,3 +108,44 @@ def prove_parts(record: Record, state: Any) -> None:
             proven(state["ranks"], Digests, "ranks")
         except ValueError as error:
             raise CorruptionError(f"{what}: {error}") from error
+
+
+@dataclass
+class SharedObjects:
+    """Records, manifests and states that were read and proven.
+
+    Attributes
+    ----------
+    objects
+        By key.
+    """
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def pack(self, record: Record, folded: Collection[str] | None) -> bytes:
+        """What other ranks need of a version.
+
+        Parameters
+        ----------
+        folded
+            The versions that have folds, None if these were not listed.
+        """
+        versions = {record.id, *record.needs}
+        chosen = {key: data for key, data in self.objects.items() if key.split("/")[1] in versions}
+        if record.key(layout.state_part(1)) not in chosen:  # each rank reads its own
+            chosen.pop(record.key(layout.state_part(0)), None)
+        sizes = {key: len(data) for key, data in chosen.items()}
+        head = json.dumps(
+            {"folded": None if folded is None else sorted(versions.intersection(folded)), "sizes": sizes}
+        ).encode()
+        return b"".join([len(head).to_bytes(8, "little"), head, *chosen.values()])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> tuple[Self, frozenset[str] | None]:
+        """The objects that `pack` packed, and the versions that have folds."""
+        begin = 8 + int.from_bytes(data[:8], "little")
+        head, objects = json.loads(data[8:begin]), {}
+        for key, size in head["sizes"].items():
+            objects[key] = data[begin : begin + size]
+            begin += size
+        return cls(objects), None if head["folded"] is None else frozenset(head["folded"])

@@ -19,8 +19,8 @@ from cnr_backends import Transfer
 from cnr_codecs import ParentError, Pending, Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
+from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.link import PENDING, CompositionError, Link
-from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.chains.written_link import open_link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.layout import RELATIVE

@@ -1,4 +1,4 @@
-"""A cache of what is dear to fetch, for readers on many threads."""
+"""A cache of what is dear to fetch, such as proven payloads, for readers on many threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
+
+from cnr_codecs import Payload
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -68,3 +70,33 @@ class BoundedCache(Generic[K, V]):
                 value = make()
                 self.put(key, value)
         return value
+
+
+Place = tuple[str, int]
+"""The key of a shard, and a payload's slot in it."""
+
+
+class PayloadCache(BoundedCache[Place, Payload]):
+    """The payloads used last. Thread-safe.
+
+    Parameters
+    ----------
+    max_bytes
+        What all of them may take. Larger ones are not kept at all.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes, _nbytes)
+
+
+def _nbytes(payload: Payload) -> int:
+    # Parameters count twice: decoding keeps them widened to float32, too.
+    return sum(
+        each.codes.nbytes
+        + each.row_set.nbytes
+        + each.parameters.nbytes
+        + each.parameters.size * 4
+        + (0 if each.books is None else each.books.nbytes)
+        + (0 if each.coded is None else each.coded.lines.nbytes)
+        for each in payload.segments
+    )

@@ -24,13 +24,13 @@ from cnr_codecs import (
     decode_into,
     most_packed_bytes,
     parse,
+    rows_written,
     take_rows,
 )
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
-from cnr_store.chains.damaged_chunk import rows_at_most
+from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.link import CompositionError, Link
-from cnr_store.chains.payload_cache import PayloadCache
 from cnr_store.chains.shard_reader import Chunk, ShardReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_rows_document, parse_unpacker
@@ -169,10 +169,33 @@ class WrittenLink(Link):
                 visit(chunk, self._prove(chunk, data), still)
             return still, True
         except CorruptionError:
-            seal = self.record.seal(self.path, chunk.row, chunk.column)
-            rows = range(first_row, first_row + len(need))
-            may_hold = rows_at_most(self.shards, shard, chunk, rows, self._unpacker, self.entry.element, seal)
-            return may_hold & (need != 0), False
+            return self._may_hold(shard, chunk, range(first_row, first_row + len(need))) & (need != 0), False
+
+    def _may_hold(self, shard: int, chunk: Chunk, rows: range) -> Array:
+        """(len(rows),) bool: which of these rows a damaged chunk may hold.
+
+        Just those that were written, where its payload still proves which these are; else all of the chunk.
+        """
+        offsets = self._proven_offsets(shard, chunk)
+        held = np.full(self.chunk_rows, offsets is None)
+        if offsets is not None:
+            held[offsets] = True
+        may_hold = np.zeros(len(rows), bool)
+        begin, end = max(chunk.row, rows.start), min(chunk.row + len(held), rows.stop)
+        may_hold[begin - rows.start : end - rows.start] = held[begin - chunk.row : end - chunk.row]
+        return may_hold
+
+    def _proven_offsets(self, shard: int, chunk: Chunk) -> Array | None:
+        data = self.shards.read_damaged(shard, chunk)
+        if data is None:
+            return None
+        most = most_packed_bytes(self.chunk_rows, self.grid.chunk_columns, self.entry.element)
+        try:
+            payload = self._unpacker.unpack(data, most)
+            offsets = rows_written(payload, seal=self.record.seal(self.path, chunk.row, chunk.column))
+        except CodecError:
+            return None
+        return offsets if len(offsets) and offsets[-1] < self.chunk_rows else None
 
     def _wanted(self, first_row: int, need: Array) -> dict[int, list[Chunk]]:
         """By shard, all chunks that may hold rows needed."""

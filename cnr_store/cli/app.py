@@ -23,8 +23,7 @@ from cnr_store.cli.demo import demo
 from cnr_store.cli.export import export, import_, serve
 from cnr_store.cli.inspection import diff, info
 from cnr_store.cli.listing import ls
-from cnr_store.cli.maintenance import compact, gc, repair, verify
-from cnr_store.cli.marks import pin, tag, unpin, untag
+from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.output import plain
 from cnr_store.cli.report.command import report
 from cnr_store.cli.report.watch import watch

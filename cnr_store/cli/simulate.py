@@ -10,9 +10,8 @@ from rich.console import Console
 
 from cnr_store.cli.options import AsJson
 from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table
-from cnr_store.policies.interval import Interval, best_interval
 from cnr_store.policies.policy import MAX_CHAIN, POLICIES, check_policy
-from cnr_store.policies.simulation import SimulatedSave, Trace
+from cnr_store.policies.simulation import Interval, SimulatedSave, Trace, best_interval
 from cnr_store.policies.simulation import simulate as run_policy
 
 Rows = Annotated[int, typer.Option(min=1, help="Number of rows in all tables.")]

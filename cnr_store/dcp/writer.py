@@ -36,7 +36,7 @@ from cnr_store.dcp.writes import dense_write, placeholder, rows_write
 from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
-from cnr_store.maintenance.collection.room import room_advice
+from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import LOSSLESS, Bits, match_pattern
 from cnr_store.ranks.group import Alone, Document

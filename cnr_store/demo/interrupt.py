@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from cnr_backends import Backend, StorageError
-from cnr_backends.wrapper import CHANGES, WrapperBackend
+from cnr_backends.backend import CHANGES, WrapperBackend
 from cnr_store import SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.demo.protocol import DemoError, OnStep, RunLog, TrainConfig, parse_event

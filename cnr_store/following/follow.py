@@ -16,8 +16,7 @@ from typing import Any
 
 from cnr_backends import Transfer, open_backend
 from cnr_codecs import array_dtype
-from cnr_store.catalog.catalog import Catalog, Url, Version
-from cnr_store.catalog.store_format import tell_of_no_store
+from cnr_store.catalog.catalog import Catalog, Url, Version, tell_of_no_store
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.dense import read_dense

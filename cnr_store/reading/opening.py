@@ -8,8 +8,7 @@ from typing import Any
 import zarr
 
 from cnr_backends import Transfer, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.store_format import tell_of_no_store
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record, tell_of_no_store
 from cnr_store.catalog.version_info import VersionInfo, VersionList
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader

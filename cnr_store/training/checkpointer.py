@@ -29,8 +29,7 @@ from cnr_store.training.loading.selection import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.object_state import check_settings
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.process.joint_preemption import JointPreemption
-from cnr_store.training.process.preemption import Preemption, watch_signals
+from cnr_store.training.process.preemption import JointPreemption, Preemption, watch_signals
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
@@ -43,8 +42,7 @@ from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
-from cnr_store.writing.patience import Patience
-from cnr_store.writing.patient_backend import PatientBackend
+from cnr_store.writing.patience import Patience, PatientBackend
 
 log = logging.getLogger("cnr_store")
 

@@ -11,7 +11,7 @@ from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.catalog.fencing import Seen
-from cnr_store.catalog.shared_objects import SharedObjects
+from cnr_store.catalog.objects import SharedObjects
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
@@ -30,7 +30,7 @@ from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.stats import bytes_text
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
-from cnr_store.writing.patient_backend import PatientBackend
+from cnr_store.writing.patience import PatientBackend
 
 log = logging.getLogger("cnr_store")
 

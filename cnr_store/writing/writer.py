@@ -22,11 +22,19 @@ from cnr_store.errors import CheckpointError, CorruptionError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
-from cnr_store.writing.commit import check_planned, commit, finish_record, put_state, put_state_parts
+from cnr_store.writing.commit import (
+    check_planned,
+    commit,
+    commit_document,
+    finish_record,
+    put_state,
+    put_state_parts,
+    read_outcome,
+    remove_attempt,
+    void_attempt,
+)
 from cnr_store.writing.lineage import Lineage, check_parents
-from cnr_store.writing.outcome import commit_document, read_outcome, remove_attempt, void_attempt
-from cnr_store.writing.patience import Patience
-from cnr_store.writing.patient_backend import PatientBackend
+from cnr_store.writing.patience import Patience, PatientBackend
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import stage
 from cnr_store.writing.staged import Staged

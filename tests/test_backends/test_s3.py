@@ -17,7 +17,7 @@ import pytest
 import zarr
 
 from cnr_backends import ObjectExistsError, OpenError, StorageError, open_backend
-from cnr_backends.clouds.s3 import S3Backend
+from cnr_backends.clouds import S3Backend
 from tests.nightly import at_night
 
 if TYPE_CHECKING:

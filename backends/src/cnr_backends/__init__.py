@@ -1,6 +1,6 @@
 """Durable object storage for checkpoints: objects under keys, on local disks, S3 and more."""
 
-from cnr_backends.backend import Backend
+from cnr_backends.backend import Backend, WrapperBackend
 from cnr_backends.backend_store import BackendStore, zarr_store
 from cnr_backends.errors import (
     ArgumentError,
@@ -17,7 +17,6 @@ from cnr_backends.errors import (
 from cnr_backends.opening import open_backend
 from cnr_backends.shards import ShardIndex, build_shard, check_chunk, index_nbytes, parse_index
 from cnr_backends.transfer import Transfer
-from cnr_backends.wrapper import WrapperBackend
 
 __version__ = "0.1.0"
 

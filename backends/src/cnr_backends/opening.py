@@ -13,9 +13,7 @@ from zarr.abc.store import Store
 from zarr.storage import LocalStore, ZipStore
 
 from cnr_backends.backend import Backend
-from cnr_backends.clouds.abfs import AbfsBackend
-from cnr_backends.clouds.gcs import GcsBackend
-from cnr_backends.clouds.s3 import S3Backend
+from cnr_backends.clouds import AbfsBackend, GcsBackend, S3Backend
 from cnr_backends.errors import OpenError
 from cnr_backends.local import LocalBackend
 from cnr_backends.remote import FsspecBackend, HttpBackend, MemoryBackend

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
-from cnr_backends import Backend, StorageFullError, Transfer
+from cnr_backends import Backend, ObjectNotFoundError, StorageFullError, Transfer
 from cnr_store.catalog.objects import list_ids
-from cnr_store.errors import option
+from cnr_store.errors import CorruptionError, FormatError, option
 from cnr_store.format import layout
-from cnr_store.format.record_document import encode_void
+from cnr_store.format.record_document import decode_record, encode_void
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 from cnr_store.maintenance.objects import delete_objects
@@ -238,3 +239,54 @@ def deletable_records(
 def _is_over(began: float, now: float, grace_seconds: float) -> bool:
     """Whether a grace time is over. The clock that told when it began may have been ahead, by a year, too."""
     return abs(now - began) >= grace_seconds
+
+
+REASON = (
+    "a fold of this version has not ended: it is under way, was stopped and may go on, or was killed, and nothing "
+    "tells which; what it left goes once the version is folded (`cnr compact`) or removed"
+)
+
+
+@dataclass(frozen=True)
+class FoldLeftovers:
+    """Objects of attempts at folds, other than the folds that exist.
+
+    Attributes
+    ----------
+    removable
+        By version that has a fold, the sizes of the objects of other attempts, by key. None of these can succeed.
+    left
+        By version that has no fold, the bytes of all attempts. One that was stopped may still create the record.
+    """
+
+    removable: Mapping[str, Mapping[str, int]]
+    left: Mapping[str, int]
+
+
+def find_fold_leftovers(backend: Backend, versions: Collection[str]) -> FoldLeftovers:
+    """What attempts at folds of these versions left."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for key, nbytes in backend.list_keys(layout.FOLDS):
+        version = key.split("/")[1]
+        if version in versions:
+            found[version][key] = nbytes
+    removable, left = {}, {}
+    for version, sizes in found.items():
+        if layout.record_key(version, layout.FOLDS) not in sizes:
+            left[version] = sum(sizes.values())
+        # Where a create is not atomic, another attempt may still replace the record.
+        elif backend.atomic_create and (nonce := _nonce(backend, version)) is not None:
+            others = {
+                key: nbytes for key, nbytes in sizes.items() if key.split("/")[2] not in (nonce, layout.NODE)
+            }
+            if others:
+                removable[version] = others
+    return FoldLeftovers(removable, left)
+
+
+def _nonce(backend: Backend, version: str) -> str | None:
+    """What names the folder of a version's fold; None if its record is damaged, or went meanwhile."""
+    with suppress(ObjectNotFoundError, CorruptionError, FormatError):
+        record = decode_record(backend.get(layout.record_key(version, layout.FOLDS)), version, layout.FOLDS)
+        return None if record is None else record.nonce
+    return None

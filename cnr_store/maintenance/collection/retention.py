@@ -6,20 +6,28 @@ whichever point.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnr_backends import Backend, StorageFullError, Transfer, open_backend
+from cnr_backends import Backend, BackendError, StorageFullError, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import is_own_version, newest_claim
-from cnr_store.errors import EmptyStoreError, OptionError
+from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
 from cnr_store.format.layout import ClaimId
-from cnr_store.maintenance.collection.deletion import Deletion, Left, deletable, deletable_records
-from cnr_store.maintenance.collection.fold_leftovers import REASON, FoldLeftovers, find_fold_leftovers
+from cnr_store.maintenance.collection.deletion import (
+    REASON,
+    Deletion,
+    FoldLeftovers,
+    Left,
+    deletable,
+    deletable_records,
+    find_fold_leftovers,
+)
 from cnr_store.maintenance.collection.rules import KeepBest, Rules, check_figure, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
@@ -295,3 +303,29 @@ class Retention:
         return GcReport(
             kept, tuple(to_delete), leftovers, freed_bytes, left.reasons, left.nbytes, dry_run=True
         )
+
+
+def room_advice(backend: Backend) -> str:
+    """The command that makes room in a full store for a version like its largest, and what it removes.
+
+    It keeps the newer half of the versions, or of these the newer half, and so on. "" if the store can't be read.
+    """
+    with suppress(BackendError, CheckpointError):
+        records = Catalog(backend).oldest_first()
+        keep, wanted = len(records), max((record.nbytes for record in records), default=0)
+        while True:
+            keep = max(1, keep // 2)
+            found = Retention(backend, Rules(keep_last=keep)).run(dry_run=True)
+            if found.freed_bytes >= wanted or keep == 1:
+                break
+        if found.freed_bytes <= 0:
+            return (
+                "Nothing of this store can be removed: make room elsewhere, or give the store another place"
+            )
+        removed = found.removed
+        which = f", from {removed[0]} to {removed[-1]}" if removed else ""
+        return (
+            f"`cnr gc {shlex.quote(backend.url)} --keep-last {keep}` frees {found.freed_bytes:,} bytes: it removes "
+            f"{len(removed)} of {len(records)} versions{which}; with --dry-run it only shows them"
+        )
+    return ""

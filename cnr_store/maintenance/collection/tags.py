@@ -6,8 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from cnr_backends import Backend, BackendError, ObjectNotFoundError, StorageError, open_backend
-from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.store_format import tell_of_no_store
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_record, tell_of_no_store
 from cnr_store.catalog.tags import encode_tag, read_tags
 from cnr_store.errors import OptionError, VersionNotFoundError
 from cnr_store.format import layout

@@ -14,15 +14,14 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
-from cnr_store.catalog.state_parts import count_parts, read_state_part
+from cnr_store.catalog.catalog import Catalog, Url, Version, count_parts, open_record, read_state_part
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import CorruptionError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Grid
 from cnr_store.format.record import ArrayEntry, Record
-from cnr_store.maintenance.collection.room import room_advice
+from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, no_progress
 from cnr_store.policies.checks import integer

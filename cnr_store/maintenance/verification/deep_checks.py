@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_codecs import Pending, array_dtype
-from cnr_store.catalog.state_parts import count_parts, read_state_part
+from cnr_store.catalog.catalog import count_parts, read_state_part
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.dense import dense_object

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cnr_backends import ObjectNotFoundError, Transfer
-from cnr_store.catalog.catalog import READ_WORKERS, Catalog
+from cnr_store.catalog.catalog import READ_WORKERS, Catalog, count_parts
 from cnr_store.catalog.objects import list_ids
-from cnr_store.catalog.state_parts import count_parts
 from cnr_store.chains.array_reader import chain
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Self
 
 from cnr_backends import Backend
-from cnr_store.catalog.catalog import Catalog
+from cnr_store.catalog.catalog import Catalog, count_parts, read_state_part
 from cnr_store.catalog.objects import read_object
-from cnr_store.catalog.state_parts import count_parts, read_state_part
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.dense import dense_layout
 from cnr_store.chains.link import Link

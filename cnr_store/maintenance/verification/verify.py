@@ -12,10 +12,9 @@ from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, Vers
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.objects import Progress, no_progress
-from cnr_store.maintenance.verification.beside_versions import check_claims, check_root
 from cnr_store.maintenance.verification.deep_checks import DeepCheck
 from cnr_store.maintenance.verification.inspect_version import Soundness, VersionCheck
-from cnr_store.maintenance.verification.listing import Listing
+from cnr_store.maintenance.verification.listing import Listing, check_claims, check_root
 from cnr_store.maintenance.verification.report import Finding, VerifyReport
 from cnr_store.maintenance.verification.restorability import Home, Restorability, find_readable
 

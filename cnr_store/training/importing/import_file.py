@@ -23,12 +23,17 @@ from cnr_store.format.layout import decode_name, dense_path, table_name, weight_
 from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
-from cnr_store.maintenance.collection.room import room_advice
+from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
-from cnr_store.training.importing.model_file import NUMPY_ELEMENTS, Array, FileTensor, ModelFile
-from cnr_store.training.importing.safetensors_file import read_safetensors_file
+from cnr_store.training.importing.model_file import (
+    NUMPY_ELEMENTS,
+    Array,
+    FileTensor,
+    ModelFile,
+    read_safetensors_file,
+)
 from cnr_store.training.model.patterns import check_patterns
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.writing.plan import DenseWrite, Plan, RowsWrite

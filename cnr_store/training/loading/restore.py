@@ -12,8 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_backends import Transfer
-from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.state_parts import count_parts, read_state_part
+from cnr_store.catalog.catalog import Catalog, count_parts, read_state_part
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense

@@ -10,8 +10,7 @@ import torch
 
 from cnr_store.format.grid import Counts
 from cnr_store.format.record import Record
-from cnr_store.policies.delta_bytes import DeltaBytes
-from cnr_store.policies.past import SINCE, Since
+from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
 from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray, checked

@@ -19,7 +19,7 @@ from cnr_store.errors import (
     TrackingError,
 )
 from cnr_store.format.record import Record
-from cnr_store.maintenance.collection.room import room_advice
+from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.arguments import Overlap

@@ -27,15 +27,19 @@ from cnr_store.training.distributed.torchrec import ShardedModule
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
-from cnr_store.training.tracking.lookup_hooks import hook_lookups
+from cnr_store.training.tracking.hooks import (
+    ShardedLookups,
+    add_step_listener,
+    hook_lookups,
+    is_in_step,
+    remove_step_listener,
+)
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     may_move_untouched_rows,
     unclear_state,
     uncounted_groups,
 )
-from cnr_store.training.tracking.sharded_lookups import ShardedLookups
-from cnr_store.training.tracking.step_hooks import add_step_listener, is_in_step, remove_step_listener
 from cnr_store.training.tracking.stepped_tables import SteppedTables, settle_step
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 

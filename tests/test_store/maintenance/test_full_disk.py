@@ -17,9 +17,9 @@ import torch
 
 import cnr_store
 from cnr_backends import Backend, StorageFullError, open_backend
+from cnr_backends.backend import CHANGES
 from cnr_backends.local import RESERVE, RESERVE_BYTES
 from cnr_backends.testing.faulty import Fault, FaultyBackend, Result
-from cnr_backends.wrapper import CHANGES
 from cnr_store import SaveError
 from cnr_store.format.layout import VersionId, version_key
 from tests.small_disks import KINDS, fill, free_bytes, small_disk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cnr_store.policies.delta_bytes import DeltaBytes
+from cnr_store.policies.past import DeltaBytes
 
 
 def policy(since: str, baseline: int, previous: int, full: bool = False) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.errors import OptionError
-from cnr_store.policies.interval import best_interval
+from cnr_store.policies.simulation import best_interval
 
 
 def _time_of_a_step(seconds: float, failure: float, stall: float) -> float:

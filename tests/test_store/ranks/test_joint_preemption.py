@@ -12,8 +12,8 @@ import pytest
 
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.keyvalue import MemoryKeyValue
-from cnr_store.training.process import joint_preemption
-from cnr_store.training.process.joint_preemption import JointPreemption
+from cnr_store.training.process import preemption
+from cnr_store.training.process.preemption import JointPreemption
 from tests.test_store.ranks.support.rank_threads import ThreadGroup, on_threads, run_threads
 
 STEPS = 5_000
@@ -21,7 +21,7 @@ STEPS = 5_000
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
 
 
 def train(group: Group, signalled: int, at: int, steps: threading.Barrier, ahead: int) -> tuple[int, Any]:

@@ -22,7 +22,7 @@ from benchmarks.reading_bench.huge import PATH, Huge
 from cnr_backends import open_backend
 from cnr_codecs import Payload, UniformRows, parse
 from cnr_store import CorruptionError
-from cnr_store.chains.payload_cache import PayloadCache
+from cnr_store.chains.bounded_cache import PayloadCache
 
 DELTAS = 10
 SIZES = {"a million rows": 1_000_000, "a thousand million rows": 1_000_000_000}

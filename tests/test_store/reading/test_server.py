@@ -21,8 +21,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import Checkpointer
-from cnr_store.reading.index_page import MAX_ARRAYS, index_page
-from cnr_store.reading.server import app, serving
+from cnr_store.reading.server import MAX_ARRAYS, app, index_page, serving
 from tests.test_store.chains.test_relative import RELATIVE
 
 

@@ -14,8 +14,7 @@ import pytest
 from cnr_backends import StorageError, Transfer
 from cnr_backends.local import LocalBackend
 from cnr_codecs import LosslessRows
-from cnr_store.writing.patience import Patience
-from cnr_store.writing.patient_backend import PatientBackend
+from cnr_store.writing.patience import Patience, PatientBackend
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.stage import stage
 

@@ -15,9 +15,8 @@ from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratc
 from cnr_codecs.kernels.pack import codes_apart
 from cnr_codecs.payload.lattice import add_relative, check_not_wanted, decode_lattice
 from cnr_codecs.payload.payload import CODED, ParameterType, Payload, Scheme, Segment
-from cnr_codecs.payload.pending import Pending
+from cnr_codecs.payload.pending import Need, Pending, Target
 from cnr_codecs.payload.rowset import RowSetKind, rows_of
-from cnr_codecs.payload.target import Need, Target
 
 # Stand for parameters that a segment does not have. They are read-only, as parameters are: so one compiled kernel
 # serves both.

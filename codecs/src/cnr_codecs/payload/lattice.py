@@ -21,8 +21,7 @@ from cnr_codecs.payload.coded import (
     floating_values,
 )
 from cnr_codecs.payload.payload import Payload, Segment
-from cnr_codecs.payload.pending import Need, Pending
-from cnr_codecs.payload.target import Target
+from cnr_codecs.payload.pending import Need, Pending, Target
 
 Codes = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.uint32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,22 @@ class Pending:
     def _relative(self) -> str:
         """What messages call the newer payloads."""
         return " or ".join([*self._newer][-2:]) or "a newer payload"
+
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """Where rows are written. `flat` spans `out` from its first value to its last; rows are `stride` values apart.
+
+    Sums of relative rows are `pending`; None where rows must not be relative.
+    """
+
+    out: npt.NDArray[Any]
+    need: Need
+    first_row: int
+    flat: npt.NDArray[Any]
+    stride: int
+    pending: Pending | None = None
+
+    def held(self, row_set: RowSet) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """Yield the rows of a set that `out` has, and few others; see `RowSet.within`."""
+        return row_set.within(self.first_row, self.first_row + len(self.need))

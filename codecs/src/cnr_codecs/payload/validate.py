@@ -18,6 +18,8 @@ from cnr_codecs.payload.head import (
     FIRST_VERSION,
     Entry,
     Header,
+    Reader,
+    as_bytes,
     check_decoded_bytes,
     read_entries,
     read_first_entries,
@@ -38,7 +40,6 @@ from cnr_codecs.payload.payload import (
     book_dtype,
     row_bytes,
 )
-from cnr_codecs.payload.reader import Reader, as_bytes
 from cnr_codecs.payload.rowset import validate_disjoint
 
 # Scales have at most 16 significant bits, so that scale * code is exact: the lower 8 of a float32's 24 are zero.

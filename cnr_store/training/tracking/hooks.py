@@ -1,4 +1,4 @@
-"""Hooks on the modules that look up rows. They flag the ids of each lookup, in compiled code too.
+"""Hooks on steps of optimizers and on modules that look up rows: they flag the ids of lookups, in compiled code too.
 
 A module's hooks become part of the graph when the module is compiled. There, the hook after a lookup is one operator
 without a result, which the compiler neither inspects nor removes nor breaks the graph for. When it runs, it calls the
@@ -7,18 +7,125 @@ hooks that the module has by then, so a tracker that is newer than the compiled 
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol, TypeVarTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cnr_store.training.distributed.torchrec import ShardedModule
+from cnr_store.training.distributed.torchrec_lookups import LookupHooks
+from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
 from cnr_store.training.model.tables import DTensorTable, Lookup
 from cnr_store.training.tracking.bitmap import mark_at
-from cnr_store.training.tracking.step_hooks import outside_graphs
-from cnr_store.training.tracking.table_tracker import LOADED, OUTSIDE, TableTracker
+from cnr_store.training.tracking.table_tracker import LOADED, OUTSIDE, STATE_OUTSIDE, TableTracker
+from cnr_store.training.tracking.version_counter import VersionCounter
+
+_STEP = "profile_hook_step.<locals>.wrapper"
+"""torch's function around each step, which calls its hooks."""
+
+Given = TypeVarTuple("Given")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+def outside_graphs(function: Callable[[*Given], None]) -> Callable[[*Given], None]:
+    """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
+    uncompiled: Callable[[*Given], None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: *Given) -> None:
+        # Eager code is spared torch's wrapper, which takes longer than a small table's hook.
+        (uncompiled if torch.compiler.is_compiling() else function)(*args)
+
+    return call
+
+
+class StepListener(Protocol):
+    """Is called around each step."""
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
+        """Called before the step's own hooks and its update. A closure may make gradients within the step."""
+
+    def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
+        """Called right after the update."""
+
+
+_listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
+
+
+def add_step_listener(listener: StepListener) -> None:
+    """Call `listener` around every step of every optimizer, while it lives and until `remove_step_listener`."""
+    _hook_steps()
+    _listeners.add(listener)
+
+
+def remove_step_listener(listener: StepListener) -> None:
+    """Call `listener` no more."""
+    _listeners.discard(listener)
+
+
+@functools.cache
+def _hook_steps() -> None:
+    # Once and for good: torch fails if these hooks are added or removed while it calls them, and a listener may be
+    # collected at any time.
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@outside_graphs
+def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    listeners = [] if passes_steps_on(optimizer) else list(_listeners)
+    if listeners:
+        _put_after_step_first(optimizer)
+    for listener in listeners:
+        listener.before_step(optimizer, _has_closure(optimizer, args, kwargs))
+
+
+@outside_graphs
+def _after_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    for listener in list(_listeners):
+        listener.after_step(optimizer, _has_closure(optimizer, args, kwargs))
+
+
+def _has_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a step was given something to call: torch counts the optimizer itself among its arguments."""
+    return any(callable(each) and each is not optimizer for each in (*args, *kwargs.values()))
+
+
+def is_in_step(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` that has just begun is part of another one, which a class calls by ``super()``.
+
+    torch calls the hooks of a class's step, and those of the class beneath it once that one has had an object.
+    """
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None and steps < 2:
+        if frame.f_code.co_qualname.endswith(_STEP) and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps == 2
+
+
+def _put_after_step_first(optimizer: Optimizer) -> None:
+    """Have `_after_step` called right after the update, because hooks of others may raise or change gradients.
+
+    It becomes the first of the optimizer's own hooks, which torch calls before those of all optimizers. Another hook
+    may be put first at any time, so each step looks again.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks.values()), None) is not _after_step:
+        others = {key: hook for key, hook in hooks.items() if hook is not _after_step}
+        hooks.clear()
+        optimizer.register_step_post_hook(_after_step)
+        hooks.update(others)
+
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 # A captured CUDA graph replays kernels only, and would skip the operator. Releases of torch without this tag capture
@@ -235,3 +342,53 @@ def _check_max_norm(tracker: TableTracker) -> None:
 
 
 _flag_after_max_norm: Callable[..., None] = torch.compiler.disable(_AfterLookup.flag)  # type: ignore[no-untyped-call]
+
+
+class ShardedLookups:
+    """The hooks on TorchRec's modules. They keep no `Tracker` alive.
+
+    Parameters
+    ----------
+    modules
+        TorchRec's.
+    trackers
+        Of their tables, among others.
+    hooks
+        Removes the hooks when it is closed.
+    """
+
+    def __init__(
+        self, modules: Sequence[ShardedModule], trackers: Sequence[TableTracker], hooks: ExitStack
+    ) -> None:
+        self._trackers = {tracker.table.key: tracker for tracker in trackers} if modules else {}
+        self._hooks = [LookupHooks(module, self._mark) for module in modules]
+        for each in self._hooks:
+            hooks.callback(each.remove)
+        self._slots = {
+            table.name: [piece.tensor for slot in table.slots.values() for piece in slot.pieces]
+            for module in modules
+            for table in module.tables
+        }
+        self._counters: dict[str, list[VersionCounter]] = {}
+        self.acknowledge()
+
+    def check(self) -> None:
+        """Make tables whole whose lookups may not have been seen. Call it before the rows flagged are taken."""
+        for hooks in self._hooks:
+            reason = hooks.check()
+            for table in hooks.sharded.tables if reason else ():
+                self._trackers[table.name].make_whole(str(reason))
+
+        for name, tensors in self._slots.items():
+            # FBGEMM changes state without counting: what torch counts was changed by someone else.
+            if any(map(VersionCounter.count_changes, self._counters[name], tensors)):
+                self._trackers[name].make_whole(STATE_OUTSIDE)
+                self.acknowledge(name)
+
+    def acknowledge(self, key: str | None = None) -> None:
+        """Take every change so far of what is kept for the rows of a table, or of all, as flagged."""
+        for name in self._slots if key is None else self._slots.keys() & {key}:
+            self._counters[name] = list(map(VersionCounter, self._slots[name]))
+
+    def _mark(self, key: str, _first_row: int, rows: torch.Tensor) -> None:
+        self._trackers[key].mark(rows)

@@ -1,8 +1,9 @@
-"""A backend on S3, where answers can come late, twice or not at all."""
+"""Backends on S3, Google's and Azure's storage, whose servers refuse a conditional write to a key that is taken."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cnr_backends.remote import ANY_DRIVER_ERROR, FsspecBackend, has_create_mode
@@ -96,3 +97,64 @@ def _code(error: BaseException | None) -> str:
             return str(response.get("Error", {}).get("Code", ""))
         error = error.__cause__
     return ""
+
+
+class ConditionalBackend(FsspecBackend):
+    """Stores objects on a server that decides which of several exclusive creates succeeds.
+
+    A driver repeats a request whose answer it misses. If the first one arrived, the repeated one is refused, and the
+    object's bytes tell whose it is.
+    """
+
+    atomic_create = True
+
+    _CREATE: ClassVar[Mapping[str, Any]]
+    """What makes the filesystem's ``pipe_file`` send the condition, and raise FileExistsError where it fails."""
+
+    def _probe(self) -> None:
+        if not self._root.strip("/"):
+            raise ValueError("there is no bucket or container in the URL")
+        super()._probe()
+
+    def _create(self, key: str, data: bytes) -> bool:
+        try:
+            self._call("pipe_file", self._at(key), data, sent_bytes=len(data), **self._CREATE)
+        except FileExistsError:
+            return self._holds(key, data)
+        return True
+
+    def _get_range(self, key: str, start: int, length: int) -> bytes:
+        try:
+            return super()._get_range(key, start, length)
+        except ANY_DRIVER_ERROR:
+            if start < self._size(key):
+                raise
+            return b""  # drivers tell of a range beyond the end in different ways
+
+    def _make_parent(self, path: str) -> None:
+        """Do nothing: there are no folders, and to make one could make the bucket."""
+
+
+class GcsBackend(ConditionalBackend):
+    """Stores objects on Google Cloud Storage, where a create asks for generation 0: that no object is there."""
+
+    _CREATE = {"mode": "create"}  # noqa: RUF012 - the base declares it as a ClassVar
+
+    def _probe(self) -> None:
+        if not has_create_mode(self._fs):
+            raise ImportError("this gcsfs has no exclusive writes; install gcsfs 2024.12 or newer")
+        super()._probe()
+
+    def _advice(self, error: Exception) -> str:
+        return "check the bucket, the credentials (token, or Google's environment) and their permissions"
+
+
+class AbfsBackend(ConditionalBackend):
+    """Stores objects on Azure Blob Storage, where a create sends ``If-None-Match: *``."""
+
+    _CREATE = {"overwrite": False}  # noqa: RUF012 - the base declares it as a ClassVar
+
+    def _advice(self, error: Exception) -> str:
+        return (
+            "check the container, the credentials (account_name, account_key and so on) and their permissions"
+        )
