@@ -31,9 +31,8 @@ from cnr_store.errors import (
     VersionNotFoundError,
 )
 from cnr_store.following.follow import Update, follow
-from cnr_store.maintenance.collection.pins import pin, pin_reasons, pins, unpin
+from cnr_store.maintenance.collection.pins import pin, pin_reasons, pins, tag, tags, unpin, untag
 from cnr_store.maintenance.collection.retention import GcReport, gc
-from cnr_store.maintenance.collection.tags import tag, tags, untag
 from cnr_store.maintenance.folding.compact import CompactReport, compact
 from cnr_store.maintenance.repairing.repair import RepairReport, repair
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport

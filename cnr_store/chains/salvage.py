@@ -24,7 +24,7 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.ancestry import Ancestry
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import PENDING, Link
-from cnr_store.chains.salvage_walk import Distrusted, Mask, Rows, Visit, Walk
+from cnr_store.chains.salvage_walk import Distrusted, Mask, RowIds, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.layout import RELATIVE
@@ -41,10 +41,10 @@ class SalvagedRows:
         Row numbers, (n,) int64 ascending, by version id, newest first.
     """
 
-    by_version: Mapping[str, Rows]
+    by_version: Mapping[str, RowIds]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowIds:
         """All of these rows, (n,) int64 ascending."""
         return np.sort(np.concatenate([*self.by_version.values(), np.empty(0, np.int64)]))
 
@@ -63,13 +63,13 @@ def salvaged_from(document: Mapping[str, list[list[int]]]) -> SalvagedRows:
     return SalvagedRows({version: _rows_of(runs) for version, runs in document.items()})
 
 
-def _runs(rows: Rows) -> list[list[int]]:
+def _runs(rows: RowIds) -> list[list[int]]:
     edges = np.flatnonzero(np.diff(rows, prepend=-2, append=-2) != 1)
     found: list[list[int]] = np.stack([rows[edges[:-1]], np.diff(edges)], axis=1).tolist()
     return found
 
 
-def _rows_of(runs: list[list[int]]) -> Rows:
+def _rows_of(runs: list[list[int]]) -> RowIds:
     first, counts = np.array(runs, np.int64).reshape(-1, 2).T
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum())
@@ -109,7 +109,7 @@ class SalvageReader:
         self.version, self.path = record.id, path
         self._ancestry = Ancestry(catalog, record, path)
         self._exact: ArrayReader | None = None
-        self._salvaged: dict[str, list[Rows]] = {}
+        self._salvaged: dict[str, list[RowIds]] = {}
         self._lock = threading.Lock()
         try:
             self._exact = ArrayReader(catalog, record, path)

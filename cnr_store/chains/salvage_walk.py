@@ -13,7 +13,7 @@ from cnr_store.chains.ancestry import Ancestry, Place
 from cnr_store.chains.link import PENDING, Link
 from cnr_store.errors import CorruptionError
 
-Rows = npt.NDArray[np.int64]
+RowIds = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Visit = Callable[[Link, Array, Pending], Mask]
 """Takes the rows needed from a link, clears their `need`, and returns those that it may hold and can't give."""
@@ -62,7 +62,7 @@ class Walk:
             place = max(self._pending)
             self._visit_place(place, self._pending.pop(place))
 
-    def salvaged(self) -> Iterator[tuple[str, Rows]]:
+    def salvaged(self) -> Iterator[tuple[str, RowIds]]:
         """(version, offsets of the rows that have its value instead of a newer one)."""
         for number, version in enumerate(self._versions):
             rows = np.flatnonzero(self._is_old & (self._source == number))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.metadata import as_figure
+from cnr_store.catalog.version_info import as_figure
 from cnr_store.cli.facts import Facts, health, metadata_text, names_text, read_store
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options

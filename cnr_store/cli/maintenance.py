@@ -17,7 +17,7 @@ from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, pars
 from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import is_tag
-from cnr_store.maintenance.collection import pins, retention, rules, tags
+from cnr_store.maintenance.collection import pins, retention, rules
 from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
@@ -361,13 +361,13 @@ def tag(
     if not is_tag(name) and is_tag(version):
         name, version = version, name
         say(f"cnr: took {name} for NAME and {version} for VERSION")
-    tagged = tags.tag(url, name, parse_version(version), **parse_options(options))
+    tagged = pins.tag(url, name, parse_version(version), **parse_options(options))
     _print_done(f"{tagged}: tagged {name}", as_json, version=tagged, tag=name)
 
 
 def untag(url: Url, name: TagName, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
     """Remove a tag. The rules of retention may then remove the version."""
-    tags.untag(open_store(url, parse_options(options)).backend, name)
+    pins.untag(open_store(url, parse_options(options)).backend, name)
     _print_done(f"{name}: no tag any more", as_json, version=None, tag=name)
 
 

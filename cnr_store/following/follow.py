@@ -26,7 +26,7 @@ from cnr_store.format.arrays import parse_dense_document
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.reading.blocks import ArrayInfo, Block
-from cnr_store.reading.changed_rows import Rows, Unshared, all_rows, changed_rows, find_unshared
+from cnr_store.reading.changed_rows import ChangedRows, Unshared, all_rows, changed_rows, find_unshared
 from cnr_store.reading.opening import model_arrays
 
 
@@ -143,10 +143,10 @@ class Update:
         if seen is not None:
             self._seen.keep(path, seen)
 
-    def _changed(self, path: str, unshared: Unshared, transfer: Transfer) -> Iterator[Rows]:
+    def _changed(self, path: str, unshared: Unshared, transfer: Transfer) -> Iterator[ChangedRows]:
         base = unshared.own[-1].arrays[path].base if unshared.own else None
         seen = None if base is None else self._seen.beneath(path, self._record.arrays[path], base)
-        changed = list[Rows]()
+        changed = list[ChangedRows]()
         for rows, values in changed_rows(self._catalog, self._record, path, unshared, transfer, seen):
             if seen is not None:
                 changed.append((rows, seen.codes_of(values)))

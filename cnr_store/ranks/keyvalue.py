@@ -47,33 +47,28 @@ class MemoryKeyValue:
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value, over one that is there."""
         with self._lock:
             self._count(value)
             self._values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """Read a value; None where there is none."""
         with self._lock:
             value = self._values.get(key)
             self._count(value or b"")
             return value
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Read many values at once; None while one of them is missing."""
         with self._lock:
             values = [self._values[key] for key in keys if key in self._values]
             self._count(b"".join(values))
             return values if len(values) == len(keys) else None
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        """Write a value where there is none, and return what is there now."""
         with self._lock:
             self._count(value)
             return self._values.setdefault(key, value)
 
     def delete(self, key: str) -> None:
-        """Remove a key, which may be missing."""
         with self._lock:
             self._count(b"")
             self._values.pop(key, None)

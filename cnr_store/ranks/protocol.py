@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import RanksError
-from cnr_store.ranks.decisions import decode, encode, named, pauses
+from cnr_store.ranks.decisions import FOREVER_SECONDS, Watch, decode, encode, named, pauses
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.keyvalue import KeyValue
-from cnr_store.ranks.watch import FOREVER_SECONDS, Watch
 
 MAX_BEAT_SECONDS = 0.5
 MIN_CHECK_SECONDS = 0.05

@@ -29,7 +29,7 @@ from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
 
-Rows = tuple[Array, Array]
+ChangedRows = tuple[Array, Array]
 """Row numbers, int64 (n,) ascending, and their values, (n, columns)."""
 
 BLOCK_BYTES = 8 << 20
@@ -90,7 +90,7 @@ def changed_rows(
     unshared: Unshared,
     transfer: Transfer,
     seen: SeenTable | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[ChangedRows]:
     """The changed rows with their values in `record`, in blocks of at most `BLOCK_BYTES` of values (or one row).
 
     Reads in proportion to the rows that the unshared versions wrote: their chunks, and those chunks of the shared
@@ -110,7 +110,7 @@ def changed_rows(
     own = [open_link(catalog, each, path) for each in unshared.own]
     others = [open_link(catalog, each, path) for each in unshared.others]
 
-    def read(region: tuple[int, int]) -> Rows:
+    def read(region: tuple[int, int]) -> ChangedRows:
         first_row, rows = region
         out = reader.new_rows(rows)
         relative, missing = _own_rows(own, first_row, out, seen)
@@ -154,7 +154,7 @@ def _may_be_relative(link: Link) -> bool:
     return RELATIVE in link.record.requires
 
 
-def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[Rows]:
+def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[ChangedRows]:
     """Every row of an array, in blocks as `changed_rows` yields them."""
     for first_row, values in ArrayReader(catalog, record, path).read_regions(transfer):
         yield from _blocks(np.arange(first_row, first_row + len(values)), values)
@@ -173,7 +173,7 @@ def _regions(reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, 
         yield number * rows_each, min(rows_each, rows - number * rows_each)
 
 
-def _blocks(ids: Array, values: Array) -> Iterator[Rows]:
+def _blocks(ids: Array, values: Array) -> Iterator[ChangedRows]:
     rows_each = max(1, BLOCK_BYTES // (values.shape[1] * values.itemsize))
     for begin in range(0, len(ids), rows_each):
         yield ids[begin : begin + rows_each], values[begin : begin + rows_each]

@@ -16,7 +16,7 @@ from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError
 from cnr_store.format.record import Record
-from cnr_store.reading.changed_rows import Rows, all_rows, changed_rows, find_unshared
+from cnr_store.reading.changed_rows import ChangedRows, all_rows, changed_rows, find_unshared
 
 Status = Literal["equal", "changed", "reshaped", "added", "removed"]
 
@@ -105,7 +105,7 @@ def _compare_pairs(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -
     return ArrayDiff(path, "changed" if changed else "equal", rows, changed, largest)
 
 
-def _row_pairs(before: ArrayReader, blocks: Iterable[Rows]) -> Iterator[tuple[Array, Array]]:
+def _row_pairs(before: ArrayReader, blocks: Iterable[ChangedRows]) -> Iterator[tuple[Array, Array]]:
     """The older and the newer values of rows that may differ, (n, columns) each."""
     for ids, values in blocks:
         first, span = int(ids[0]), int(ids[-1] - ids[0]) + 1

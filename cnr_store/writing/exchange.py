@@ -30,9 +30,8 @@ from cnr_store.errors import SaveError
 from cnr_store.format.grid import Grid, rows_in
 from cnr_store.ranks.fragments import BytesLike, EncodedChunk, Fragment, RawRows, pack, unpack
 from cnr_store.ranks.owners import Share, assign, supplier
-from cnr_store.writing.plan import Held, RowsWrite
+from cnr_store.writing.plan import Array, Held, RowsWrite
 
-Array = np.ndarray[Any, Any]
 ROUND_BYTES = 16 << 20
 """Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
 

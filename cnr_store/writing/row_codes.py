@@ -20,7 +20,7 @@ from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
 
 Codes = npt.NDArray[np.signedinteger[Any]]
 Mask = npt.NDArray[np.bool_]
-Rows = npt.NDArray[np.int64]
+RowIds = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
 
 
@@ -40,9 +40,9 @@ class RowCodes:
 
     made: Codes | None
     parent: Codes | None = None
-    rows: Rows | None = None
+    rows: RowIds | None = None
 
-    def known(self, begin: int, end: int) -> tuple[Rows, Codes]:
+    def known(self, begin: int, end: int) -> tuple[RowIds, Codes]:
         """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
         assert self.parent is not None
         assert self.rows is not None
@@ -111,7 +111,7 @@ class _Write:
 
     codes: RowCodes
     base: str | None
-    rows: Rows | None
+    rows: RowIds | None
     first_row: int
     shape: tuple[int, int]
 
@@ -156,7 +156,7 @@ class CodeCache:
         path: str,
         codec: RowCodec,
         base: str | None,
-        rows: Rows | None,
+        rows: RowIds | None,
         first_row: int,
         shape: tuple[int, int],
         *,

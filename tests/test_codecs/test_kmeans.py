@@ -10,8 +10,7 @@ import cnr_codecs
 from cnr_codecs import KMeansRows, ParameterType, RowsError, Scheme, Segment, pack
 from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.kernels import kmeans as kernels
-from cnr_codecs.kmeans.codebooks import by_clusters, thresholds
-from cnr_codecs.kmeans.kmeans import GroupName
+from cnr_codecs.kmeans.kmeans import GroupName, by_clusters, thresholds
 from cnr_codecs.protocol import Rows
 from tests.test_codecs.hard_rows import FLOAT_MAX, RowMaker, adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.references import kmeans as kmeans_reference

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.metadata import find_figures
+from cnr_store.catalog.version_info import find_figures
 from cnr_store.errors import OptionError, option
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
 

@@ -24,7 +24,7 @@ from cnr_store.errors import CheckpointError, CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
 from cnr_store.format.state import decode_state
-from cnr_store.maintenance.verification.inspect_version import STATE, STATES, Rows, VersionCheck
+from cnr_store.maintenance.verification.inspect_version import STATE, STATES, RowSpan, VersionCheck
 
 _STATE_ARRAYS = ("dense/optim/", "dense/state/")
 
@@ -49,7 +49,7 @@ class _Outcome:
     what: str | None = None
     key: str = ""
     path: str | None = None
-    rows: Rows | None = None
+    rows: RowSpan | None = None
     row_count: int | None = None
     present: int = 0
     own: int = 0
@@ -121,7 +121,7 @@ class DeepCheck:
                 yield partial(self._check_rows, path, link, rows, link.shards.key(shards[0]), nbytes)
                 nbytes = 0  # bytes of the whole row of shards, counted once
 
-    def _check_rows(self, path: str, link: WrittenLink, rows: Rows, key: str, nbytes: int) -> _Outcome:
+    def _check_rows(self, path: str, link: WrittenLink, rows: RowSpan, key: str, nbytes: int) -> _Outcome:
         count = rows[1] + 1 - rows[0]
         need = np.ones(count, np.uint8)
         try:
@@ -211,7 +211,7 @@ class DeepCheck:
                 self._check.add(self._check.at(path, None, what), self._record.key(path), path)
 
 
-def _count_lost(link: WrittenLink, rows: Rows) -> int:
+def _count_lost(link: WrittenLink, rows: RowSpan) -> int:
     """How many of these rows a link may hold and can't give."""
     count = rows[1] + 1 - rows[0]
     try:

@@ -22,7 +22,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.state import loads
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 
-Rows = tuple[int, int]
+RowSpan = tuple[int, int]
 STATE = "state/main.json"
 STATES = "state/"
 """What the places of all parts of a state begin with."""
@@ -168,7 +168,7 @@ class VersionCheck:
                 what = f"{key} has {nbytes} bytes, {part.nbytes} were committed"
                 self.add(self.at(path, rows, what), key, path, rows)
 
-    def _objects(self, path: str) -> Iterator[tuple[str, Part, Rows | None]]:
+    def _objects(self, path: str) -> Iterator[tuple[str, Part, RowSpan | None]]:
         """(key, size and tail, first and last row) of every object of an array. Validates its layout first."""
         record, parts = self.record, self.catalog.manifest(self.record).parts(path)
         if record.arrays[path].kind == "dense":
@@ -188,7 +188,7 @@ class VersionCheck:
         return ((shards.key(shard), part, shards.rows_of(shard)) for shard, part in parts.items())
 
     def _take(
-        self, key: str, listed: dict[str, int], path: str | None = None, rows: Rows | None = None
+        self, key: str, listed: dict[str, int], path: str | None = None, rows: RowSpan | None = None
     ) -> int | None:
         """Remove an object from the listing and return its size; None, and a finding, if it is lost."""
         self.soundness.objects += 1
@@ -203,7 +203,7 @@ class VersionCheck:
         what: str,
         key: str,
         path: str | None = None,
-        rows: Rows | None = None,
+        rows: RowSpan | None = None,
         row_count: int | None = None,
     ) -> None:
         """Add a finding. An array with one can't be read whole. By default it concerns all `rows` that are written."""
@@ -213,7 +213,7 @@ class VersionCheck:
         if path is not None:
             self.soundness.unreadable.add(path)
 
-    def _most_rows(self, key: str, path: str | None, rows: Rows | None) -> int:
+    def _most_rows(self, key: str, path: str | None, rows: RowSpan | None) -> int:
         """How many rows a damaged object may hold."""
         if path is not None:
             written = self.record.arrays[path].rows
@@ -222,7 +222,7 @@ class VersionCheck:
             return sum(entry.rows for entry in self.record.arrays.values())
         return 0
 
-    def at(self, path: str | None, rows: Rows | None, what: str) -> str:
+    def at(self, path: str | None, rows: RowSpan | None, what: str) -> str:
         """A message with its place."""
         where = self.record.home + (f", {path}" if path else "")
         return f"{where}{f', rows {rows[0]} to {rows[1]}' if rows else ''}: {what}"

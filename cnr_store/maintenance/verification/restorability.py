@@ -10,7 +10,7 @@ from cnr_store.chains.array_reader import ArrayReader, chain, region_rows
 from cnr_store.errors import CorruptionError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
-from cnr_store.maintenance.verification.inspect_version import STATES, Rows, Soundness
+from cnr_store.maintenance.verification.inspect_version import STATES, RowSpan, Soundness
 from cnr_store.maintenance.verification.report import Finding
 
 Home = tuple[str, str]
@@ -143,7 +143,7 @@ class Restorability:
 
     def _hides_damage(self, record: Record, path: str, broken: Iterable[Place]) -> bool:
         """Whether newer links hold all rows of the damaged chunks, so that no reader asks for these."""
-        newer_rows, damaged = 0, list[Rows]()
+        newer_rows, damaged = 0, list[RowSpan]()
         try:
             for link in chain(self._catalog, record, path):
                 home, entry = (link.prefix, link.id), link.arrays[path]
@@ -235,7 +235,7 @@ class Restorability:
         return False
 
 
-def _least_rows(rows: Rows, chunk_rows: int, array_rows: int) -> int:
+def _least_rows(rows: RowSpan, chunk_rows: int, array_rows: int) -> int:
     """How many rows a chunk has at least that lies within the first and last row of these."""
     end = min(rows[1] + 1, array_rows)
     return min(end - rows[0], chunk_rows if end < array_rows else (end - 1) % chunk_rows + 1)

@@ -50,13 +50,11 @@ class TorchKeyValue:
         threading.Thread(target=_answer, args=(self._calls,), name="cnr-keys", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value, over one that is there."""
         written = self._put_parts(key, value)
         self._ask(self._store.set, key, written)
         self._remember(key, written)
 
     def get(self, key: str) -> bytes | None:
-        """Read a value; None where there is none."""
         value = self._ask(_get, self._store, key)
         return None if value is None else self._whole(value)
 
@@ -71,7 +69,6 @@ class TorchKeyValue:
         return found if len(found) == len(keys) else None
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        """Write a value where there is none, and return what is there now."""
         written = self._put_parts(key, value)
         current = self._ask(self._store.compare_set, key, "", written)
         if current == written:
@@ -84,7 +81,6 @@ class TorchKeyValue:
         return found
 
     def delete(self, key: str) -> None:
-        """Remove a key, which may be missing."""
         self._remove([key, *self._parts.pop(key, ())])
 
     def _remember(self, key: str, written: bytes) -> None:

@@ -253,17 +253,14 @@ class TorchGroup(Group):
         return verdict
 
     def refuse(self, phase: str, reason: str) -> None:
-        """See `Group.refuse`."""
         self._decisions.refuse(phase, reason)
 
     def break_off(self) -> None:
-        """See `Group.break_off`."""
         self._broken = True
         for group in self._groups:
             break_connections(group)
 
     def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
-        """See `Group.working`."""
         return self._decisions.beats.working(phase, progress)
 
     def sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -275,7 +272,6 @@ class TorchGroup(Group):
         return self._reduced("either", bits, dist.ReduceOp.BOR)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See `Group.broadcast`."""
         size = torch.tensor([len(data or b"")])
         self._run("broadcast", lambda group: group.broadcast(size, 0))
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
@@ -292,7 +288,6 @@ class TorchGroup(Group):
         number: int = 0,
         still_alive: Callable[[], None] | None = None,
     ) -> dict[int, memoryview]:
-        """See `Group.exchange`."""
         sent = self._messages
         if self._broken or sent is None:
             raise RanksError("exchange: the connection between the ranks is broken until their next decision")

@@ -22,14 +22,13 @@ from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, dense_path, table_name, weight_path
 from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
-from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.format.state_arrays import Array, ArrayLeaf
 from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
 from cnr_store.training.importing.model_file import (
     NUMPY_ELEMENTS,
-    Array,
     FileTensor,
     ModelFile,
     read_safetensors_file,

@@ -12,9 +12,8 @@ import numpy as np
 
 from cnr_store.errors import FormatError
 from cnr_store.format.safetensors import LENGTH, MAX_HEADER_BYTES, decode_header
-from cnr_store.format.state_arrays import NUMBER_TYPES, Leaf
+from cnr_store.format.state_arrays import NUMBER_TYPES, Array, Leaf
 
-Array = np.ndarray[Any, Any]
 NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
 """Element types that numpy and Zarr have, too."""
 

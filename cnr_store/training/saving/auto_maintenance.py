@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from cnr_backends import Backend
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.catalog.metadata import find_figures
+from cnr_store.catalog.version_info import find_figures
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import Retention

@@ -224,7 +224,9 @@ class Coordinator:
 
     @property
     def _compares_replicas(self) -> bool:
-        return self._group.world > 1 and is_compared(self._saves.number)
+        """Whether this save compares. The second does, because optimizers may have no state at the first."""
+        number = self._saves.number
+        return self._group.world > 1 and (number < 2 or number % _EVERY == 0)
 
     def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
         """Make this rank's snapshot what all ranks plan with."""
@@ -285,11 +287,6 @@ _EVERY = 16
 _TENSORS, _VALUES = 256, 8
 _TOLERANCE = 0.05
 """Replicas may drift by the order in which a device adds: by far less than tensors differ that are no replicas."""
-
-
-def is_compared(number: int) -> bool:
-    """Whether this save, from 0, compares. The second does, because optimizers may have no state at the first."""
-    return number < 2 or number % _EVERY == 0
 
 
 def sample_replicas(trained: TrainedModel) -> dict[str, dict[str, list[float]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from cnr_store.training.saving.tally import (
     since_whole_after,
     worth_whole,
 )
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, count, rows_of
 from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import EncodedRows, Plan, RowsWrite
@@ -283,7 +284,7 @@ class Planner:
 
     def _together(
         self, decision: Decision, snapshot: Snapshot, whole: Collection[str]
-    ) -> tuple[dict[str, Rows | None], StagedTogether | None]:
+    ) -> tuple[dict[str, RowIds | None], StagedTogether | None]:
         """The rows to write of small tables, by table, and copies of them."""
         small, dirty, tables = snapshot.small, snapshot.dirty, {table.name: table for table in self._tables}
         flags = {name: np.zeros_like(dirty[name]) for name in small.names if name in whole}
@@ -291,8 +292,8 @@ class Planner:
             flags[name] = self._changed(tables[name], decision.since, dirty[name])
         numbers, edges = small.listed(small.joined(flags))
         own = small.local(numbers, edges)
-        each = zip(small.names, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
-        ids: dict[str, Rows | None] = {name: own[begin:end] for name, begin, end in each if name not in whole}
+        each = zip(small.names, pairwise(edges.tolist()), strict=True)
+        ids: dict[str, RowIds | None] = {name: own[slice(*at)] for name, at in each if name not in whole}
         return ids, self._staging.stage_together(small, own, edges)
 
     def _whole_reasons(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
@@ -311,7 +312,7 @@ class Planner:
         array: RowArray,
         line: ArrayLine | None,
         decision: Decision,
-        ids: Rows | None,
+        ids: RowIds | None,
         counts: Counts | None,
         pending: PendingSave,
         copied: StagedRows | None,

@@ -32,7 +32,7 @@ from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.tracking.bitmap import Bitmap, Rows
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.plan import DenseWrite, EncodedRows
 
@@ -153,7 +153,7 @@ class Staging:
         array.copy_rows(slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
-    def stage_together(self, tables: SmallTables, ids: Rows, edges: Rows) -> StagedTogether | None:
+    def stage_together(self, tables: SmallTables, ids: RowIds, edges: RowIds) -> StagedTogether | None:
         """Copy rows of small tables: none if there is no room for all, or they are of bfloat16.
 
         Parameters

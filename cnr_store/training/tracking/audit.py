@@ -22,7 +22,7 @@ from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import dtype_named
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, count, rows_of
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, count, rows_of
 from cnr_store.training.tracking.device_bitmap import as_integers, integers_of
 from cnr_store.training.tracking.small_tables import SmallSamples, SmallTables, are_set, draw_rows
 
@@ -47,7 +47,7 @@ class _Sample:
     """
 
     rows: int
-    ids: Rows
+    ids: RowIds
     bits: Mapping[tuple[str, int], torch.Tensor]
 
 
@@ -185,7 +185,7 @@ class Audit:
         numbers = draw_rows(small, own, flags, self._small, self._random)
         self._samples, self._small = samples, SmallSamples.of(small, numbers)
 
-    def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> Rows:
+    def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> RowIds:
         """At most `size` of a table's rows, ascending."""
         if size >= rows:
             return np.arange(rows)
@@ -200,7 +200,7 @@ class Audit:
         left = size - sum(map(len, parts))
         return np.unique(np.concatenate([*parts, self._random.integers(rows, size=left)]))
 
-    def _draw_flagged(self, flagged: Bitmap, rows: int, dirty: int, size: int) -> Rows:
+    def _draw_flagged(self, flagged: Bitmap, rows: int, dirty: int, size: int) -> RowIds:
         """About `size` of the `dirty` rows that are set, at random."""
         if dirty * _SPARSE < rows:
             return self._random.choice(rows_of(flagged, rows), size)
@@ -225,7 +225,7 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
     return sizes
 
 
-def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:
+def _bits(tensor: torch.Tensor, ids: RowIds) -> torch.Tensor:
     """The bits of some rows, on the tensor's own device, so that the host need not hold them."""
     with failing_saves(tensor.device, "sampled rows"):
         index = torch.from_numpy(ids).to(tensor.device)
@@ -233,7 +233,7 @@ def _bits(tensor: torch.Tensor, ids: Rows) -> torch.Tensor:
     return rows.reshape(ids.size, rows[:1].numel())
 
 
-def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: Rows) -> dict[str, Rows]:
+def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: RowIds) -> dict[str, RowIds]:
     """By array path, the rows that differ without a flag: `clean` are the positions in the sample without one."""
     ids, changed = sample.ids[clean], {}
     for array in arrays:
@@ -274,7 +274,7 @@ def _magnitude(bits: torch.Tensor) -> torch.Tensor:
     return bits & torch.iinfo(bits.dtype).max
 
 
-def _listed(rows: Rows) -> str:
+def _listed(rows: RowIds) -> str:
     shown = ", ".join(map(str, rows[:_SHOWN].tolist()))
     more = f" and {rows.size - _SHOWN} more sampled" if rows.size > _SHOWN else ""
     return f"{'row' if rows.size == 1 else 'rows'} {shown}{more}"

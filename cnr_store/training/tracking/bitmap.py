@@ -21,7 +21,7 @@ from numba.np.numpy_support import carray
 from cnr_codecs.kernels.building.compiled import helper, kernel
 
 Bitmap = npt.NDArray[np.uint8]
-Rows = npt.NDArray[np.int64]
+RowIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 AnyArray = np.ndarray[Any, Any]
 
@@ -139,7 +139,7 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
     bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
 
 
-def mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> int:
+def mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
     """`mark_at` for many tables, each with an address of its bitmap and one of its ids.
 
     Returns
@@ -155,7 +155,7 @@ def mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> in
 
 
 @kernel
-def _mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> int:
+def _mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
     outside = 0
     for table in range(bitmaps.size):
         if _mark_at(bitmaps[table], rows[table], ids[table], counts[table]) >= 0:
@@ -164,7 +164,7 @@ def _mark_ids_of_tables(bitmaps: Rows, rows: Rows, ids: Rows, counts: Rows) -> i
     return outside
 
 
-def mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
+def mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row_words: RowIds) -> None:
     """`mark_nonzero` for many tables: `gradients` are the addresses of contiguous rows of 32-bit words."""
     if _State.is_compiled:
         _mark_nonzero_of_tables(bitmaps, rows, gradients, row_words)
@@ -186,7 +186,7 @@ def _combined(words: AnyArray, first: int, last: int) -> Any:
 
 
 @kernel
-def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_words: Rows) -> None:
+def _mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row_words: RowIds) -> None:
     # The memory of eight rows that are all set is not read. Most blocks of eight rows are zero.
     for table in range(bitmaps.size):
         count, size = rows[table], row_words[table]
@@ -205,7 +205,7 @@ def _mark_nonzero_of_tables(bitmaps: Rows, rows: Rows, gradients: Rows, row_word
 
 
 def copy_rows_of_tables(
-    sources: Rows, row_words: Rows, begins: Rows, ends: Rows, ids: Rows, targets: Rows
+    sources: RowIds, row_words: RowIds, begins: RowIds, ends: RowIds, ids: RowIds, targets: RowIds
 ) -> None:
     """Copy rows of many arrays of 32-bit words: of each, `ids` from its begin to its end.
 
@@ -226,7 +226,7 @@ def copy_rows_of_tables(
 
 @kernel
 def _copy_rows_of_tables(
-    sources: Rows, row_words: Rows, begins: Rows, ends: Rows, ids: Rows, targets: Rows
+    sources: RowIds, row_words: RowIds, begins: RowIds, ends: RowIds, ids: RowIds, targets: RowIds
 ) -> None:
     for array in range(sources.size):
         size = row_words[array]
@@ -266,7 +266,7 @@ def count(bitmap: Bitmap) -> int:
 
 
 @kernel
-def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
     for index in range(bitmap.size):
         byte = bitmap[index]
         if byte == 0:
@@ -280,7 +280,7 @@ def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) ->
                 out[(row + bit) // block_rows] += 1
 
 
-def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
     """Add to `out`, ``(blocks,)``, how many rows are set of each `block_rows` rows of a table.
 
     Parameters
@@ -294,7 +294,7 @@ def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> No
         add_counts_reference(bitmap, first_row, block_rows, out)
 
 
-def add_counts_reference(bitmap: Bitmap, first_row: int, block_rows: int, out: Rows) -> None:
+def add_counts_reference(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
     """`add_counts` in numpy."""
     rows = first_row + np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
     out += np.bincount(rows // block_rows, minlength=out.size)
@@ -306,7 +306,7 @@ def count_reference(bitmap: Bitmap) -> int:
 
 
 @kernel
-def _rows_of(words: Words, last: np.uint64, out: Rows) -> None:
+def _rows_of(words: Words, last: np.uint64, out: RowIds) -> None:
     filled = 0
     for index in range(words.size + 1):
         word = words[index] if index < words.size else last
@@ -318,7 +318,7 @@ def _rows_of(words: Words, last: np.uint64, out: Rows) -> None:
             word ^= lowest
 
 
-def rows_of(bitmap: Bitmap, rows: int) -> Rows:
+def rows_of(bitmap: Bitmap, rows: int) -> RowIds:
     """The rows below `rows` that are set, ascending, ``(n,)`` int64."""
     if not _State.is_compiled:
         return rows_of_reference(bitmap, rows)
@@ -327,7 +327,7 @@ def rows_of(bitmap: Bitmap, rows: int) -> Rows:
     return out[: np.searchsorted(out, rows)]
 
 
-def rows_of_reference(bitmap: Bitmap, rows: int) -> Rows:
+def rows_of_reference(bitmap: Bitmap, rows: int) -> RowIds:
     """`rows_of` in numpy."""
     return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:rows]).astype(np.int64)
 

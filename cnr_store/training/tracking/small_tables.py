@@ -19,7 +19,7 @@ from cnr_store.training.devices import support
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import array_dtype
-from cnr_store.training.tracking.bitmap import Bitmap, Rows, copy_rows_of_tables, rows_of
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, copy_rows_of_tables, rows_of
 
 MOST_ROWS = 1 << 22
 """Of all small tables: their row numbers, of 8 bytes each, take 32 MiB at most."""
@@ -46,11 +46,11 @@ class SmallTables:
     """
 
     names: Sequence[str]
-    rows: Rows
-    first: Rows
+    rows: RowIds
+    first: RowIds
     arrays: Sequence[RowArray]
-    of_arrays: Rows
-    words: Rows
+    of_arrays: RowIds
+    words: RowIds
     given: Sequence[RowArray] = ()
 
     @classmethod
@@ -108,7 +108,7 @@ class SmallTables:
         """The bitmaps of all these tables as one."""
         return np.concatenate([bitmaps[name] for name in self.names]) if self.names else np.empty(0, np.uint8)
 
-    def listed(self, bits: Bitmap) -> tuple[Rows, Rows]:
+    def listed(self, bits: Bitmap) -> tuple[RowIds, RowIds]:
         """The rows that are set in a joined bitmap, as they are numbered through, and where each table's begin and end.
 
         The second has one entry more than there are tables.
@@ -116,11 +116,11 @@ class SmallTables:
         numbers = rows_of(bits, bits.size * 8)
         return numbers, np.append(np.searchsorted(numbers, self.first), numbers.size)
 
-    def local(self, numbers: Rows, edges: Rows) -> Rows:
+    def local(self, numbers: RowIds, edges: RowIds) -> RowIds:
         """Rows of each table by their numbers in it, from those numbered through."""
         return numbers - np.repeat(self.first, np.diff(edges))
 
-    def copy(self, ids: Rows, edges: Rows, targets: Rows) -> None:
+    def copy(self, ids: RowIds, edges: RowIds, targets: RowIds) -> None:
         """Copy rows of every array.
 
         Parameters
@@ -171,18 +171,18 @@ class SmallSamples:
     """
 
     names: Sequence[str]
-    rows: Rows
-    first: Rows
+    rows: RowIds
+    first: RowIds
     layout: Sequence[tuple[str, tuple[int, ...], str]]
-    ids: Rows
-    edges: Rows
-    of_arrays: Rows
-    words: Rows
+    ids: RowIds
+    edges: RowIds
+    of_arrays: RowIds
+    words: RowIds
     bits: Words32
-    begins: Rows
+    begins: RowIds
 
     @classmethod
-    def of(cls, tables: SmallTables, numbers: Rows) -> SmallSamples:
+    def of(cls, tables: SmallTables, numbers: RowIds) -> SmallSamples:
         """Take rows, as they are numbered through, ascending."""
         edges = np.append(np.searchsorted(numbers, tables.first), numbers.size)
         ids = tables.local(numbers, edges)
@@ -191,7 +191,7 @@ class SmallSamples:
         own = tables.names, tables.rows, tables.first, tables.layout
         return cls(*own, ids, edges, tables.of_arrays, tables.words, bits, begins)
 
-    def numbers(self) -> Rows:
+    def numbers(self) -> RowIds:
         """The rows as they are numbered through."""
         return self.ids + np.repeat(self.first, np.diff(self.edges))
 
@@ -211,7 +211,7 @@ class SmallSamples:
             for table in self.of_arrays[array[differs & ~are_set(flags, self.numbers())[row]]]
         }
 
-    def of_table(self, name: str) -> tuple[int, Rows, dict[str, Words32]]:
+    def of_table(self, name: str) -> tuple[int, RowIds, dict[str, Words32]]:
         """Of one table: its rows, those taken, and by array path their words, ``(n, words)``."""
         table = self.names.index(name)
         ids = self.ids[self.edges[table] : self.edges[table + 1]]
@@ -224,24 +224,24 @@ class SmallSamples:
         return int(self.rows[table]), ids, bits
 
 
-def _gathered(tables: SmallTables, ids: Rows, edges: Rows, begins: Rows) -> Words32:
+def _gathered(tables: SmallTables, ids: RowIds, edges: RowIds, begins: RowIds) -> Words32:
     bits = np.empty(begins[-1], np.uint32)
     tables.copy(ids, edges, bits.ctypes.data + begins[:-1] * _WORD_BYTES)
     return bits
 
 
-def are_set(flags: Bitmap, ids: Rows) -> npt.NDArray[np.bool_]:
+def are_set(flags: Bitmap, ids: RowIds) -> npt.NDArray[np.bool_]:
     """Whether rows are set in a bitmap."""
     return np.asarray((flags[ids >> 3] >> (ids & 7)) & 1 != 0)
 
 
 def draw_rows(
     tables: SmallTables,
-    sizes: Rows,
+    sizes: RowIds,
     flags: Bitmap | None,
     former: SmallSamples | None,
     random: np.random.Generator,
-) -> Rows:
+) -> RowIds:
     """At most `sizes` rows of each table, as they are numbered through, ascending.
 
     Parameters
@@ -276,6 +276,6 @@ def draw_rows(
     return np.unique(np.concatenate(parts))
 
 
-def _ranges(begins: Rows, counts: Rows) -> Rows:
+def _ranges(begins: RowIds, counts: RowIds) -> RowIds:
     """Consecutive numbers from each begin on, one range after the other."""
     return np.arange(int(counts.sum())) + np.repeat(begins - np.cumsum(counts) + counts, counts)

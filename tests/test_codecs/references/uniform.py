@@ -17,7 +17,7 @@ from cnr_codecs.kernels.windows import (
     RANGE_SHARES,
     REFITS,
 )
-from cnr_codecs.uniform.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
+from tests.test_codecs.references.parameters import Float64s, Parameters, asymmetric, fitted, symmetric
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""Parameters of quantized rows, LANES rows at a time. `cnr_codecs.uniform.parameters` defines them.
+"""Parameters of quantized rows, LANES rows at a time. Tests define them in readable numpy, and compare bit for bit.
 
 All numbers are in one flat float64 array of lines of LANES numbers, as in `kernels.search`. The loops have no branches,
 so that they vectorize. Float16 values are computed as float64, because numba has no float16.
