@@ -43,14 +43,19 @@ class ModuleLoad:
         self._state = model.state_dict(keep_vars=True)  # kept, so that no other tensor gets one's id
         self._metadata: Mapping[str, Any] = getattr(self._state, "_metadata", {})
         given: dict[str, Any] = {}
-        self._in_place: dict[int, Any] = {}  # by id of the model's tensor: what stands for it
+        stands: dict[int, Any] = {}  # by id of what the model has, which may have several names: its entry
+        self._in_place: dict[int, Any] = {}  # of these, what is the model's own memory
         names = state_names(model, self._state)
         told = {*values, *absent}
         self._wanted = {key for key in names if key.rpartition(".")[2] != EXTRA_STATE or names[key] in told}
         for key, present in self._state.items():
             if key in self._wanted and names[key] not in absent:
-                value = _entry(present, values.get(names[key], present))
-                given[key] = self._in_place.setdefault(id(present), value)
+                if id(present) not in stands:
+                    stands[id(present)] = _entry(present, values.get(names[key], present))
+                    if names[key] not in values:
+                        self._in_place[id(present)] = stands[id(present)]
+                given[key] = stands[id(present)]
+        self._kept = {id(value) for value in self._in_place.values()}
         self._of_tables = {id(self._in_place.get(each)) for each in self._tables} | {id(None)}
         keys = {name: key for key, name in names.items()}
         self._loaded = {keys.get(name) or loaders.key(name): value for name, value in values.items()}
@@ -76,7 +81,11 @@ class ModuleLoad:
                 raise self._moved(table)
         problems = list(self._errors)
         if strict:
-            problems += [f"no module took {key!r}" for key in unexpected if key in self._loaded]
+            problems += [
+                f"no module took {key!r}"
+                for key in unexpected
+                if key in self._loaded or key not in self._state
+            ]
             problems += [f"a module lacks {key!r}" for key in missing if key in self._wanted]
         if problems:
             raise ModelMismatchError(
@@ -104,13 +113,15 @@ class ModuleLoad:
                     raise AssertionError("a hook after load_state_dict returned a value")
 
     def _has_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
-        """Whether a module has something to load, or code of its own that may do more than to copy."""
-        is_in_place = True
+        """Whether a module has something to load or lacks it, or code of its own that may do more than to copy."""
+        rests = {key: key[len(prefix) :].partition(".") for key in state if key.startswith(prefix)}
+        own = [key for key, (part, dot, _) in rests.items() if not dot or part not in module._modules]
+        is_in_place = all(id(state[key]) in self._kept for key in own)
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
             expected, found = self._in_place.get(id(tensor)), state.get(prefix + name)
-            is_in_place &= expected is found
+            is_in_place &= expected is found is not None
             if found is not expected and id(tensor) in self._tables and id(found) in self._of_tables:
                 raise self._moved(self._tables[id(tensor)])
         acts = bool(module._load_state_dict_pre_hooks) or is_overridden(module._load_from_state_dict)

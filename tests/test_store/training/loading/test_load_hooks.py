@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,72 @@ class Model(nn.Module):
         self.top = nn.Linear(4, width)
         for name, module in more.items():
             self.add_module(name, module)
+
+
+class Owner(nn.Module):
+    """A loader of its own that does nothing else than to load, and plain modules below."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, module in children.items():
+            self.add_module(name, module)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+def hooked(**children: nn.Module) -> Any:
+    module: Any = nn.ModuleDict(children)
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    return module
+
+
+def plain_parts() -> dict[str, nn.Module]:
+    return {"first": nn.Linear(4, 4), "deep": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Model(part=hooked(**plain_parts())),
+        lambda: Model(part=Owner(**plain_parts())),
+        lambda: hooked(users=nn.Embedding(ROWS, 4), **plain_parts()),
+        lambda: Model(part=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+    ],
+)
+def test_plain_modules_below_one_with_code_of_its_own_are_loaded(
+    tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    saved, model = build(), build()
+    cnr_store.save(tmp_path, saved, bits=32)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.load()
+        assert checkpointer.save(2).result().rows == 0
+    for name, values in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], values), name
+
+
+@pytest.mark.parametrize("container", [hooked, Owner])
+@pytest.mark.parametrize(
+    ("stored", "present", "told"),
+    [
+        ({}, {"more": nn.Linear(4, 4)}, "a module lacks 'part.more.weight'"),
+        ({"same": nn.Linear(4, 4, bias=False)}, {"same": nn.Linear(4, 4)}, "a module lacks 'part.same.bias'"),
+        ({"same": nn.Linear(4, 4)}, {"same": nn.Linear(4, 4, bias=False)}, "no module took 'part.same.bias'"),
+        ({"more": nn.Linear(4, 4)}, {}, "no module took 'part.more.weight'"),
+        ({"more": nn.Linear(4, 4)}, {"more": nn.ReLU()}, "no module took 'part.more.weight'"),
+    ],
+)
+def test_names_that_differ_below_one_with_code_of_its_own_are_refused(
+    tmp_path: Path,
+    container: Callable[..., nn.Module],
+    stored: dict[str, nn.Module],
+    present: dict[str, nn.Module],
+    told: str,
+) -> None:
+    cnr_store.save(tmp_path, Model(part=container(**plain_parts(), **stored)))
+    with pytest.raises(ModelMismatchError, match=re.escape(told)):
+        cnr_store.load(tmp_path, Model(part=container(**plain_parts(), **present)))
 
 
 @pytest.mark.parametrize("strict", ["raise", "ignore"])
