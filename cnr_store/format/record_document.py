@@ -28,6 +28,7 @@ from cnr_store.format.validate_policy import prove_policy
 
 # The digest is that of the record with this in its place, since no text can hold its own.
 NO_DIGEST = "0" * 64
+_OF_ROWS = {"base", "rows", "codec"}
 _OF_NO_ROWS: Doc = {"base": None, "rows": 0, "codec": None, "boundaries": ()}
 _DIMENSIONS = (range(1, 3), range(MAX_DIMENSIONS + 1))
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
@@ -161,8 +162,11 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
     if record.id != version:
         raise ValueError(f"it is the record of {record.id}: objects were swapped")
     prove_policy(record.policy)
-    plain = {stored: path for path, stored in replace(record, arrays=arrays).moved.items()}
-    return replace(record, arrays=arrays, nodes={plain.get(path, path): node for path, node in nodes.items()})
+    record = replace(record, arrays=arrays, nodes=nodes)
+    plain = {stored: path for path, stored in record.moved.items()}
+    if not plain:
+        return record
+    return replace(record, nodes={plain.get(path, path): node for path, node in nodes.items()})
 
 
 def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
@@ -202,8 +206,11 @@ def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
     if "boundaries" in doc and not bounded:
         raise ValueError(f"it has boundaries, and the record does not require {layout.COLUMN_BOUNDARIES}")
     is_dense = doc["kind"] == "dense"
-    of_rows = _OF_NO_ROWS if is_dense else {name: doc[name] for name in ("base", "rows", "codec")}
-    members = {**doc, **of_rows, "nbytes": doc["bytes"], "stored": None, "features": ()}
+    members = {**doc, "nbytes": doc["bytes"], "stored": None, "features": ()}
+    if is_dense:
+        members |= _OF_NO_ROWS
+    elif not doc.keys() >= _OF_ROWS:
+        raise ValueError(f"it lacks {', '.join(sorted(_OF_ROWS - doc.keys()))}")
     entry: ArrayEntry = validate.proven(members, ArrayEntry, "it")
     validate.check_sizes(entry.shape, "shape", not is_dense, _DIMENSIONS[is_dense])
     if is_dense:
@@ -213,9 +220,10 @@ def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
     if entry.rows > entry.shape[0]:
         raise ValueError(f"{entry.rows} rows of an array of shape {entry.shape}")
     array_dtype(entry.element)  # refuses types that this release does not decode
-    edges, columns = entry.boundaries, (*entry.shape, -1)[1]
-    if edges and (len(edges) != columns + 1 or edges[0] or any(a >= b for a, b in itertools.pairwise(edges))):
-        raise ValueError(f"boundaries are {str(edges)[:_SHOWN]}, of an array of shape {entry.shape}")
+    if edges := entry.boundaries:
+        ascends = all(one < other for one, other in itertools.pairwise(edges))
+        if len(edges) != (*entry.shape, -1)[1] + 1 or edges[0] != 0 or not ascends:
+            raise ValueError(f"boundaries are {str(edges)[:_SHOWN]}, of an array of shape {entry.shape}")
     return entry
 
 
