@@ -19,6 +19,7 @@ from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import (
     Tree,
     check_groups,
+    has_unnamed,
     named_groups,
     optimizer_tree,
     row_slots,
@@ -229,11 +230,8 @@ def _fit_optimizer(
         except ModelMismatchError as error:
             match.lacks([f"settings of optimizer {position}"], str(error))
             settings = False
-    more = tree.get("more", {}).values()
-    # What may count parameters or rows, and does not name them. Single values do not.
-    unnamed = "whole" in tree or any(type(value) not in (bool, int, float, str, type(None)) for value in more)
     is_same = all(fit.exact for fit in fits.values()) and owned.keys() <= {*loaded}
-    if unnamed and not (everything and is_same and stored_order == named_groups(optimizer, names)):
+    if has_unnamed(tree) and not (everything and is_same and stored_order == named_groups(optimizer, names)):
         settings = False
         match.missing.append(f"state of optimizer {position} that names no parameters")
         if everything:

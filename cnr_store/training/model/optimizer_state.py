@@ -115,11 +115,16 @@ def _check_keys(optimizer: Optimizer, unnamed: Mapping[str, Any]) -> None:
 
 
 def parts_of(state: object) -> Iterator[object]:
-    """A state, and all values in it."""
-    left = [state]
+    """A state, and all values in it, each container once: one may contain itself."""
+    left, seen = (
+        [state],
+        dict[int, object](),
+    )  # which are kept, so that no other one gets the id of one of them
     while left:
         yield (part := left.pop())
-        left += part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+        if isinstance(part, Mapping | list | tuple) and id(part) not in seen:
+            seen[id(part)] = part
+            left += part.values() if isinstance(part, Mapping) else part
 
 
 def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Sequence[Table]) -> Tree:
@@ -186,6 +191,12 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         "columns": {name: keys for name, keys in columns.items() if keys},
         "other": other,
     } | ({"more": more} if more else {})
+
+
+def has_unnamed(tree: Tree) -> bool:
+    """Whether some state may count parameters or rows, and does not name them. Single values do not."""
+    more = tree.get("more", {}).values()
+    return "whole" in tree or any(type(value) not in (bool, int, float, str, type(None)) for value in more)
 
 
 def _check_told(

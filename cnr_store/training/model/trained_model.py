@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cnr_store.errors import StateError, UnsupportedModelError
+from cnr_store.errors import OptionError, StateError, UnsupportedModelError, listed
 from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
@@ -29,6 +30,7 @@ from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import (
     Tree,
     as_list,
+    has_unnamed,
     is_kept_whole,
     named_groups,
     optimizer_tree,
@@ -89,7 +91,7 @@ class TrainedModel:
             optimizer keeps for it; or a name can't be stored, or two names have one key; or an optimizer has parameters
             that are not in the model.
         OptionError
-            A pattern of `exclude` fits nothing.
+            A pattern of `exclude` fits nothing, or what state of an optimizer may hold that names no parameters.
         StateError
             `optimizer` is neither None, an optimizer, nor several, or two of them are one.
         """
@@ -124,7 +126,11 @@ class TrainedModel:
             if [*map(id, one.param_groups)] == [*map(id, other.param_groups)]:
                 sharing.append((one, other))
         slots = SlotNames(optimizers, [each for each in optimizers if is_kept_whole(each)])
-        return cls(model, tables, optimizers, sharded, fused_position, given, excluded, slots, sharing)
+        made = cls(model, tables, optimizers, sharded, fused_position, given, excluded, slots, sharing)
+        if excluded.patterns:
+            with suppress(StateError):  # of one that is to be consolidated before each save, say
+                made.optimizer_trees(names)
+        return made
 
     @property
     def fused_tables(self) -> list[SpreadTable]:
@@ -189,10 +195,21 @@ class TrainedModel:
         return self._arrays.now(self.tables, self.fused_position is not None)
 
     def optimizer_trees(self, names: Mapping[int, str]) -> list[Tree]:
-        """What is stored of the optimizers beside rows: see `optimizer_tree`. `names` are from `parameter_names`."""
+        """What is stored of the optimizers beside rows: see `optimizer_tree`. `names` are from `parameter_names`.
+
+        `OptionError` if state of what is excluded may be in what names no parameters.
+        """
         trees = []
-        for each in self.optimizers:
+        for position, each in enumerate(self.optimizers):
             tree = optimizer_tree(each, names, () if each in self.slot_names.kept_whole else self.tables)
+            left_out = [
+                one for group in tree["param_groups"] for one in filter(self.excluded.has, group["params"])
+            ]
+            if left_out and has_unnamed(tree):
+                raise OptionError(
+                    f"exclude leaves {listed(map(repr, left_out), 3)} out, but state of optimizer {position} "
+                    f"({tree['class']}) that names no parameters may hold theirs: make it without them, or keep them"
+                )
             for part in ("slots", "columns"):
                 for table, keys in tree.get(part, {}).items():
                     tree[part][table] = sorted(self.slot_names.name(table, each, key) for key in keys)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import cnr_store
-from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
+from cnr_store.errors import ModelMismatchError, OptionError, StateError, UnsupportedModelError
 
 ROWS = 64
 Make = Callable[[nn.ModuleDict], list[Optimizer]]
@@ -398,3 +398,50 @@ def test_copies_of_parameters_go_into_the_state_of_the_caller(tmp_path: Path) ->
         ) as checkpointer:
             checkpointer.save(1).result() if each is job else checkpointer.load()
     assert_same(other, job.content)
+
+
+class Counted(Masked):
+    """Its state dict is torch's, and a list besides."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "averages": [1.0]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize("wrapper", [Masked, Counted, Slow])
+def test_what_is_excluded_may_not_be_in_state_without_names(tmp_path: Path, wrapper: Any) -> None:
+    def make(model: nn.ModuleDict) -> list[Optimizer]:
+        return [wrapper(Adam(model.parameters()))]
+
+    def without(model: nn.ModuleDict) -> list[Optimizer]:
+        return [wrapper(Adam([*model["a"].parameters(), *model["b"].parameters()]))]
+
+    said = rf"exclude leaves 'users.weight' out, but state of optimizer 0 \({wrapper.__name__}\)"
+    with pytest.raises(OptionError, match=said):
+        Job(make).checkpointer(tmp_path, exclude="users")
+    job, other = Job(without), Job(without)
+    job.train(1)
+    for each in (job, other):  # as the message advises
+        with each.checkpointer(tmp_path, exclude="users") as checkpointer:
+            checkpointer.save(1).result() if each is job else checkpointer.load()
+    content, expected = other.optimizers[0].state_dict(), job.optimizers[0].state_dict()
+    assert all(map(torch.equal, tensors(content), tensors(expected)))
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_a_state_dict_that_contains_itself_is_refused(tmp_path: Path, form: Any) -> None:
+    class Endless(Masked):
+        def state_dict(self) -> dict[str, Any]:
+            me: Any = {} if form is dict else [None]
+            me["me" if form is dict else 0] = me
+            return {**self.inner.state_dict(), "me": me}
+
+    job = Job(lambda model: [Endless(Adam(model.parameters()))])
+    job.train(1)
+    with (
+        job.checkpointer(tmp_path) as checkpointer,
+        pytest.raises(StateError, match=r"\['more'\]\['me'\].*contains itself"),
+    ):
+        checkpointer.save(1)
