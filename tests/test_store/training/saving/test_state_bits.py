@@ -86,6 +86,7 @@ def test_only_a_row_that_is_all_zero_decodes_to_zeros(bits: int, seed: int) -> N
 @given(bits=st.sampled_from(WIDTHS), seed=st.integers(0, 1000))
 def test_rows_of_both_signs_err_by_half_a_step(bits: int, seed: int) -> None:
     rows = np.random.default_rng(seed).normal(0, 0.1, (40, 16)).astype(np.float32)
+    rows[:, 0] = -np.abs(rows[:, 0])  # one seed of these has a row of 16 positive values
     step = np.ptp(rows, axis=1, keepdims=True) / ((1 << bits) - 1)
     assert (np.abs(decoded(CeilingRows(bits), rows) - rows) <= 0.52 * step).all()
 
