@@ -83,7 +83,7 @@ def objects(folder: Path) -> set[str]:
 def test_one_worker_writes_and_others_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_store.writing.stage._MOST_BEGINNING", 100)  # or a busy machine hands puts over
+    monkeypatch.setattr("cnr_store.writing.staged._MOST_BEGINNING", 100)  # or a busy machine hands puts over
     backend, here = Noting(tmp_path / "one"), threading.current_thread().name
     put(backend, plan())
     assert backend.began == [here] * TABLES
