@@ -124,8 +124,11 @@ def import_file(
     patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)
     model = _open(path, key)
+    named = _STEP_IN_NAME.findall(path.name)
+    if step is None and model.step is None and not named:
+        log.warning("%s: no step found, stored as step 0; give it, as with %s", path, option("step", 1200))
     if step is None:
-        step = int([0, *_STEP_IN_NAME.findall(path.name)][-1]) if model.step is None else model.step
+        step = int([0, *named][-1]) if model.step is None else model.step
     chosen = _choose_tables(model.tensors, patterns)
     codecs.check_tables([table_name(name) for name in chosen])
     backend = open_backend(url, **storage_options)

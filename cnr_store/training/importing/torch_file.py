@@ -43,8 +43,8 @@ def read_torch_file(path: Path, key: str | None) -> ModelFile:
     if key is not None:
         if not isinstance(content, Mapping) or key not in content:
             raise OptionError(f"{path} has nothing under {option('key', key)}; it holds {_shown(content)}")
-        counts = (content.get(name) for name in _STEPS)
-        step = next((count for count in counts if type(count) is int and count >= 0), None)
+        counts = (_count(content.get(name)) for name in _STEPS)
+        step = next((count for count in counts if count is not None), None)
         content = content[key]
     elif isinstance(content, Mapping) and (
         parts := [name for name in content if _is_part(name, content[name])]
@@ -54,6 +54,12 @@ def read_torch_file(path: Path, key: str | None) -> ModelFile:
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise FormatError(f"{path} holds {_shown(content)}, not tensors by name; save `model.state_dict()`")
     return replace(_model_file(content, clean_names(content, str(path)), path), step=step)
+
+
+def _count(value: Any) -> int | None:
+    """A step, as a number or a tensor of one element."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return int(number) if type(number) in (int, float) and number >= 0 and number % 1 == 0 else None
 
 
 def _is_part(name: object, value: object) -> bool:

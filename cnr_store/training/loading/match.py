@@ -74,6 +74,8 @@ class Match:
         Names of tensors that only the version has, and that a module may take; and that only the model has.
     refusals
         Differences that keep the load from beginning, each with what to do.
+    turned
+        Names of tables that one side holds as tensors, and of their parameters.
     """
 
     where: str
@@ -91,6 +93,7 @@ class Match:
     handed: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    turned: set[str] = field(default_factory=set)
 
     def differs(self, message: str) -> None:
         """Note a difference that ``strict="raise"`` refuses."""
@@ -234,10 +237,12 @@ class Match:
                 missing, unexpected = self.not_taken(missing), self.not_taken(unexpected)
         self.missing += missing
         self.unexpected += unexpected
-        if missing or unexpected:
+        # Of a table that the other side holds as a tensor, `match_model` tells: a load of the rest would leave it out.
+        lacked, left = sorted({*missing} - self.turned), sorted({*unexpected} - self.turned)
+        if lacked or left:
             self.differs(
-                f"the model does not fit {self.where}: {kind}s only in the model: {missing or 'none'}, only in the "
-                f"store: {unexpected or 'none'}; give the model that was saved, or {IGNORE} what both have"
+                f"the model does not fit {self.where}: {kind}s only in the model: {lacked or 'none'}, only in the "
+                f"store: {left or 'none'}; give the model that was saved, or {IGNORE} what both have"
             )
         return [name for name in model if name in chosen and name in stored]
 
@@ -309,20 +314,25 @@ def match_model(
 
     weights, dense = _entries(record, "tables/", "/weight"), _entries(record, dense_path("model", ""))
     items = list(dense_items(model, tables, named_state(model, excluded)))
+    named, in_model = [table.name for table in tables], {name for name, *_ in items}
+    turned = (
+        [name for name in named if name not in weights and table_parameter(name) in dense],
+        [name for name in weights if name not in named and table_parameter(name) in in_model],
+    )
+    match.turned = {each for names in turned for name in names for each in (name, table_parameter(name))}
     match.take_tables(weights, tables)
     match.take_tensors(
         {name: entry.shape for name, entry in dense.items()},
         {name: tensor for name, owner, tensor in items if name == owner},
         stored_type,
     )
-    named = [table.name for table in tables]
-    whole = [name for name in match.missing if name in named and table_parameter(name) in dense]
-    in_model = {name for name, *_ in items}
-    by_rows = [name for name in match.unexpected if name in weights and table_parameter(name) in in_model]
+    told = {*match.missing, *match.unexpected}
+    whole, by_rows = ([name for name in names if {name, table_parameter(name)} & told] for names in turned)
     if whole or by_rows:
         match.differs(
-            f"{match.where} holds {whole or by_rows} {'whole, not ' * bool(whole)}by rows; if that was an import of "
-            f"a file, import again with {' '.join(f'--table {name}' for name in named)} (tables={named})"
+            f"{match.where} holds {whole or by_rows} {'whole, not ' * bool(whole)}by rows; if that was an import of a "
+            f"file, import again with {' '.join(f'--table {name}' for name in named)} (tables={named}), else give the "
+            "model that was saved"
         )
     entries = {table_parameter(name): entry for name, entry in weights.items()} | dense
     match.compare_ties(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections import deque
@@ -239,8 +240,8 @@ def test_what_became_a_table_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.set_level("INFO", "cnr_store")
     model = nn.Module()
     model.large, model.small, model.top = nn.Embedding(10_000, 2), nn.Embedding(500, 2), nn.Linear(2, 300)
-    torch.save(model.state_dict(), tmp_path / "file.pt")
-    cnr_store.import_file(tmp_path / "file.pt", tmp_path / "store")
+    torch.save(model.state_dict(), tmp_path / "1.pt")
+    cnr_store.import_file(tmp_path / "1.pt", tmp_path / "store")
     warned, told = (each.getMessage() for each in caplog.records)
     assert told.endswith(
         "tables: large (10,000 x 2); whole: small.weight (500 x 2), top.weight (300 x 2), top.bias (300)"
@@ -249,7 +250,7 @@ def test_what_became_a_table_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert warned.endswith("tables=['large', 'small']")
     caplog.clear()
     for tables in (["large"], []):  # who names tables knows them
-        cnr_store.import_file(tmp_path / "file.pt", tmp_path / "store", tables=tables)
+        cnr_store.import_file(tmp_path / "1.pt", tmp_path / "store", tables=tables)
     assert [each.levelname for each in caplog.records] == ["INFO", "INFO"], caplog.text
 
 
@@ -261,8 +262,13 @@ def test_a_load_says_which_tables_to_import(tmp_path: Path) -> None:
     again = r"import again with --table users \(tables=\['users'\]\)"
     for tables, found in ((None, r"\['users'\] whole, not by rows"), (["*"], r"\['top'\] by rows")):
         cnr_store.import_file(tmp_path / "file", tmp_path / "store", tables=tables)
-        with pytest.raises(ModelMismatchError, match=f"{found}; .*{again}"):
+        with pytest.raises(ModelMismatchError, match=f"^version .* {found}; .*{again}") as told:
             cnr_store.load(tmp_path / "store", build())
+        assert "ignore" not in str(told.value)  # which would leave the table as it is
+        parts: list[dict[str, Any]] = [{"tables": ["*"]}, {"tensors": ["*"]}]
+        for part in parts:
+            with pytest.raises(ModelMismatchError, match=f"{found}; .*{again}"):
+                cnr_store.load(tmp_path / "store", build(), **part)
     cnr_store.load(tmp_path / "store", build(), tables=["users"])  # which fits
     with pytest.raises(ModelMismatchError) as told:  # no word of imports where another table is missing
         cnr_store.load(tmp_path / "store", nn.ModuleDict({"ads": nn.Embedding(50, 4)}))
@@ -288,13 +294,19 @@ def test_a_load_says_which_tables_to_import(tmp_path: Path) -> None:
         ("70.pt", {"global_step": 6, "epoch": 2}, 6),
         ("70.pt", {"step": True, "iteration": 7}, 7),
         ("70.pt", {"step": -1, "epoch": 2}, 70),
+        ("70.pt", {"global_step": torch.tensor(5)}, 5),
+        ("70.pt", {"step": torch.tensor([8.0])}, 8),
+        ("70.pt", {"step": 9.0}, 9),
+        ("70.pt", {"step": torch.tensor([1, 2]), "iteration": torch.tensor(math.nan)}, 70),
     ],
 )
 def test_the_step_is_that_of_the_file(
-    tmp_path: Path, name: str, content: dict[str, object], step: int
+    tmp_path: Path, name: str, content: dict[str, object], step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"model": nn.Linear(2, 1).state_dict()} | content, tmp_path / name)
     assert cnr_store.import_file(tmp_path / name, tmp_path / "store", key="model").step == step
+    guessed = f"{tmp_path / name}: no step found, stored as step 0; give it, as with step=1200"
+    assert caplog.messages == ([] if step else [guessed])
     assert cnr_store.import_file(tmp_path / name, tmp_path / "store", 3, key="model").step == 3
 
 
