@@ -95,8 +95,8 @@ def check_stateful(objects: object) -> dict[str, Any]:
         methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
         if not all(map(callable, methods)):
             raise OptionError(
-                f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict; "
-                f"give a few values to a save: metadata={{{name!r}: ...}}"
+                f"state {name!r}: an object of type {type(value).__name__} has no state_dict and load_state_dict: "
+                f"put arrays into an object that has them; give a few values to a save: metadata={{{name!r}: ...}}"
             )
         if isinstance(value, nn.Module) and not value.state_dict():
             log.warning(

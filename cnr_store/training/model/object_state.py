@@ -23,6 +23,7 @@ from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name
 from cnr_store.writing.plan import DensePiece
 
 MAX_METADATA_BYTES = 64 << 10
+_INSTEAD = "give it through `state=`, in an object with state_dict and load_state_dict"
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep as plain tensors of no dimensions, whatever the parameter's shape."""
 
@@ -216,7 +217,7 @@ def encode_metadata(metadata: Any) -> Any:
     """The caller's metadata as tagged JSON. It must be small, because it is stored in the commit record."""
 
     def too_large(path: str, _: ArrayLeaf) -> str:
-        raise StateError(f"state{path}: an array of more than 8 KiB; give it through `state=` instead")
+        raise StateError(f"state{path}: an array of more than 8 KiB; {_INSTEAD}")
 
     def plain_leaf(value: object) -> ArrayLeaf | None:
         leaf = tensor_leaf(value)
@@ -231,7 +232,5 @@ def encode_metadata(metadata: Any) -> Any:
     # Encoded under its name, so that errors say that it is the metadata.
     doc = encode_state({"metadata": metadata}, beside=too_large, as_leaf=plain_leaf)["metadata"]
     if len(dumps(doc)) > MAX_METADATA_BYTES:
-        raise StateError(
-            f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; give it through `state=` instead"
-        )
+        raise StateError(f"metadata takes more than {MAX_METADATA_BYTES >> 10} KiB; {_INSTEAD}")
     return doc

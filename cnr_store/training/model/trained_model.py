@@ -109,7 +109,7 @@ class TrainedModel:
         weights = [name for _, name, _, _ in table_weights(model)]
         weights += [table.name for module in sharded for table in module.tables]
         excluded = Exclusion(check_patterns("exclude", exclude), absent_parameters(model), {*weights})
-        excluded.check([*named_state(model), *map(table_name, weights)])
+        excluded.check([*named_state(model), *excluded.absent, *map(table_name, weights)])
         tables = find_tables(model, sharded, excluded)
         tensors = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
         # Raises for names that can't be stored.
@@ -141,10 +141,18 @@ class TrainedModel:
 
     def warn_left_out(self) -> None:
         """Log what is not saved: tables that the model leaves out, or state of fused optimizers that were not given."""
-        if self.excluded.absent:
+        absent = [name for name in self.excluded.absent if not self.excluded.has(name)]
+        stepped = (
+            (one, each) for each in self.optimizers for group in each.param_groups for one in group["params"]
+        )
+        stateful = {id(one) for one, each in stepped if one.requires_grad or one in each.state}
+        of_all = parameter_names(self.model) if absent else {}
+        kept = [name for key, name in of_all.items() if key in stateful and name in absent]
+        if absent:
             log.warning(
-                "the model leaves %s out of its state dict, so versions are without it and a load leaves it as it is",
-                ", ".join(self.excluded.absent),
+                "the model leaves %s out of its state dict, so versions are without it and a load leaves it as it is%s",
+                ", ".join(absent),
+                f"; leave out its optimizer state, too, with exclude={kept}" if kept else "",
             )
         names = [
             table.name
@@ -158,6 +166,10 @@ class TrainedModel:
                 names[0],
                 f" and {len(names) - 1} more" if names[1:] else "",
             )
+
+    def saved_parameters(self) -> set[int]:
+        """The ids of the parameters that are not excluded."""
+        return {key for key, name in parameter_names(self.model).items() if not self.excluded.has(name)}
 
     def reshard(self) -> None:
         """Have FSDP2 give parameters their place back, where it holds whole ones for a forward."""

@@ -134,10 +134,22 @@ def test_what_a_model_leaves_out_is_said_once(
         assert checkpointer.save(2).result().kind == "delta"
     (said,) = caplog.messages
     assert said.startswith("the model leaves words.weight, top.bias out of its state dict")
+    advice, exclude = "; leave out its optimizer state, too, with exclude=", ["words.weight", "top.bias"]
+    assert said.endswith(f"{advice}{exclude}")
     assert torch.equal(other.words.weight, before)
     assert torch.equal(other.users.weight, model.users.weight)
     # An optimizer's state dict has its state, as torch.save would.
     assert torch.equal(stepped.state[other.words.weight]["sum"], optimizer.state[model.words.weight]["sum"])
+    caplog.clear()
+    cnr_store.save(tmp_path / "less", wrap(model), optimizer, exclude=exclude)
+    assert caplog.messages == []
+    other, stepped = trained(5)
+    kept = held(other, stepped)
+    cnr_store.load(tmp_path / "less", other, stepped, exclude=exclude)
+    loaded = held(other, stepped)
+    assert {name for name in exclude if loaded[f"of {name}"] == kept[f"of {name}"]} == {*exclude}
+    cnr_store.save(tmp_path / "bare", model)  # without an optimizer there is no state to leave out
+    assert [said.endswith("leaves it as it is") for said in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.int64, torch.bool])
