@@ -482,6 +482,7 @@ class Checkpointer:
             latest = self._saves.latest
             try:
                 self._saves.finish_latest()
+                self._coordinator.tell_of_last(latest)
             finally:
                 self._saves.close()
                 self._upkeep.close()

@@ -23,9 +23,8 @@ _LONGEST_PAUSE_SECONDS = 20.0
 _GLANCE_SECONDS = 0.05
 """Between two looks at whether somebody waits: a signal's handler can set a flag, but not wake a thread safely."""
 _BEGUN = "storage fails: saves try again, or are skipped, for up to %g s: %s"
-_ENDED = (
-    "storage answers again after %.0f s; saves skipped or failed, whose rows later ones have, by step: %s"
-)
+_ENDED = "storage answers again after %.0f s%s"
+_MISSED = "; the next save has the rows of those skipped or failed, by step: "
 
 
 class Outage:
@@ -100,7 +99,7 @@ class Outage:
             began, is_told, missed = self._began, self._is_told, self._missed
             self._forget()
         if began is not None and is_told:
-            log.warning(_ENDED, self._clock() - began, listed(missed) or "none")
+            log.warning(_ENDED, self._clock() - began, _MISSED + listed(missed) if missed else "")
 
     def _is_young(self) -> bool:
         return self._began is not None and self._clock() - self._began < self._retry_seconds

@@ -93,6 +93,7 @@ class Coordinator:
         self._follow_model = follow_model
         self._layout = Layout(group)
         self._folded: CompactReport | None = None
+        self._skipped: int | None = None  # the step of the last save, if that was skipped
 
     def begin(self, request: Request) -> PendingSave:
         """Begin a save, or skip it, as all ranks do. See `Checkpointer.save`."""
@@ -127,10 +128,11 @@ class Coordinator:
             raise
         if agreed["skips"] is not None:
             self._saves.outage.miss(ready.step)
+            self._skipped = ready.step
             return PendingSave.skip(ready.step, agreed["skips"])
         assert ready.snapshot is not None  # or this rank skips, and so all do
         ready.snapshot.part_digests = digests
-        pending = PendingSave(ready.step)
+        pending, self._skipped = PendingSave(ready.step), None
         pending.began = began
         team = self._saves.new_team(1 + agreed["number"])
         try:
@@ -143,6 +145,15 @@ class Coordinator:
         self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team, ready.overlap)
         pending.stall_seconds = time.perf_counter() - began
         return pending
+
+    def tell_of_last(self, latest: PendingSave | None) -> None:
+        """Log, as no save comes any more, if the last one made no version. `latest` is the last that was begun."""
+        step, outcome = self._skipped, "was skipped (with overlap='wait' it would have waited)"
+        if step is None and latest is not None and latest.error is not None:
+            step, outcome = latest.step, "failed"
+        if step is not None and self._group.rank == 0:
+            newest = self._saves.planner.lineage.version or "none"
+            log.warning("the last save, of step %d, %s; the newest version is %s", step, outcome, newest)
 
     def _prepare(self, request: Request) -> _Ready:
         step = arguments.check_count("step", request.step, minimum=0)
