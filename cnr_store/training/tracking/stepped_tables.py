@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -184,26 +184,26 @@ class SteppedTables:
             self._found[optimizer] = found
         return found
 
-    def warn_of_strangers(self) -> None:
-        """Log once of each optimizer that was not given, steps parameters of one that was, and has state not saved.
+    def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
+        """Log once of each optimizer that was not given, steps parameters of the model, and has state not saved.
 
         Of one that steps within another one, such as a wrapper, the state may be in the other's ``state_dict``.
+        `owned` gives the ids of the parameters that are saved; `objects` is further state that is.
         """
         for optimizer, found in self._found.items():
             if optimizer in self._known or any(optimizer is each for each in self._given):
                 continue
-            owned = {
-                id(one) for each in self._given for group in each.param_groups for one in group["params"]
-            }
-            stepped = [one for one in found.parameters if id(one) in owned]
+            ids = owned()
+            stepped = [one for one in found.parameters if id(one) in ids]
             kept = [*filter(torch.is_tensor, parts_of([optimizer.state.get(one) for one in stepped]))]
             if not kept:
                 continue
             self._known.add(optimizer)
-            if {*map(id, kept)} - {*map(id, parts_of([each.state_dict() for each in self._given]))}:
+            saved = parts_of([objects, [each.state_dict() for each in self._given]])
+            if {*map(id, kept)} - {*map(id, saved)}:
                 log.warning(
-                    "%d parameters of an optimizer given are updated by another %s, whose state is not saved: make a "
-                    "new checkpointer with all optimizers that train",
+                    "%d parameters of the model are updated by %s, whose state is in no version; give all optimizers "
+                    "that train: Checkpointer(url, model, optimizer)",
                     *(len(stepped), type(optimizer).__name__),
                 )
 

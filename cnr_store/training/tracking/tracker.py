@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -233,6 +233,10 @@ class Tracker:
         elif new:
             log.warning("%d tables are saved whole: %s", len(new), describe(summary(new)))
 
+    def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
+        """See `SteppedTables.warn_of_strangers`."""
+        self._stepped.warn_of_strangers(owned, objects)
+
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""
         self._find_owners()
@@ -279,7 +283,6 @@ class Tracker:
         saved whole.
         """
         whole, unchanged = self._judge()
-        self._stepped.warn_of_strangers()
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:

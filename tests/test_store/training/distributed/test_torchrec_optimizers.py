@@ -113,6 +113,7 @@ def test_their_state_comes_back(tmp_path: Path, kind: str, caplog: pytest.LogCap
             job.train(step)
             checkpointer.save(step).result()
     assert "not saved" not in caplog.text
+    assert "in no version" not in caplog.text
     other.train(5)
     with cnr_store.Checkpointer(tmp_path, other.model, other.optimizer, bits=32) as checkpointer:
         checkpointer.load()

@@ -222,4 +222,4 @@ def test_an_optimizer_made_anew_for_dense_parameters_is_logged_once(
             anew.step()
             checkpointer.save(step).result()
     (line,) = caplog.messages
-    assert line.startswith("2 parameters of an optimizer given are updated by another Adagrad")
+    assert line.startswith("2 parameters of the model are updated by Adagrad, whose state is in no version")
