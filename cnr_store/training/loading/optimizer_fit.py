@@ -20,6 +20,7 @@ from cnr_store.training.model.optimizer_state import (
     Tree,
     check_groups,
     has_unnamed,
+    is_kept_whole,
     named_groups,
     optimizer_tree,
     row_slots,
@@ -240,6 +241,11 @@ def _fit_optimizer(
                 f"parameters, so it fits only the tables and groups that were saved, in order; give those, or {IGNORE} "
                 "the others"
             )
+    if not settings and "whole" not in tree and is_kept_whole(optimizer):
+        match.refusals.append(
+            f"the state_dict of optimizer {position} ({tree['class']}) is in another form than in {match.where}, so no "
+            "part of it can be loaded: load without the optimizer"
+        )
     return OptimizerFit(optimizer, tree, fits, trained.intersection(loaded), settings)
 
 

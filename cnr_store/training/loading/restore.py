@@ -238,7 +238,8 @@ class Restore:
         on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
         self._read_modules(transfer)
         for fit in self._fits:
-            self._load_optimizer(fit)
+            if fit.settings or "whole" not in fit.tree:  # of which no part is loaded
+                self._load_optimizer(fit)
             self._trained.slot_names.follow(fit.optimizer, fit.tree["slots"])
         self._fused.assign_settings(self._trained)
         self._trained.purge_caches()

@@ -78,19 +78,28 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[st
 
 
 def is_kept_whole(optimizer: Optimizer) -> bool:
-    """Whether the ``state_dict`` of a class that has its own is in another form than torch's."""
+    """Whether the ``state_dict``, of a class of one's own or through hooks, is in another form than torch's.
+
+    `StateError` if it is no mapping.
+    """
     try:
-        is_own = type(optimizer).state_dict is not Optimizer.state_dict
-        return is_own and not _is_numbered(optimizer, _state_dict_of(optimizer))
+        state = _state_dict_of(optimizer)
     except StateError:  # if it is to be consolidated before each save, say
         return False
+    return not _is_numbered(optimizer, state)
 
 
-def _is_numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
+def _is_numbered(optimizer: Optimizer, state: object) -> bool:
     """Whether a ``state_dict`` has state, and groups in which parameters are counted through, as torch's has."""
-    if not (isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list)):
+    if not isinstance(state, Mapping):
+        kind = f"{type(optimizer).__name__} returned a {type(state).__name__}"
+        raise StateError(f"the state_dict of {kind}; let it return a dictionary")
+    groups = state.get("param_groups")
+    if not (isinstance(state.get("state"), Mapping) and isinstance(groups, list)):
         return False
-    groups = [group["params"] for group in state["param_groups"]]
+    groups = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    if not all(isinstance(params, list | tuple) for params in groups):
+        return False
     numbers = [number if type(number) is int else -1 for group in groups for number in group]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return numbers == [*range(len(numbers))] and sizes == [*map(len, groups)]

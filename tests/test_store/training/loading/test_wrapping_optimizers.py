@@ -145,7 +145,7 @@ class Job:
     def train(self, step: int, head: int | None = None) -> None:
         place = step % 2 if head is None else head
         optimizer = self.optimizers[
-            place if isinstance(self.optimizers[0], Adagrad | Adam | SparseAdam) else 0
+            place % len(self.optimizers) if isinstance(self.optimizers[0], Adagrad | Adam | SparseAdam) else 0
         ]
         self.model.zero_grad()
         ids = torch.arange(step, step + 5) % ROWS
@@ -445,3 +445,83 @@ def test_a_state_dict_that_contains_itself_is_refused(tmp_path: Path, form: Any)
         pytest.raises(StateError, match=r"\['more'\]\['me'\].*contains itself"),
     ):
         checkpointer.save(1)
+
+
+def kept_whole(wrapper: Any) -> Make:
+    return lambda model: [wrapper(Adam(model.parameters()))]
+
+
+def hooked(model: nn.ModuleDict) -> list[Optimizer]:
+    """torch's own, with hooks that change the form of its state dict."""
+    optimizer = Adam(model.parameters())
+    optimizer.register_state_dict_post_hook(lambda _, state: {"wrapped": state})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: state.get("wrapped", state))
+    return [optimizer]
+
+
+WHOLE = {"masked": kept_whole(Masked), "fast": kept_whole(Fast), "hooked": hooked}
+
+
+@pytest.mark.parametrize("chosen", [{"tables": "users"}, {"rows": [1]}, {"tensors": "a.*"}], ids=str)
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_a_part_is_loaded_beside_an_optimizer_kept_whole(tmp_path: Path, make: Make, chosen: Any) -> None:
+    job, other = Job(make), Job(make)
+    job.train(1)
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    for step in (2, 3):
+        other.train(step)
+    kept = [each.clone() for each in tensors(other.optimizers[0].state_dict())]
+    with other.checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.load(**chosen)
+    assert restored.missing == ("state of optimizer 0 that names no parameters",)
+    assert all(map(torch.equal, tensors(other.optimizers[0].state_dict()), kept))
+    name, rows = ("a.weight", slice(None)) if "tensors" in chosen else ("users.weight", slice(1, 2))
+    assert torch.equal(other.model.state_dict()[name][rows], job.model.state_dict()[name][rows])
+
+
+def test_no_part_is_loaded_of_state_in_another_form(tmp_path: Path) -> None:
+    job, other = Job(lambda model: [Adam(model.parameters())]), Job(hooked)
+    job.train(1)
+    other.train(2)
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    content = other.content
+    with (
+        other.checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ModelMismatchError, match=r"optimizer 0 \(Adam\) is in another form"),
+    ):
+        checkpointer.load(tables="users")
+    assert_same(other, content)
+
+
+def test_hooks_may_change_the_form_of_a_state_dict(tmp_path: Path) -> None:
+    job = Job(hooked)
+    job.train(1)
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    assert_goes_on(tmp_path, job, hooked)
+
+
+@pytest.mark.parametrize("returned", [None, [], ({},)])
+def test_a_state_dict_that_is_no_dictionary_is_refused_when_made(tmp_path: Path, returned: Any) -> None:
+    class Odd(Masked):
+        def state_dict(self) -> Any:
+            return returned
+
+    kind = type(returned).__name__
+    with pytest.raises(StateError, match=f"the state_dict of Odd returned a {kind}; let it"):
+        Job(kept_whole(Odd)).checkpointer(tmp_path)
+
+
+@pytest.mark.parametrize("group", [{"lr": 1}, ["lr"], {"params": None}])
+def test_groups_without_parameters_are_kept_whole(tmp_path: Path, group: Any) -> None:
+    class Bare(Masked):
+        def state_dict(self) -> Any:
+            return {"state": {}, "param_groups": [group], "optimizer": self.inner.state_dict()}
+
+    job = Job(kept_whole(Bare))
+    job.train(1)
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    assert_goes_on(tmp_path, job, kept_whole(Bare))
