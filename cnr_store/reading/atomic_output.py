@@ -56,7 +56,7 @@ def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Ite
             return
         path = path.resolve()  # of a link, the file
         if not overwrite or path.is_dir():
-            _refuse(path, path.exists())
+            _refuse(path, path.exists(), overwrite)
         if path.exists() and not path.is_file():
             with path.open("wb") as file:
                 yield file
@@ -106,7 +106,7 @@ def new_folder(
         path = path.resolve()
         is_other = path.exists() and not path.is_dir()
         if is_other or not overwrite:
-            _refuse(path, is_other or (path.is_dir() and any(path.iterdir())))
+            _refuse(path, is_other or (path.is_dir() and any(path.iterdir())), overwrite)
         _check_folder(path, target, is_earlier)
         temporary, old = _beside(path), _beside(path)
         try:
@@ -261,7 +261,7 @@ def _remove_files(
     url: str, ending: str, overwrite: bool, options: Mapping[str, Any], is_earlier: IsEarlier
 ) -> None:
     filesystem, path = _filesystem(url, options)
-    _refuse(url, filesystem.isfile(path))
+    _refuse(url, filesystem.isfile(path), overwrite)
     try:
         found = [name for name in filesystem.ls(path, detail=False) if name.endswith(ending)]
     except FileNotFoundError:
@@ -305,11 +305,12 @@ def _local_path(target: Target, options: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def _refuse(target: str | Path, exists: bool) -> None:
+def _refuse(target: str | Path, exists: bool, overwrite: bool = False) -> None:
     if exists:
+        how = "a file replaces only a file, and a folder only a folder"
         raise OptionError(
-            f"{target} is there already: choose another target, or replace it with {option('overwrite')}, which "
-            " replaces a file by a file and a folder by a folder"
+            f"{target} is there already: choose another target"
+            + (f"; {how}" if overwrite else f", or replace it with {option('overwrite')}; {how}")
         )
 
 

@@ -32,6 +32,7 @@ from cnr_store.reading.opening import model_arrays
 ZARR_CHUNK_BYTES = 4 << 20
 _COMPLETE, _UNFINISHED = "cnr_version", "cnr_export"
 """Attributes of a group that was exported, and of one that is being exported: the latter has its arrays' paths."""
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _CHUNK = re.compile(r"(/[0-9]+)*")
 _EVERY_CHUNK: ArrayConfigLike = {"write_empty_chunks": True}
 """zarr omits chunks that equal the fill value, and takes any NaN for it, and -0.0 for 0."""
@@ -72,7 +73,8 @@ def export(
         A path or fsspec URL; for Zarr also a Zarr store.
     format
         By default ``zarr`` if `target` is a Zarr store or ends in ``.zarr``, ``parquet`` if it ends in ``.parquet``,
-        otherwise ``safetensors``.
+        otherwise ``safetensors``. Without a format, names that end as torch's files do (``.pt``, ``.pth``, ``.bin``,
+        ``.ckpt``) are refused.
     overwrite
         Whether to replace an existing file, or the folder of an earlier export in this format, also of one that was
         cut off. A folder with anything else in it is refused.
@@ -82,7 +84,7 @@ def export(
     Raises
     ------
     OptionError
-        The target exists, or a store is there; the format is unknown, or safetensors can't hold a tensor.
+        The target exists, or a store is there; the format is unknown or torch's; safetensors can't hold a tensor.
     EmptyStoreError, VersionNotFoundError, CorruptionError
     cnr_backends.StorageError
         The target can't be written.
@@ -103,6 +105,11 @@ def _format_of(target: Target) -> str:
     ending = "" if isinstance(target, Store) else str(target).rstrip("/").rpartition(".")[2]
     if isinstance(target, Store) or ending == "zarr":
         return "zarr"
+    if str(target).lower().endswith(_OF_TORCH):
+        raise OptionError(
+            f"can't write {target}: files called {', '.join(_OF_TORCH)} are torch's. Give a target that ends in "
+            ".safetensors, or one in .zarr or .parquet, which is a folder"
+        )
     return "parquet" if ending == "parquet" else "safetensors"
 
 

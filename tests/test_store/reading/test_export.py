@@ -315,3 +315,16 @@ def test_an_export_whose_driver_is_missing_names_the_extra(
     monkeypatch.setitem(known_implementations, "gs", absent)
     with pytest.raises(OptionError, match=r"Install it: pip install 'cnr-store\[gcs\]'"):
         cnr_store.export(tmp_path, target=f"gs://bucket/model.{kind}")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "MODEL.PTH", "pytorch_model.bin", "last.ckpt"])
+def test_a_name_of_torchs_files_is_refused_unless_a_format_is_given(tmp_path: Path, name: str) -> None:
+    cnr_store.save(tmp_path / "store", nn.Embedding(3, 2), step=1)
+    with pytest.raises(
+        OptionError, match=r"\.pt, \.pth, \.bin, \.ckpt are torch's.*\.safetensors, or one in \.zarr"
+    ):
+        cnr_store.export(tmp_path / "store", tmp_path / name)
+    assert not (tmp_path / name).exists()
+    cnr_store.export(tmp_path / "store", tmp_path / name, format="safetensors")
+    cnr_store.export(tmp_path / "store", tmp_path / "bin")  # no ending
+    assert (tmp_path / name).read_bytes() == (tmp_path / "bin").read_bytes()
