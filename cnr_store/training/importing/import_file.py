@@ -97,7 +97,8 @@ def import_file(
         matrices called ``weight`` of at least 10,000 rows. What was taken for a table and what not is logged, and
         a warning names smaller matrices that look like tables.
     key
-        The entry that holds the state dict, such as ``"model"``, in a checkpoint of several parts.
+        The entry that holds the state dict, such as ``"model"``, in a checkpoint of several parts. Where no entry is
+        called so, dots lead into entries of entries: ``"state.model"``.
     workers
         Threads that encode.
 
@@ -123,6 +124,7 @@ def import_file(
     path = _path(source)
     patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)
+    backend = open_backend(url, **storage_options)  # first, as it tells an option that is misspelled
     model = _open(path, key)
     named = _STEP_IN_NAME.findall(path.name)
     if step is None and model.step is None and not named:
@@ -131,7 +133,6 @@ def import_file(
         step = int([0, *named][-1]) if model.step is None else model.step
     chosen = _choose_tables(model.tensors, patterns)
     codecs.check_tables([table_name(name) for name in chosen])
-    backend = open_backend(url, **storage_options)
     Catalog(backend).check_format()
     # Before the check: a job that claims the store after it wins.
     writer = Writer(backend, workers, room_advice=room_advice)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ def read_torch_file(path: Path, key: str | None) -> ModelFile:
         ) from error
     step = None
     if key is not None:
-        if not isinstance(content, Mapping) or key not in content:
-            raise OptionError(f"{path} has nothing under {option('key', key)}; it holds {_shown(content)}")
-        counts = (_count(content.get(name)) for name in _STEPS)
-        step = next((count for count in counts if count is not None), None)
-        content = content[key]
-    elif isinstance(content, Mapping) and (
-        parts := [name for name in content if _is_part(name, content[name])]
-    ):
+        for name in [key] if isinstance(content, Mapping) and key in content else key.split("."):
+            if not isinstance(content, Mapping) or name not in content:
+                raise OptionError(
+                    f"{path} has nothing under {option('key', key)}; it holds {_shown(content)}"
+                )
+            counts = (_count(content.get(each)) for each in _STEPS)
+            step = next((count for count in counts if count is not None), step)
+            content = content[name]
+    if parts := list(islice(_parts(content, "" if key is None else f"{key}."), 10)):
         choices = " or ".join(option("key", part) for part in parts)
         raise FormatError(f"{path} holds more than a state dict: give the part to import, {choices}")
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
@@ -62,11 +64,15 @@ def _count(value: Any) -> int | None:
     return int(number) if type(number) in (int, float) and number >= 0 and number % 1 == 0 else None
 
 
-def _is_part(name: object, value: object) -> bool:
-    """Whether an entry may be a state dict."""
-    if not isinstance(value, Mapping) or not isinstance(name, str) or name.endswith(_EXTRA_STATE):
-        return False
-    return any(isinstance(each, torch.Tensor) for each in value.values())
+def _parts(content: object, prefix: str, levels: int = 3) -> Iterator[str]:
+    """Keys of the entries within that may be state dicts."""
+    for name, value in content.items() if isinstance(content, Mapping) and levels else ():
+        if not isinstance(value, Mapping) or not isinstance(name, str) or name.endswith(_EXTRA_STATE):
+            continue
+        if any(isinstance(each, torch.Tensor) for each in value.values()):
+            yield prefix + name
+        else:
+            yield from _parts(value, f"{prefix}{name}.", levels - 1)
 
 
 def _model_file(state: Mapping[str, Any], names: Mapping[str, str], path: Path) -> ModelFile:

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import cnr_store
+from cnr_backends import OpenError
 from cnr_store import Checkpointer, FormatError, ModelMismatchError, OptionError
 from tests.test_store.reading.test_export import Model, contents, same
 from tests.test_store.support.zarr_nodes import group_of
@@ -351,6 +352,30 @@ def test_a_key_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     torch.save({"model": {}, "epoch": 1}, tmp_path / "file")
     with pytest.raises(OptionError, match="nothing under key='net'; it holds 'model', 'epoch'"):
         cnr_store.import_file(tmp_path / "file", tmp_path / "store", key="net")
+
+
+def test_a_key_with_dots_leads_into_entries(tmp_path: Path) -> None:
+    deep = {"net": {"model": {"a": torch.ones(2)}, "iteration": 7}, "step": 3}
+    torch.save({"state": deep, "net.model": {"b": torch.ones(3)}}, tmp_path / "file")
+    found = {}
+    for key in ("state.net.model", "net.model"):
+        url = tmp_path / key
+        info = cnr_store.import_file(tmp_path / "file", url, key=key)
+        found[key] = list(cnr_store.state_dict(url)), info.step
+    assert found == {"state.net.model": (["a"], 7), "net.model": (["b"], 0)}
+    for key in (None, "state", "state.net"):
+        with pytest.raises(FormatError, match=r"give the part to import, key='state\.net\.model'"):
+            cnr_store.import_file(tmp_path / "file", tmp_path / "other", key=key)
+    with pytest.raises(
+        OptionError, match=r"nothing under key='state.net.users'; it holds 'model', 'iteration'"
+    ):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "other", key="state.net.users")
+
+
+def test_a_misspelled_option_is_told_before_the_file(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "file")
+    with pytest.raises(OpenError, match="kye"):
+        cnr_store.import_file(tmp_path / "file", tmp_path / "store", kye="model")
 
 
 def test_files_of_other_kinds_are_told(tmp_path: Path) -> None:
