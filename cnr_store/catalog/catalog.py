@@ -267,9 +267,10 @@ class Catalog:
         is_step = isinstance(version, int | np.integer) and not isinstance(version, bool)
         if version != "latest" and not is_step:
             tags = ", ".join(list_tags(self.backend)[:_SHOWN])
+            step = f"a step as a number (without quotes: {version})" if str(version).isdecimal() else "a step"
             raise VersionNotFoundError(
                 f"{version!r} is not a version of {self.backend.url}: give an id as `versions` lists them, "
-                f"a step, a tag{f' ({tags})' if tags else ''}, or 'latest'"
+                f"{step}, a tag{f' ({tags})' if tags else ''}, or 'latest'"
             )
         steps = set[int]()
         for record in self.newest_first():
@@ -281,7 +282,7 @@ class Catalog:
                 f"{self.backend.url} holds no committed version: check the URL, or save one first"
             )
         raise VersionNotFoundError(
-            f"{self.backend.url} has no version of step {version}, the nearest are of {_nearest(steps, int(version))}; "
+            f"{self.backend.url} has no version of step {version} (nearest: {_nearest(steps, int(version))}); "
             "`cnr_store.versions` and `cnr ls` list the versions"
         )
 

@@ -75,7 +75,7 @@ class FsspecBackend(Backend):
         except ImportError as error:
             raise OpenError(f"can't open {self.url}: {missing_package(url, error)}", url=self.url) from error
         except (TypeError, ValueError) as error:
-            advice = f"check the URL and the storage options {sorted(options)}"
+            advice = "check the URL" + (f" and the storage options {sorted(options)}" if options else "")
             raise OpenError(f"can't open {self.url}: {error}; {advice}", url=self.url) from error
         except ANY_DRIVER_ERROR as error:
             reason = f"listing it failed ({type(error).__name__}: {error}); {self._ending(error)}"

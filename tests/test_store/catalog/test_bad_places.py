@@ -17,7 +17,7 @@ import zarr
 
 import cnr_store
 from cnr_backends import OpenError, StorageError
-from cnr_store import Checkpointer, EmptyStoreError, FormatError, SaveError
+from cnr_store import Checkpointer, EmptyStoreError, FormatError, SaveError, VersionNotFoundError
 from tests.test_store.support.lasting_store import make_model, weight
 
 if TYPE_CHECKING:
@@ -155,3 +155,20 @@ def test_newer_or_broken_format(stored: Path, change: dict[str, Any] | None, mes
         with pytest.raises(FormatError, match=message):
             call()
     root.write_bytes(data)
+
+
+def test_storage_options_are_blamed_only_where_some_were_given() -> None:
+    with pytest.raises(OpenError, match=r"Protocol not known: s4; check the URL$"):
+        cnr_store.versions("s4://bucket/run")
+    with pytest.raises(OpenError, match=r"check the URL and the storage options \['anon'\]$"):
+        cnr_store.versions("s4://bucket/run", anon=True)
+
+
+def test_a_step_in_quotes_is_told(tmp_path: Path) -> None:
+    cnr_store.save(tmp_path, torch.nn.Embedding(3, 2), step=10)
+    with pytest.raises(
+        VersionNotFoundError, match=r"a step as a number \(without quotes: 10\), a tag, or 'latest'"
+    ):
+        cnr_store.open(tmp_path, version="10")
+    with pytest.raises(VersionNotFoundError, match="versions` lists them, a step, a tag, or 'latest'"):
+        cnr_store.open(tmp_path, version="ten")
