@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from io import TextIOWrapper
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, NoReturn
 
@@ -30,6 +31,7 @@ from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm
 from cnr_store.errors import CheckpointError, for_shell
+from cnr_store.format import layout
 
 _NARROW = 60
 """Columns of a terminal. With fewer, the tables of help would cut the names of options, so it is plain text."""
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if sys.stdout is not None:  # it was closed
                 sys.stdout.flush()  # here, since at exit nobody could tell that it failed
     except (CheckpointError, BackendError, CodecError) as error:
-        _fail(str(error))
+        _fail(f"{error}{_advice(sys.argv[1:] if arguments is None else list(arguments))}")
     except BrokenPipeError:  # whoever reads has had enough
         _drop_output()
         sys.exit(1)
@@ -92,6 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ) as error:  # storage raises BackendError, so this is standard output, or a file that was named
         _drop_output()
         _fail(str(error) if error.filename else f"the output could not be written: {error}")
+
+
+def _advice(arguments: Sequence[str]) -> str:
+    """What to do if the second argument is a store of this machine and the first is none; of `import` otherwise."""
+    with suppress(OSError, ValueError):  # no file can have such a name, or there are fewer
+        first, second = (Path(each, layout.ROOT_KEY).is_file() for each in arguments[1:3])
+        if arguments[0] == "import":
+            return "; the file comes first, then the store's URL" if first and not second else ""
+        if second and not first and "://" not in arguments[1] and not arguments[1].startswith("-"):
+            return "; the store's URL comes first"
+    return ""
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:

@@ -109,7 +109,7 @@ def _value_text(value: Any) -> str:
 
 
 def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> None:
-    """Show the disk usage of a store: of versions, folds and unfinished saves, and of each array."""
+    """Show the disk usage of a store: of versions, folds, unfinished saves and removed versions, and of each array."""
     catalog = open_store(url, parse_options(options))
     records, damaged = read_records(catalog)
     kinds = _kinds(catalog.backend.list_keys(""), {record.id for record in records} | damaged.keys())
@@ -140,15 +140,20 @@ def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
 
 def _kinds(objects: Iterable[tuple[str, int]], committed: set[str]) -> dict[str, tuple[int, int]]:
     """How many objects there are of each kind, and their bytes."""
-    names = ("versions", "folds", "unfinished saves", "claims, pins, tags and the reserve", "all")
+    objects = list(objects)
+    removed = {key.split("/")[1] for key, _ in objects if key.startswith(f"{layout.TOMBSTONES}/")}
+    beside = "claims, pins, tags and the reserve"
+    names = ("versions", "folds", "unfinished saves", "removed versions", beside, "all")
     found = {name: [0, 0] for name in names}
     for key, nbytes in objects:
         top, _, rest = key.partition("/")
         place = rest.partition("/")[0]
         if top == layout.VERSIONS and layout.is_version(place):
-            kind = "versions" if place in committed else "unfinished saves"
+            kind = "versions" if place in committed else names[3 if place in removed else 2]
+        elif top == layout.TOMBSTONES:
+            kind = "removed versions"
         else:
-            kind = "folds" if top == layout.FOLDS else "claims, pins, tags and the reserve"
+            kind = "folds" if top == layout.FOLDS else beside
         for name in (kind, "all"):
             found[name][0] += 1
             found[name][1] += nbytes

@@ -19,7 +19,7 @@ from cnr_store.cli.options import (
     parse_version,
     require,
 )
-from cnr_store.cli.output import plain, print_json, print_line, say, size_text
+from cnr_store.cli.output import counted, plain, print_json, print_line, say, size_text
 from cnr_store.reading import export as reading
 
 
@@ -123,7 +123,7 @@ def import_(
     if as_json:
         print_json({"version": info.id, "step": info.step, "bytes": info.bytes, "rows": info.rows})
     else:
-        print_line(f"{info.id} (step {info.step}): {info.rows:,} rows, {size_text(info.bytes)}")
+        print_line(f"{info.id} (step {info.step}): {counted(info.rows, 'row')}, {size_text(info.bytes)}")
         print_line(plain(taken))
 
 

@@ -73,11 +73,17 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "previous": facts["previous"] or "",
         "needs": listed(needs, 3),
         "restores": str(facts["restores"]) if facts["restores"] else "",
-        "policy": f"{policy['policy']}: {policy['reason']}" if {"policy", "reason"} <= policy.keys() else "",
+        "policy": f"{policy['policy']}: {_reason(facts)}" if {"policy", "reason"} <= policy.keys() else "",
         "ranks": _ranks_text(policy["ranks"]) if policy.get("ranks") else "",
         "whole": describe(policy["whole"]) if policy.get("whole") else "",
     }
     return {name: text for name, text in told.items() if text}
+
+
+def _reason(facts: Mapping[str, Any]) -> str:
+    """Why a version is what it is. One that was to be a delta may have had each table to write whole."""
+    is_other = facts["kind"] == "baseline" and not facts["policy"].get("full", True)
+    return "every table is whole" if is_other else str(facts["policy"]["reason"])
 
 
 def _seconds_text(seconds: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""`cnr ls`: the versions of a store, with what each took, what it can be called, and whether it can be restored."""
+"""`cnr ls`: the versions of a store, with what each took, what it can be called, and what seems wrong with it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def ls(
     options: StorageOptions = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """List the committed versions of a store, oldest first, and whether each can be restored.
+    """List the committed versions of a store, oldest first, and what seems wrong with any.
 
+    What names and records tell of each version is listed: `cnr verify` looks for lost and damaged objects.
     A narrow terminal shows fewer columns.
     The exit status is 3 if a commit record is damaged.
     """
@@ -113,10 +114,10 @@ def totals_text(listed: Sequence[Facts], shown: int) -> str:
     if shown < len(listed):
         parts.append(f"{shown:,} shown")
     parts.append(size_text(written))
-    if written:
-        parts.append(f"{full / written:.1f}x less than as many full copies ({size_text(full)})")
     if folds:
         parts.append(f"and {size_text(folds)} of folds")
+    if written:  # a version may need its fold, once what it builds on is removed
+        parts.append(f"{full / (written + folds):.1f}x less than as many full copies ({size_text(full)})")
     return ", ".join(parts)
 
 

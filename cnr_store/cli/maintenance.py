@@ -14,7 +14,7 @@ from cnr_store.catalog.claims import newest_claim
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import plain, print_json, print_line, progress, say, time_text
+from cnr_store.cli.output import counted, plain, print_json, print_line, progress, say, time_text
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import is_tag
 from cnr_store.maintenance.collection import pins, retention, rules
@@ -90,13 +90,12 @@ def _print_report(report: VerifyReport) -> None:
     for finding in report.suspicious:
         print_line(f"suspicious: {finding}")
     for left in report.leftovers:
-        print_line(
-            f"leftover: {left.objects:,} objects, {left.nbytes:,} bytes in {left.place}, such as {left.example}"
-        )
+        found = f"{counted(left.objects, 'object')}, {left.nbytes:,} bytes"
+        print_line(f"leftover: {found} in {left.place}, such as {left.example}")
     extent = "every byte read" if report.deep else "existence and sizes only, --deep reads every byte"
     print_line(
-        f"{len(report.restorable):,} of {len(report.versions):,} versions can be restored; {report.objects:,} objects, "
-        f"{report.nbytes:,} bytes ({extent})"
+        f"{len(report.restorable):,} of {counted(len(report.versions), 'version')} can be restored; "
+        f"{counted(report.objects, 'object')}, {report.nbytes:,} bytes ({extent})"
     )
     if not report.ok and report.restorable:
         print_line(f"the newest that can be restored is {report.restorable[-1]}")
@@ -111,20 +110,22 @@ def _next_step(url: str, version: str | None, report: VerifyReport) -> str:
             f"next: `cnr repair {url}{named}` shows what is lost, asks, and commits a sound version with older values "
             "for it; load(salvage=True) and resume(salvage=True) load these values into a model"
         )
-    if of_versions and len(report.restorable) < len(report.versions):
+    lost = [each for each in report.versions if each not in report.restorable]
+    if of_versions and lost:
         return (
             "next: nothing, if only the newest version matters; load(version, salvage=True) restores what can be read "
-            f"of a damaged one, and `cnr repair {url} VERSION` commits that as the newest version"
+            f"of a damaged one, and `cnr repair {url} {lost[-1]}` commits that as the newest version"
         )
     return "next: put back what is named above from a copy; the versions that can be restored do not need it"
 
 
 def _extent(finding: Finding) -> str:
     """How much a finding concerns."""
-    facts = [f"up to {finding.row_count:,} rows"] if finding.row_count else []
+    rows = counted(finding.row_count, "row") + " of these" * (finding.rows is not None)
+    facts = [f"it concerns at most {rows}"] if finding.row_count else []
     if finding.versions:
         facts.append(
-            f"{len(finding.versions):,} versions can't be restored, the first is {finding.versions[0]}"
+            f"{counted(len(finding.versions), 'version')} can't be restored, the first is {finding.versions[0]}"
         )
     return f" ({'; '.join(facts)})" if facts else ""
 
@@ -209,8 +210,8 @@ def compact(
         print_json(asdict(done))
     elif done.outcome == "folded":
         print_line(
-            f"{done.version}: folded {len(done.arrays)} arrays of up to {done.links} links, {done.rows:,} rows, "
-            f"{done.bytes:,} bytes, in {done.seconds:.1f} s"
+            f"{done.version}: folded {counted(len(done.arrays), 'array')} of up to {counted(done.links, 'link')}, "
+            f"{counted(done.rows, 'row')}, {done.bytes:,} bytes, in {done.seconds:.1f} s"
         )
     else:
         print_line(f"{done.version}: {done.outcome}")
@@ -320,8 +321,8 @@ def _print_removal(done: retention.GcReport, pinned: Mapping[str, Sequence[str]]
     if done.left:
         print_line(f"{done.left_bytes:,} bytes left of unfinished saves")
     print_line(
-        f"{len(done.kept):,} versions kept{'' if ruled else ', as there is no rule'}, {len(done.removed):,} {removed}; "
-        f"{done.freed_bytes:,} bytes"
+        f"{counted(len(done.kept), 'version')} kept{'' if ruled else ', as there is no rule'}, "
+        f"{len(done.removed):,} {removed}; {done.freed_bytes:,} bytes"
     )
 
 

@@ -123,6 +123,11 @@ def plain(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def size_text(nbytes: float) -> str:
     """A number of bytes, in powers of a thousand."""
     return decimal(round(nbytes))

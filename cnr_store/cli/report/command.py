@@ -11,7 +11,7 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
-from cnr_store.cli.output import print_json, print_line, say, size_text
+from cnr_store.cli.output import counted, print_json, print_line, say, size_text
 from cnr_store.cli.report.figures import read_figures
 from cnr_store.cli.report.page import page
 from cnr_store.reading.atomic_output import new_file
@@ -39,7 +39,7 @@ def report(
         written = page(figures)
         with new_file(output, overwrite=True, options={}) as file:
             file.write(written)
-        print_line(f"{output}: {len(figures.versions):,} versions, {size_text(len(written))}")
+        print_line(f"{output}: {counted(len(figures.versions), 'version')}, {size_text(len(written))}")
     for error in figures.errors:
         say(f"cnr: {error}")
     if figures.errors:

@@ -102,8 +102,8 @@ class Figures:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of all versions, without folds."""
-        return sum(facts["bytes"] for facts in self.known)
+        """Bytes of all versions and their folds."""
+        return sum(facts["bytes"] + (facts["fold_bytes"] or 0) for facts in self.known)
 
     @property
     def full_bytes(self) -> int:

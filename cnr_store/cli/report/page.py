@@ -12,7 +12,7 @@ from importlib import metadata as packages
 from itertools import accumulate
 
 from cnr_store.cli.facts import UNREAD, Facts, health, metadata_text, names_text
-from cnr_store.cli.output import size_text, time_text
+from cnr_store.cli.output import counted, size_text, time_text
 from cnr_store.cli.report.charts import TICKS, bars, lines, step_axis, strip
 from cnr_store.cli.report.figures import Decisions, Figures
 from cnr_store.cli.report.style import STYLE
@@ -70,19 +70,20 @@ def _tiles(figures: Figures) -> str:
                 f"less than as many full copies: {size_text(written)}, not {size_text(figures.full_bytes)}",
             )
         )
-    count, word = _versions_text(len(figures.versions)).split()
+    versions = counted(len(figures.versions), "version")
+    count, word = versions.split()
     tiles.append((count, word))
     if known:
         last = known[-1]
         tiles.append((f"{last['step']:,}", f"newest step, saved {time_text(last['time'])}"))
         reads = last["restore_bytes"]
         if reads is not None:
-            tiles.append((size_text(reads), f"read to restore it, from {_versions_text(last['chain'])}"))
+            tiles.append((size_text(reads), f"read to restore it, from {counted(last['chain'], 'version')}"))
     stall = figures.typical("stalled_seconds")
     if stall is not None:
         longest = max(facts["stalled_seconds"] or 0.0 for facts in known)
         tiles.append((_ms(stall), f"typical stall of training; the longest was {_ms(longest)}"))
-    tiles.append((f"{figures.restorable:,}", f"of {_versions_text(len(figures.versions))} can be restored"))
+    tiles.append((f"{figures.restorable:,}", f"of {versions} can be restored"))
     return (
         '<section class="tiles">'
         + "".join(f"<div><b>{number}</b>{escape(text)}</div>" for number, text in tiles)
@@ -259,10 +260,6 @@ def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _more(count: int, shown: int) -> str:
     return f'<p class="note">The newest {shown:,} of {count:,}.</p>' if count > shown else ""
-
-
-def _versions_text(count: int) -> str:
-    return f"{count:,} version{'s' * (count != 1)}"
 
 
 def _percent(share: float | None) -> str:

@@ -18,7 +18,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.cli.facts import UNREAD, health
 from cnr_store.cli.listing import totals_text, versions_table
 from cnr_store.cli.options import StorageOptions, Url, parse_options
-from cnr_store.cli.output import new_table, plain, print_table, say, size_text
+from cnr_store.cli.output import counted, new_table, plain, print_table, say, size_text
 from cnr_store.cli.report.charts import Values, spans
 from cnr_store.cli.report.figures import Figures, read_figures
 from cnr_store.errors import CheckpointError
@@ -161,8 +161,8 @@ def _bar(values: Sequence[float | None], top: float, bars: str) -> str:
 
 def _health(figures: Figures) -> Text:
     """How many versions can be restored, and what is wrong with the newest of the others."""
-    count = len(figures.versions)
-    text = f"{figures.restorable:,} of {count:,} versions can be restored, as far as names and records tell"
+    count = counted(len(figures.versions), "version")
+    text = f"{figures.restorable:,} of {count} can be restored, as far as names and records tell"
     wrong = [facts for facts in figures.versions if health(facts) != UNREAD]
     if not (wrong or figures.errors):
         return Text(text)

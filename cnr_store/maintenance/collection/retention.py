@@ -323,9 +323,9 @@ def room_advice(backend: Backend) -> str:
                 "Nothing of this store can be removed: make room elsewhere, or give the store another place"
             )
         removed = found.removed
-        which = f", from {removed[0]} to {removed[-1]}" if removed else ""
+        span = f"from {removed[0]} to {removed[-1]}" if len(removed) > 1 else "".join(removed)
         return (
             f"`cnr gc {shlex.quote(backend.url)} --keep-last {keep}` frees {found.freed_bytes:,} bytes: it removes "
-            f"{len(removed)} of {len(records)} versions{which}; with --dry-run it only shows them"
+            f"{len(removed)} of {len(records)} versions{span and f', {span}'}; with --dry-run it only shows them"
         )
     return ""

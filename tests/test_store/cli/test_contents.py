@@ -64,8 +64,8 @@ def test_cat_prints_the_rows_asked_for(
         (("0", "--rows", "a"), 2, "give row numbers"),
         (("0", "--rows", "-1"), 2, "give row numbers"),
         (("0", "--rows", "1:2:3"), 2, "give row numbers"),
-        (("0", "--version", "17"), 1, "the nearest are of 10 and 20"),
-        (("0", "--version", "21"), 1, "the nearest are of 20;"),
+        (("0", "--version", "17"), 1, "(nearest: 10 and 20);"),
+        (("0", "--version", "21"), 1, "(nearest: 20);"),
         (("0", "--version", "fist"), 1, "a tag (first)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -120,6 +120,19 @@ def test_du_tells_unfinished_saves_and_folds(capsys: pytest.CaptureFixture[str],
     objects = json.loads(cnr(capsys, "du", url, "--json")[1])["objects"]
     assert objects["unfinished saves"] == {"objects": 1, "bytes": 77}
     assert objects["folds"]["bytes"] > 0
+    assert "removed versions" not in objects
+    cnr_store.gc(url, keep_last=1)
+    objects = json.loads(cnr(capsys, "du", url, "--json")[1])["objects"]
+    marks = [path for path in Path(url).rglob(f"{version}/*") if path.is_file()]
+    sizes = sum(path.stat().st_size for path in marks)
+    assert objects["removed versions"] == {"objects": len(marks), "bytes": sizes}
+    only, totals = (
+        json.loads(cnr(capsys, "ls", url, "--json")[1])[0],
+        cnr(capsys, "ls", url)[1].splitlines()[-1],
+    )
+    assert only["fold_bytes"] > 0
+    share = only["full_bytes"] / (only["bytes"] + only["fold_bytes"])
+    assert f", {share:.1f}x less than" in totals
 
 
 def test_du_of_no_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -173,3 +186,15 @@ def test_gc_says_how_to_ask_for_the_best(
     status, _, err = cnr(capsys, "gc", str(tmp_path), "--keep-best", rule)
     assert status == 2
     assert "auc:max:3" in err
+
+
+def test_info_says_that_a_delta_became_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with cnr_store.Checkpointer(tmp_path, torch.nn.EmbeddingBag(100, 4, sparse=True)) as checkpointer:
+        for step, rows in ((1, []), (2, [1]), (3, range(100))):
+            checkpointer.touch("weight", rows)
+            checkpointer.save(step).result()
+    told = [cnr(capsys, "info", str(tmp_path), step)[1] for step in ("1", "2", "3")]
+    reasons = ("nothing to build on", "changed since the baseline", "every table is whole")
+    assert [f"intermittent: {reason}\n" in text for reason, text in zip(reasons, told, strict=True)] == [
+        True
+    ] * 3

@@ -39,8 +39,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("import there.safetensors new --key net", "nothing under --key net"),
         ("import code.pt new", "it holds a collections.deque"),
         ("import parts.pt new --bits 5", "there is no width 5: give auto, 2"),
-        ("export STORE there.safetensors", "replace it with --overwrite, which"),
+        ("export STORE there.safetensors", "replace it with --overwrite; a file"),
         ("export STORE there.zarr", "--overwrite"),
+        (
+            "export STORE there.zarr --format safetensors --overwrite",
+            "another target; a file replaces only a file",
+        ),
+        ("report STORE -o there.zarr", "another target; a file replaces only a file"),
+        ("info users STORE", "; the store's URL comes first"),
+        ("tag prod STORE 1", "; the store's URL comes first"),
+        ("import STORE parts.pt", "; the file comes first, then the store's URL"),
+        ("info --json STORE 17", "list the versions\n"),
         ("export WIDE new.safetensors", "choose --format zarr, or"),
         ("pin STORE 1 --reason \x1b[1mred", "--reason "),
         ("simulate --exponent -1", "--exponent -1.0; give"),
@@ -81,5 +90,5 @@ def test_reasons_of_a_dry_run_are_spelled_so_too(capsys: pytest.CaptureFixture[s
 def test_python_is_told_in_python(tmp_path: Path, files: Path, store: str) -> None:
     with pytest.raises(OptionError, match="nothing under key='net'"):
         cnr_store.import_file(files / "parts.pt", tmp_path / "store", key="net")
-    with pytest.raises(OptionError, match="replace it with overwrite=True, which"):
+    with pytest.raises(OptionError, match="replace it with overwrite=True; a file"):
         cnr_store.export(store, files / "there.safetensors")

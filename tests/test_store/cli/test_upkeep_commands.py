@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_verify_tells_a_sound_store_from_a_damaged_one(
     assert status == 3
     assert out.startswith("damaged: ")
     assert str(shard.relative_to(own_store)) in out
-    assert "rows; " in out
+    assert re.search(r"rows 0 to 999: .*\(it concerns at most 1,000 rows of these; 2 versions can't be", out)
     assert "versions can't be restored, the first is 000001-" in out
     status, out, _ = cnr(capsys, "verify", own_store, "--json")
     doc = json.loads(out)
@@ -54,6 +55,7 @@ def test_verify_names_the_next_command(capsys: pytest.CaptureFixture[str], tmp_p
     assert cnr(capsys, "repair", url, "--yes")[0] == 0
     last = cnr(capsys, "verify", url)[1].splitlines()[-1]
     assert last.startswith("next: nothing, if only the newest version matters")
+    assert f"`cnr repair {url} {saved.ids[-1]}` commits" in last
 
 
 def test_verify_has_a_status_of_its_own_for_what_may_be_lost(
@@ -197,6 +199,8 @@ def test_retention_says_why_versions_stay_only_where_a_rule_chose(
         f"kept {second}: the newest",
         "2 versions kept, 0 removed; 0 bytes",
     ]
+    cnr_store.compact(own_store)
+    assert "\n1 version kept, 1 removed; " in cnr(capsys, "gc", own_store, "--keep-last", "1")[1]
 
 
 def test_a_fold_that_can_not_be_read_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

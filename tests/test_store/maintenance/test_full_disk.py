@@ -151,6 +151,15 @@ def import_weights(disk: Backend, folder: Path) -> None:
     cnr_store.import_file(folder / "weights.pt", disk, step=9)
 
 
+def test_a_failed_save_names_the_one_version_that_can_go(tmp_path: Path) -> None:
+    disk = FullFolder(tmp_path / "store")
+    trainer = Trainer(disk, policy="full")
+    first, _ = (trainer.save(step) for step in (1, 2))
+    disk.fill()
+    with pytest.raises(SaveError, match=f"it removes 1 of 2 versions, {first}; with --dry-run"):
+        trainer.save(3)
+
+
 @pytest.mark.parametrize("imports", [False, True])
 def test_the_command_that_a_failed_save_names_makes_room(tmp_path: Path, imports: bool) -> None:
     disk = FullFolder(tmp_path / "a store")

@@ -363,9 +363,9 @@ def test_a_key_with_dots_leads_into_entries(tmp_path: Path) -> None:
         info = cnr_store.import_file(tmp_path / "file", url, key=key)
         found[key] = list(cnr_store.state_dict(url)), info.step
     assert found == {"state.net.model": (["a"], 7), "net.model": (["b"], 0)}
-    for key in (None, "state", "state.net"):
+    for part in (None, "state", "state.net"):
         with pytest.raises(FormatError, match=r"give the part to import, key='state\.net\.model'"):
-            cnr_store.import_file(tmp_path / "file", tmp_path / "other", key=key)
+            cnr_store.import_file(tmp_path / "file", tmp_path / "other", key=part)
     with pytest.raises(
         OptionError, match=r"nothing under key='state.net.users'; it holds 'model', 'iteration'"
     ):
