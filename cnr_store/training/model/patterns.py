@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,20 @@ class Exclusion:
         """Whether a pattern fits an entry of the state dict, or the table whose parameter it is."""
         return self.fits(name) or (name in self.tables and self.fits(table_name(name)))
 
-    def check(self, names: Collection[str]) -> None:
-        """Raise an `OptionError` if a pattern fits none of all names."""
+    def check(self, names: Collection[str], owners: Mapping[str, int]) -> None:
+        """Raise an `OptionError` if a pattern fits none of all names, or one of the names of one tensor alone.
+
+        `owners` has what tells tensors apart by the names of entries.
+        """
         for pattern in self.patterns:
             if not fnmatch.filter(names, pattern):
                 raise OptionError(f"exclude: {pattern!r} fits no table or tensor; there are {sorted(names)}")
+        left = {owner: name for name, owner in owners.items() if self.has(name)}
+        for name, owner in owners.items():
+            if owner in left and not self.has(name):
+                raise OptionError(
+                    f"exclude leaves out {left[owner]!r}, which is the same tensor as {name!r}: give both, or none"
+                )
 
 
 NOTHING = Exclusion()

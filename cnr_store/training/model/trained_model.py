@@ -109,7 +109,9 @@ class TrainedModel:
         weights = [name for _, name, _, _ in table_weights(model)]
         weights += [table.name for module in sharded for table in module.tables]
         excluded = Exclusion(check_patterns("exclude", exclude), absent_parameters(model), {*weights})
-        excluded.check([*named_state(model), *excluded.absent, *map(table_name, weights)])
+        state = named_state(model)
+        owners = {name: id(one) for name, (_, one) in state.items() if isinstance(one, torch.Tensor)}
+        excluded.check([*state, *excluded.absent, *map(table_name, weights)], owners)
         tables = find_tables(model, sharded, excluded)
         tensors = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
         # Raises for names that can't be stored.

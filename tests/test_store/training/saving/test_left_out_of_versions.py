@@ -107,6 +107,16 @@ def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path, exclude: Any) ->
         Checkpointer(tmp_path, Model(), exclude=exclude)
 
 
+@pytest.mark.parametrize("exclude", ["users", "users.weight", "out.weight"])
+def test_one_name_alone_of_a_tied_tensor_is_refused(tmp_path: Path, exclude: str) -> None:
+    model: Any = Model()
+    model.out = nn.Linear(1, 1, bias=False)
+    model.out.weight = model.users.weight
+    with pytest.raises(OptionError, match=r"which is the same tensor as '(out|users)\.weight': give both"):
+        Checkpointer(tmp_path, model, exclude=exclude)
+    Checkpointer(tmp_path, model, exclude=("users", "out.weight")).close()
+
+
 def test_without_the_option_what_is_missing_is_an_error(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, Model(), exclude="words*")
     with pytest.raises(ModelMismatchError, match=r"only in the model: \['words'\]"):
