@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from cnr_store.catalog.catalog import Catalog
+from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError, ModelMismatchError, UnsupportedModelError
-from cnr_store.format.layout import weight_path
+from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
 from cnr_store.format.validate import shown
 from cnr_store.reading.blocks import Block
@@ -31,6 +32,7 @@ from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import (
     assign_dense,
     assign_ids,
+    dense_tensor,
     dtype_name,
     has_numpy_type,
 )
@@ -51,8 +53,12 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
         The version is damaged.
     """
     tables = find_tables(model)
-    where = match_model(catalog, record, model, tables, Selection()).where
-    extra, loaders = _read_extra_state(catalog, record, model, where), Loaders(model)
+    loaders = Loaders(model)
+    match = match_model(catalog, record, model, tables, Selection(), loaders)
+    given = dict(_read_extra_state(catalog, record, model, match.where))
+    # An update lacks what is unchanged, and modules that change what they are given need what is stored.
+    for name in filter(loaders.may_take, [*match.tensors, *match.handed]):
+        given[name] = dense_tensor(*read_dense(catalog, record, dense_path("model", name)))
     weights = {weight_path(table.name): table.parameter for table in tables}
     # Blocks carry the names that readers see; a table's parameter may be named otherwise.
     by_name: dict[str, torch.Tensor] = {
@@ -72,14 +78,17 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
 
     def write(blocks: Iterable[Block]) -> None:
         for name, rows, values in blocks:
+            if rows is None and name in given:
+                continue
             if rows is None:
                 tensor = by_name[name]
                 stored = None if has_numpy_type(tensor.dtype) else dtype_name(tensor.dtype)
                 assign_dense(tensor, values, stored)
             else:
                 assign_ids(by_name[name], rows, values)
-        if extra or loaders.act:
-            ModuleLoad(model, tables, loaders, extra, (), where).run(strict=True)
+        if given or loaders.act:
+            load = ModuleLoad(model, tables, loaders, given, match.absent, match.where)
+            load.run(True, {table.name for table in tables})
 
     return write
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.dtensors import is_dtensor, local_of
 from cnr_store.training.loading.state_tree import PARTLY, accepted
 from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
 from cnr_store.training.model.names import state_names
 from cnr_store.training.model.tables import Table
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 
 class ModuleLoad:
@@ -56,29 +57,52 @@ class ModuleLoad:
                         self._in_place[id(present)] = stands[id(present)]
                 given[key] = stands[id(present)]
         self._kept = {id(value) for value in self._in_place.values()}
-        self._of_tables = {id(self._in_place.get(each)) for each in self._tables} | {id(None)}
+        self._watched: dict[int, Any] = {}
+        self._of_tables = {local_of(table.parameter).untyped_storage().data_ptr() for table in tables}
+        self._counters = [VersionCounter(local_of(table.parameter)) for table in self._tables.values()]
+        self._copies = Counter[int]()  # by id of a table's parameter: how often it is copied to itself
         keys = {name: key for key, name in names.items()}
         self._loaded = {keys.get(name) or loaders.key(name): value for name, value in values.items()}
         self._given = OrderedDict({**self._loaded, **given})
         self._told: tuple[list[str], list[str]] = [], []  # missing, unexpected
         self._errors: list[str] = []
 
-    def run(self, strict: bool) -> None:
-        """Run it. With `strict`, each entry has to be taken, and none may be missing.
+    def run(self, strict: bool, kept: Collection[str] = ()) -> None:
+        """Run it. With `strict`, each entry has to be taken, and none may be missing; tables named `kept` stay.
 
         `ModelMismatchError` if not, or if a module or a hook failed or moved a table's entry: the model is then partly
         overwritten.
         """
         root = state_root(self._model)
-        if is_overridden(root.load_state_dict):
-            with accepted(self._where, f"load_state_dict of {type(root).__name__}"):
-                root.load_state_dict(self._given, strict=strict)
-            return
-        self._load(root, self._given, "")
+        watched: list[Any] = [
+            module
+            for module in self._model.modules()
+            if any(id(one) in self._tables for one in module._parameters.values())
+        ]
+        self._watched = {
+            id(one): one.register_load_state_dict_pre_hook(self._check_tables) for one in watched
+        }
+        try:
+            if is_overridden(root.load_state_dict):
+                with accepted(self._where, f"load_state_dict of {type(root).__name__}"):
+                    root.load_state_dict(self._given, strict=strict)
+            else:
+                self._load(root, self._given, "")
+                self._check_told(strict)
+        finally:
+            for handle in self._watched.values():
+                handle.remove()
+        for table, counter in zip(self._tables.values(), self._counters, strict=True):
+            if table.name not in kept or counter.storage is None:  # torch counts no changes of it
+                continue
+            if counter.count_changes(local_of(table.parameter)) > self._copies[id(table.parameter)]:
+                raise ModelMismatchError(
+                    f"{self._where}: a hook or loader of a module changed rows of table {table.name!r} that are not "
+                    f"loaded; load the whole version into this model; {PARTLY}"
+                )
+
+    def _check_told(self, strict: bool) -> None:
         missing, unexpected = self._told
-        for table in self._tables.values():
-            if table.key in missing:
-                raise self._moved(table)
         problems = list(self._errors)
         if strict:
             problems += [
@@ -120,12 +144,22 @@ class ModuleLoad:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
-            expected, found = self._in_place.get(id(tensor)), state.get(prefix + name)
-            is_in_place &= expected is found is not None
-            if found is not expected and id(tensor) in self._tables and id(found) in self._of_tables:
-                raise self._moved(self._tables[id(tensor)])
-        acts = bool(module._load_state_dict_pre_hooks) or is_overridden(module._load_from_state_dict)
+            is_in_place &= self._in_place.get(id(tensor)) is state.get(prefix + name) is not None
+        hooks = len(module._load_state_dict_pre_hooks) > (id(module) in self._watched)
+        acts = hooks or is_overridden(module._load_from_state_dict)
         return acts or not is_in_place or prefix + EXTRA_STATE in state
+
+    def _check_tables(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """A hook behind all others of a module: whether the entries of its tables are what they stand for."""
+        for name, tensor in module._parameters.items():
+            table, found = self._tables.get(id(tensor)), state.get(prefix + name)
+            if table is None or (found is None and id(tensor) not in self._in_place):
+                continue
+            memory = local_of(found) if isinstance(found, torch.Tensor) else None
+            is_own = memory is not None and memory.data_ptr() == local_of(table.parameter).data_ptr()
+            self._copies[id(tensor)] += is_own
+            if not is_own and (memory is None or memory.untyped_storage().data_ptr() in self._of_tables):
+                raise self._moved(table)
 
     def _moved(self, table: Table) -> ModelMismatchError:
         return ModelMismatchError(

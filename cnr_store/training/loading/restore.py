@@ -55,6 +55,7 @@ from cnr_store.training.model.dense_state import (
     extra_state,
     named_state,
     remade_names,
+    unchanged,
 )
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
@@ -326,8 +327,11 @@ class Restore:
             else:
                 assign_dense(tensor, array, torch_dtype)
         if values or loaders.act:
+            taken = {*names, *match.absent, *trained.excluded.tables}
+            whole = {fit.table.name for fit in match.tables if fit.ids is None or match.selection.everything}
             load = ModuleLoad(trained.model, trained.tables, loaders, values, match.absent, match.where)
-            load.run(match.selection.whole)
+            with unchanged(trained.model, trained.tables, trained.excluded, taken):
+                load.run(match.selection.whole, {table.name for table in trained.tables} - whole)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast

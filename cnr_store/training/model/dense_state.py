@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from cnr_store.training.model.names import clean_name, parameter_names, state_na
 from cnr_store.training.model.object_state import is_wrapper, taken_apart
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import SpreadTable, Table
-from cnr_store.training.model.tensors import may_overlap_itself
+from cnr_store.training.model.tensors import may_overlap_itself, overwriting
 from cnr_store.training.model.wrappers import wrapped_parts
 
 EXTRA_STATE = "_extra_state"
@@ -105,6 +106,29 @@ def dense_tensors(model: nn.Module, tables: Sequence[Table]) -> dict[str, torch.
     return {name: tensor for name, first, tensor in dense_items(model, tables) if name == first}
 
 
+@contextmanager
+def unchanged(
+    model: nn.Module, tables: Sequence[Table], excluded: Exclusion, taken: Collection[str]
+) -> Iterator[None]:
+    """Around code of the model's: all dense tensors but those `taken`, by name, are put back afterwards."""
+
+    def find() -> dict[str, torch.Tensor]:
+        own, found = named_state(model, excluded), dict[str, torch.Tensor]()
+        others = named_state(model).items() if excluded.patterns else ()
+        for state in (own, *({name: entry} for name, entry in others if name not in own)):
+            with suppress(UnsupportedModelError):  # left out because it can't be stored
+                items = [*dense_items(model, tables, state)]
+                found |= {name: one for name, first, one in items if name == first and name not in taken}
+        return found
+
+    kept = {name: one.detach().clone() for name, one in find().items()}
+    yield
+    for name, tensor in find().items() if kept else ():
+        if name in kept:
+            with overwriting(tensor):
+                tensor.detach().copy_(kept[name])
+
+
 def remade_names(
     tensors: Mapping[str, torch.Tensor], items: Iterable[tuple[str, str, torch.Tensor]]
 ) -> list[str]:
@@ -150,8 +174,8 @@ def is_overridden(method: Any) -> bool:
 class Loaders:
     """The modules of a model that take entries of a state dict in a way of their own.
 
-    These have hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own. `skipped`, TorchRec's
-    modules, are passed over with all in them.
+    These have hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own; or the model has a
+    ``load_state_dict`` of its own. `skipped`, TorchRec's modules, are passed over with all in them.
 
     Attributes
     ----------
@@ -163,8 +187,8 @@ class Loaders:
         wrappers, root = wrapper_paths(model), state_root(model)
         self._skipped = {*map(id, skipped)}
         self._prefixes: dict[str, str] = {}
-        own: set[str] = set()
-        self.act = is_overridden(root.load_state_dict)
+        own = {""} if is_overridden(root.load_state_dict) else set[str]()
+        self.act = bool(own)
         modules = [("", root)]
         for prefix, module in modules:  # which grows
             modules += self.children(prefix, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -311,6 +312,93 @@ def test_a_partial_load_runs_hooks_and_leaves_what_was_not_chosen(tmp_path: Path
     assert model.bank.seen is seen
 
 
+def scale(module: nn.Module, name: str) -> None:
+    module.get_parameter(name).data.mul_(2)
+
+
+class Scaled(Model):
+    """Hooks that change what they find, before and after, and a swap in ``load_state_dict``."""
+
+    def __init__(self, below: bool = False) -> None:
+        super().__init__(items=nn.Embedding(ROWS, 4), other=nn.Linear(4, 2))
+        hooked: Any = self.other if below else self
+        name = "weight" if below else "other.weight"
+        hooked.register_load_state_dict_pre_hook(
+            lambda _module, state, prefix, *_: state.update({prefix + name: state[prefix + name] * 2})
+        )
+        hooked.register_load_state_dict_post_hook(lambda module, _: scale(module, name))
+
+
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"tables": "users"}, {"users.weight"}),
+        ({"rows": {"users": [3]}, "tables": "users"}, {"users.weight"}),
+        ({"tables": (), "tensors": "top.*"}, {"top.weight", "top.bias"}),
+    ],
+)
+def test_hooks_of_a_partial_load_change_nothing_else(
+    tmp_path: Path, below: bool, options: Any, changed: set[str]
+) -> None:
+    model = Scaled(below)
+    cnr_store.save(tmp_path, Scaled(), bits=32)
+    before = copy.deepcopy(model.state_dict())
+    cnr_store.load(tmp_path, model, **options)
+    now = model.state_dict()
+    assert {name for name in now if not torch.equal(now[name], before[name])} == changed
+
+
+def test_hooks_change_nothing_that_versions_are_without(tmp_path: Path) -> None:
+    saved, model = Scaled(), Scaled()
+    for each in (saved, model):
+        each.register_buffer("sparse", torch.eye(3).to_sparse())
+    before = model.other.weight.tolist()  # type: ignore[union-attr, operator]
+    cnr_store.save(tmp_path, saved, exclude=("other.*", "sparse"))
+    with Checkpointer(tmp_path, model, exclude=("other.*", "sparse")) as checkpointer:
+        checkpointer.load()
+    assert model.other.weight.tolist() == before  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("options", [{"tables": "users"}, {"rows": {"words": [1]}, "tables": "words"}])
+def test_a_loader_that_changes_rows_not_chosen_is_refused(tmp_path: Path, options: Any) -> None:
+    model = Model(words=Doubled(ROWS, 4))
+    cnr_store.save(tmp_path, model)
+    with pytest.raises(ModelMismatchError, match=r"changed rows of table 'words' that are not loaded"):
+        cnr_store.load(tmp_path, model, **options)
+
+
+class Swapped(Model):
+    """Exchanges two entries in a ``load_state_dict`` of its own."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__(first=kind(ROWS, 4), second=kind(ROWS, 4))
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        state, one, other = {**args[0]}, "first.weight", "second.weight"
+        state[one], state[other] = state[other], state[one].detach()
+        return super().load_state_dict(state, *args[1:], **options)
+
+
+def test_a_models_own_load_state_dict_may_exchange_dense_entries(tmp_path: Path) -> None:
+    saved, model, expected = Swapped(nn.Linear), Swapped(nn.Linear), Swapped(nn.Linear)
+    cnr_store.save(tmp_path, saved, bits=32)
+    cnr_store.load(tmp_path, model)
+    expected.load_state_dict(saved.state_dict())
+    for name, values in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], values), name
+
+
+def test_a_models_own_load_state_dict_that_exchanges_tables_is_refused(tmp_path: Path) -> None:
+    model = Swapped(nn.Embedding)
+    cnr_store.save(tmp_path, model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelMismatchError, match=r"table 'first', 'first\.weight', another key"):
+        cnr_store.load(tmp_path, model)
+    assert torch.equal(model.state_dict()["second.weight"], before["second.weight"])
+    assert not any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
 def test_a_tied_tensor_reaches_a_module_with_a_loader(tmp_path: Path) -> None:
     def build() -> Any:
         model: Any = Model(again=nn.Linear(4, 2))
@@ -334,3 +422,81 @@ def test_hooks_run_when_an_update_is_applied(tmp_path: Path) -> None:
     for update in cnr_store.follow(tmp_path):
         update.apply(served)
     assert served.norm == saved.users.weight.norm().item()
+
+
+def twice(module: nn.Module, entry: str) -> nn.Module:
+    hooked: Any = module
+    hooked.register_load_state_dict_pre_hook(
+        lambda _module, state, prefix, *_: state.update({prefix + entry: state[prefix + entry] * 2})
+    )
+    return module
+
+
+class Counted(nn.Module):
+    """Has the entry of a table changed by a hook after the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(ROWS, 4)
+        hooked: Any = self
+        hooked.register_load_state_dict_post_hook(lambda module, _: module.add())
+
+    def add(self) -> None:
+        with torch.no_grad():
+            self.rows.weight.add_(1)
+
+
+def updated(url: Path, build: Callable[[], Any]) -> tuple[nn.Module, nn.Module]:
+    """A model that had one version and applied the next, and one that was loaded from that."""
+    saved, served, loaded = build(), build(), build()
+    with Checkpointer(url, saved, bits=32, policy="one-shot") as checkpointer:
+        checkpointer.save(1).result()
+        held = cnr_store.load(url, served).version
+        if hasattr(saved, "bank"):
+            saved.bank.kept = torch.rand(5, 2)
+        with torch.no_grad():
+            saved.users.weight[3] += 1
+        checkpointer.touch("users", [3])
+        checkpointer.save(2).result()
+    cnr_store.load(url, loaded)
+    for update in cnr_store.follow(url, since=held):
+        update.apply(served)
+    return served, loaded
+
+
+class Kept(Bank):
+    """A buffer that takes the shape that is stored."""
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        nn.Module._save_to_state_dict(self, *args)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state | {prefix + "seen": []}, prefix, *rest)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Model(part=twice(nn.Linear(4, 4), "weight")),
+        lambda: Model(part=twice(nn.Sequential(nn.Linear(4, 4)), "0.weight")),
+        lambda: Model(bank=Kept()),
+        lambda: Model(part=hooked(**plain_parts())),
+    ],
+)
+def test_an_update_gives_modules_what_a_load_does(tmp_path: Path, build: Callable[[], Any]) -> None:
+    served, loaded = updated(tmp_path, build)
+    for name, values in loaded.state_dict().items():
+        assert torch.equal(served.state_dict()[name], values), name
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Model(part=twice(nn.ModuleDict({"rows": nn.Embedding(ROWS, 4)}), "rows.weight")),
+        lambda: Model(part=Counted()),
+        lambda: Model(part=Doubled(ROWS, 4)),
+    ],
+)
+def test_an_update_is_refused_where_a_hook_changes_rows(tmp_path: Path, build: Callable[[], Any]) -> None:
+    with pytest.raises(ModelMismatchError, match=r"changed rows of table 'part.*load the whole version"):
+        updated(tmp_path, build)
