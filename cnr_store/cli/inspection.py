@@ -56,6 +56,8 @@ def info(
 def _told(facts: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a version, for people. What it has not is left out."""
     policy, needs, full = facts["policy"], facts["needs"], facts["full_bytes"]
+    became_whole = facts["kind"] == "baseline" and not policy.get("full", True)  # it was to be a delta
+    reason = "every table is whole" if became_whole else policy.get("reason")
     told = {
         "id": facts["id"],
         "step": str(facts["step"]),
@@ -73,17 +75,11 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "previous": facts["previous"] or "",
         "needs": listed(needs, 3),
         "restores": str(facts["restores"]) if facts["restores"] else "",
-        "policy": f"{policy['policy']}: {_reason(facts)}" if {"policy", "reason"} <= policy.keys() else "",
+        "policy": f"{policy['policy']}: {reason}" if {"policy", "reason"} <= policy.keys() else "",
         "ranks": _ranks_text(policy["ranks"]) if policy.get("ranks") else "",
         "whole": describe(policy["whole"]) if policy.get("whole") else "",
     }
     return {name: text for name, text in told.items() if text}
-
-
-def _reason(facts: Mapping[str, Any]) -> str:
-    """Why a version is what it is. One that was to be a delta may have had each table to write whole."""
-    is_other = facts["kind"] == "baseline" and not facts["policy"].get("full", True)
-    return "every table is whole" if is_other else str(facts["policy"]["reason"])
 
 
 def _seconds_text(seconds: Mapping[str, float]) -> str:
