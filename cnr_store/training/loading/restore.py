@@ -297,8 +297,7 @@ class Restore:
         self._exact = exact.keys()
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
-        salvaged = salvaged_by_label(salvagers)
-        return changed, {name: rows for name, rows in salvaged.items() if rows is not None}
+        return changed, {key: rows for key, rows in salvaged_by_label(salvagers).items() if rows is not None}
 
     def explain_changes(self, tracker: Tracker) -> None:
         """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes."""
