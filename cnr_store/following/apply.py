@@ -87,8 +87,7 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
             else:
                 assign_ids(by_name[name], rows, values)
         if given or loaders.act:
-            load = ModuleLoad(model, tables, loaders, given, match.absent, match.where)
-            load.run(True, {table.name for table in tables})
+            ModuleLoad(model, tables, match, given).run([table.name for table in tables])
 
     return write
 

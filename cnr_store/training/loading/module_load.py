@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.training.distributed.dtensors import is_dtensor, local_of
+from cnr_store.training.loading.match import Match
 from cnr_store.training.loading.state_tree import PARTLY, accepted
 from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
 from cnr_store.training.model.names import state_names
@@ -24,22 +25,18 @@ class ModuleLoad:
 
     Parameters
     ----------
+    match
+        How the model and the version differ. The state dict is to be without what is `absent`.
     values
         What is not in place, by stored name: tensors, and extra state. All else is, and the tables are filled.
-    absent
-        Names that the state dict is to be without.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tables: Sequence[Table],
-        loaders: Loaders,
-        values: Mapping[str, Any],
-        absent: Collection[str],
-        where: str,
+        self, model: nn.Module, tables: Sequence[Table], match: Match, values: Mapping[str, Any]
     ) -> None:
-        self._model, self._loaders, self._where = model, loaders, where
+        absent, self._strict = match.absent, match.selection.whole
+        self._model, self._where = model, match.where
+        self._loaders = loaders = match.loaders or Loaders(model)
         self._tables = {id(table.parameter): table for table in tables}
         self._state = model.state_dict(keep_vars=True)  # kept, so that no other tensor gets one's id
         self._metadata: Mapping[str, Any] = getattr(self._state, "_metadata", {})
@@ -67,8 +64,8 @@ class ModuleLoad:
         self._told: tuple[list[str], list[str]] = [], []  # missing, unexpected
         self._errors: list[str] = []
 
-    def run(self, strict: bool, kept: Collection[str] = ()) -> None:
-        """Run it. With `strict`, each entry has to be taken, and none may be missing; tables named `kept` stay.
+    def run(self, kept: Collection[str]) -> None:
+        """Run it. In a whole load each entry has to be taken, and none may be missing; tables named `kept` stay.
 
         `ModelMismatchError` if not, or if a module or a hook failed or moved a table's entry: the model is then partly
         overwritten.
@@ -85,10 +82,10 @@ class ModuleLoad:
         try:
             if is_overridden(root.load_state_dict):
                 with accepted(self._where, f"load_state_dict of {type(root).__name__}"):
-                    root.load_state_dict(self._given, strict=strict)
+                    root.load_state_dict(self._given, strict=self._strict)
             else:
                 self._load(root, self._given, "")
-                self._check_told(strict)
+                self._check_told()
         finally:
             for handle in self._watched.values():
                 handle.remove()
@@ -101,10 +98,10 @@ class ModuleLoad:
                     f"loaded; load the whole version into this model; {PARTLY}"
                 )
 
-    def _check_told(self, strict: bool) -> None:
+    def _check_told(self) -> None:
         missing, unexpected = self._told
         problems = list(self._errors)
-        if strict:
+        if self._strict:
             problems += [
                 f"no module took {key!r}"
                 for key in unexpected

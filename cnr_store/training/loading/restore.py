@@ -326,11 +326,10 @@ class Restore:
             else:
                 assign_dense(tensor, array, torch_dtype)
         if values or loaders.act:
+            load = ModuleLoad(trained.model, trained.tables, match, values)
             taken = {*names, *match.absent, *trained.excluded.tables}
-            whole = {fit.table.name for fit in match.tables if fit.ids is None or match.selection.everything}
-            load = ModuleLoad(trained.model, trained.tables, loaders, values, match.absent, match.where)
             with unchanged(trained.model, trained.tables, trained.excluded, taken):
-                load.run(match.selection.whole, {table.name for table in trained.tables} - whole)
+                load.run([] if match.selection.everything else match.kept_tables(trained.tables))
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast
