@@ -124,6 +124,7 @@ class OptimizerFit:
         tree = optimizer_tree(self.optimizer, names, tables)
         if self.settings:
             tree |= {name: self.tree[name] for name in ("param_groups", "other", "more") if name in self.tree}
+        tree["shared"] = self.tree.get("shared", ())
         slots = {
             table.name: row_slots(self.optimizer, table.parameter)
             for table in tables

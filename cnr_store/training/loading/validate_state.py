@@ -65,6 +65,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
     other: dict[Any, Any]
     columns: dict[str, list[str]] = {}
     more: dict[Any, Any] = {}
+    shared: list[tuple[str, str, str, str]] = []
 
 
 def check_tree(tree: object, where: str) -> StoredState:

@@ -78,10 +78,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[st
 
 
 def is_kept_whole(optimizer: Optimizer) -> bool:
-    """Whether the ``state_dict``, of a class of one's own or through hooks, is in another form than torch's.
-
-    `StateError` if it is no mapping.
-    """
+    """Whether the ``state_dict`` is in another form than torch's. `StateError` if it is no mapping."""
     try:
         state = _state_dict_of(optimizer)
     except StateError:  # if it is to be consolidated before each save, say
@@ -94,15 +91,13 @@ def _is_numbered(optimizer: Optimizer, state: object) -> bool:
     if not isinstance(state, Mapping):
         kind = f"{type(optimizer).__name__} returned a {type(state).__name__}"
         raise StateError(f"the state_dict of {kind}; let it return a dictionary")
-    groups = state.get("param_groups")
-    if not (isinstance(state.get("state"), Mapping) and isinstance(groups, list)):
+    numbers = itertools.count()
+    expected = [[next(numbers) for _ in group["params"]] for group in optimizer.param_groups]
+    try:
+        groups = [[n if type(n) is int else None for n in group["params"]] for group in state["param_groups"]]
+        return groups == expected and isinstance(state["state"], Mapping)
+    except (KeyError, TypeError, IndexError):  # a group has none, or is no mapping
         return False
-    groups = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    if not all(isinstance(params, list | tuple) for params in groups):
-        return False
-    numbers = [number if type(number) is int else -1 for group in groups for number in group]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return numbers == [*range(len(numbers))] and sizes == [*map(len, groups)]
 
 
 def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -150,7 +145,8 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     -------
     ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
     {table name: [slot]}, "columns": {table name: [slot that lies by columns]}, "other": {key: value}}``, and, where its
-    ``state_dict`` has further members, ``"more": {key: value}``. One in another form than torch's is ``"whole"``, and
+    ``state_dict`` has further members, ``"more": {key: value}``; where one tensor is state of several parameters,
+    ``"shared": [[name, key, name before, key there]]``. One in another form than torch's is ``"whole"``, and
     ``"state"``, ``"slots"`` and ``"other"`` are empty. Tensors in it are the optimizer's own.
 
     Raises
@@ -172,11 +168,7 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         kept: Tree = {"state": {}, "slots": {}, "other": {}, "whole": dict(state)}
         kept["param_groups"] = [{"params": params} for params in groups]
         return {"class": type(optimizer).__name__, **kept}
-    name_of = {
-        number: name
-        for group, params in zip(state["param_groups"], groups, strict=True)
-        for number, name in zip(group["params"], params, strict=True)
-    }
+    name_of = dict(enumerate(itertools.chain(*groups)))
     told = {name_of[number]: values for number, values in state["state"].items() if number in name_of}
     _check_told(optimizer, told, slots)
     by_name = {
@@ -199,7 +191,28 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         "slots": {name: sorted(own) for name, own in by_table.items() if own},
         "columns": {name: keys for name, keys in columns.items() if keys},
         "other": other,
-    } | ({"more": more} if more else {})
+    } | {name: kept for name, kept in (("more", more), ("shared", _shared(by_name))) if kept}
+
+
+def _shared(state: Mapping[str, Mapping[Any, Any]]) -> list[list[str]]:
+    """Name and key of each tensor that stands at another place of the state before, and those of that place."""
+    first: dict[int, list[str]] = {}
+    places = [(name, key, one) for name, values in state.items() for key, one in values.items()]
+    tensors = [
+        (name, key, one) for name, key, one in places if type(key) is str and type(one) is torch.Tensor
+    ]
+    told = [[name, key, *first.setdefault(id(one), [name, key])] for name, key, one in tensors]
+    return [each for each in told if each[:2] != each[2:]]
+
+
+def _share_state(tree: Tree) -> Tree:
+    """The tree, with one tensor at places that shared one, where these have the same values."""
+    state = {name: dict(values) for name, values in tree["state"].items()}
+    for name, key, owner, owners_key in tree.get("shared", ()):
+        values, first = state.get(name, {}), state.get(owner, {}).get(owners_key)
+        if _is_equal(values.get(key), first):
+            values[key] = first
+    return {**tree, "state": state}
 
 
 def has_unnamed(tree: Tree) -> bool:
@@ -218,7 +231,7 @@ def _check_told(
         values = told.get(name, {})
         for key, slot in kept.items():
             value = values.get(key, slot)
-            if value is slot or (isinstance(value, torch.Tensor) and _is_equal(value, slot)):
+            if value is slot or _is_equal(value, slot):
                 continue
             raise StateError(
                 f"the state_dict of {type(optimizer).__name__} returns other values of {key!r} of {name!r} than the "
@@ -226,7 +239,9 @@ def _check_told(
             )
 
 
-def _is_equal(value: torch.Tensor, slot: torch.Tensor) -> bool:
+def _is_equal(value: object, slot: object) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(slot, torch.Tensor)):
+        return False
     if (value.dtype, value.shape) != (slot.dtype, slot.shape):
         return False
     value = value.detach().to(slot.device)
@@ -285,7 +300,7 @@ def load_optimizer(
     if "whole" in tree:
         optimizer.load_state_dict(tree["whole"])
         return
-    groups = named_groups(optimizer, names)
+    groups, tree = named_groups(optimizer, names), _share_state(tree)
     numbered = dict(enumerate(name for params in groups for name in params))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_table = {table.parameter_name: _slots_of(table, tree, slots) for table in tables}

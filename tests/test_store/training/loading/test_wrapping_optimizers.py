@@ -525,3 +525,47 @@ def test_groups_without_parameters_are_kept_whole(tmp_path: Path, group: Any) ->
     with job.checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1).result()
     assert_goes_on(tmp_path, job, kept_whole(Bare))
+
+
+class OneCount(Optimizer):
+    """Its parameters have one count, as the same tensor; and it may be not a number."""
+
+    def __init__(self, params: Any, first: float = 0.0) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.first = first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if not self.state:
+            count, bound = torch.zeros(2, dtype=torch.int32), torch.tensor(self.first)
+            self.state.update(
+                {each: {"step": count, "own": torch.zeros(2), "bound": bound} for each in every}
+            )
+        self.state[every[0]]["step"] += 1
+        for each in every:
+            each.sub_(each.grad, alpha=0.1 / float(self.state[each]["step"][0]))
+
+
+@pytest.mark.parametrize("first", [0.0, float("nan")])
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_parameters_share_tensors_of_state_as_before(tmp_path: Path, strict: Any, first: float) -> None:
+    def make(model: nn.ModuleDict) -> list[Optimizer]:
+        return [OneCount([*model["users"].parameters(), *model["a"].parameters()], first)]
+
+    def divided(model: nn.ModuleDict) -> list[Optimizer]:
+        return [OneCount([{"params": part.parameters()} for part in (model["users"], model["a"])], first)]
+
+    job, other = Job(make), Job(make if strict == "raise" else divided)
+    for step in (2, 4):
+        job.train(step)
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    with other.checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(strict=strict)
+    for step in (6, 8):
+        job.train(step)
+        other.train(step)
+    assert all(map(torch.equal, other.model.state_dict().values(), job.model.state_dict().values()))
+    values = other.optimizers[0].state.values()
+    assert [len({id(value[key]) for value in values}) for key in ("step", "bound", "own")] == [1, 1, 3]
