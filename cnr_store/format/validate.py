@@ -58,9 +58,12 @@ def proven(value: object, kind: Any, name: str) -> Any:
         ValidationError,
         AttributeError,
         TypeError,
-    ) as error:  # these of arrays, which have keys of no kind
+    ) as error:  # the last two of arrays, which have no keys
         what = str(error)  # it may quote a text of any length
-        raise ValueError(f"{name}: {what if len(what) < 4 * _SHOWN else what[:_SHOWN] + '...'}") from error
+        given = f" is {shown(value)}" if isinstance(value, str | int | float | None) else ""
+        raise ValueError(
+            f"{name}{given}: {what if len(what) < 4 * _SHOWN else what[:_SHOWN] + '...'}"
+        ) from error
 
 
 def sizes(value: object, name: str, minimum: int, dimensions: Container[int]) -> tuple[int, ...]:
