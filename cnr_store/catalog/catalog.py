@@ -267,10 +267,10 @@ class Catalog:
         is_step = isinstance(version, int | np.integer) and not isinstance(version, bool)
         if version != "latest" and not is_step:
             tags = ", ".join(list_tags(self.backend)[:_SHOWN])
-            step = f"a step as a number (without quotes: {version})" if str(version).isdecimal() else "a step"
+            step = f"; a step is a number, without quotes: {version}" if str(version).isdecimal() else ""
             raise VersionNotFoundError(
-                f"{version!r} is not a version of {self.backend.url}: give an id as `versions` lists them, "
-                f"{step}, a tag{f' ({tags})' if tags else ''}, or 'latest'"
+                f"{version!r} is not a version of {self.backend.url}: give an id as `versions` lists them, a "
+                f"step, a tag{f' ({tags})' if tags else ''}, or 'latest'{step}"
             )
         steps = set[int]()
         for record in self.newest_first():

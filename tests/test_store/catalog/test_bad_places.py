@@ -166,9 +166,7 @@ def test_storage_options_are_blamed_only_where_some_were_given() -> None:
 
 def test_a_step_in_quotes_is_told(tmp_path: Path) -> None:
     cnr_store.save(tmp_path, torch.nn.Embedding(3, 2), step=10)
-    with pytest.raises(
-        VersionNotFoundError, match=r"a step as a number \(without quotes: 10\), a tag, or 'latest'"
-    ):
+    with pytest.raises(VersionNotFoundError, match=r"or 'latest'; a step is a number, without quotes: 10"):
         cnr_store.open(tmp_path, version="10")
     with pytest.raises(VersionNotFoundError, match="versions` lists them, a step, a tag, or 'latest'"):
         cnr_store.open(tmp_path, version="ten")
