@@ -89,7 +89,7 @@ class SharedModel(nn.Module):
 def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointer:
     """A checkpointer of the model."""
 
-    def tables(module: nn.Module, _: object = ()) -> list[Table]:
+    def tables(module: nn.Module, *_: object) -> list[Table]:
         return [model.table(), *find_tables(module)]
 
     with patch.object(trained_model, "find_tables", tables):
