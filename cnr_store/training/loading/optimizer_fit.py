@@ -172,11 +172,12 @@ def fit_optimizers(
             "those that fit"
         )
     fits = []
+    held = {name for tree in trees for name in tree["state"]}
     for position, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         stored_kind = trees[position]["class"] if position < len(trees) else None
         if stored_kind == kind:
-            fit = _fit_optimizer(match, position, optimizer, trees[position], names, loaded)
+            fit = _fit_optimizer(match, position, optimizer, trees[position], names, loaded, held)
             fit.moved = moved.to_stepped.keys() & fit.fits.keys()
             fits.append(fit)
             continue
@@ -196,6 +197,7 @@ def _fit_optimizer(
     tree: Tree,
     names: Mapping[int, str],
     loaded: Collection[str],
+    held: Collection[str],
 ) -> OptimizerFit:
     owned = {
         names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if id(one) in names
@@ -205,8 +207,10 @@ def _fit_optimizer(
     kept = [
         f"state of {name!r} in optimizer {position}"
         for name, one in owned.items()
-        if name in loaded and name not in trained and optimizer.state.get(one)
+        if name in loaded and name not in trained and (optimizer.state.get(one) or name in held)
     ]
+    lost = sorted({*tree["state"]} & {*loaded} - owned.keys())
+    match.unexpected += [f"state of {name!r} in optimizer {position}" for name in lost]
     settings = everything = match.selection.everything
     match.missing += kept
     if kept and not everything:

@@ -569,3 +569,34 @@ def test_parameters_share_tensors_of_state_as_before(tmp_path: Path, strict: Any
     assert all(map(torch.equal, other.model.state_dict().values(), job.model.state_dict().values()))
     values = other.optimizers[0].state.values()
     assert [len({id(value[key]) for value in values}) for key in ("step", "bound", "own")] == [1, 1, 3]
+
+
+def test_state_that_optimizers_in_another_order_lose_is_named(tmp_path: Path) -> None:
+    def make(model: nn.ModuleDict) -> list[Optimizer]:
+        return [Adam(model["users"].parameters()), Adam(model["a"].parameters())]
+
+    def turned(model: nn.ModuleDict) -> list[Optimizer]:
+        return make(model)[::-1]
+
+    def frozen(model: nn.ModuleDict) -> list[Optimizer]:
+        return make(model)[1:]
+
+    job = Job(make)
+    job.train(2)
+    job.optimizers[1].step()
+    with job.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1).result()
+    table, others = "state of 'users.weight' in optimizer {}", ("bias", "weight")
+    tops = [f"state of 'a.{name}' in optimizer {{}}" for name in others]
+    with Job(turned).checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(
+            ModelMismatchError, match=r"only in the model: state of 'users.weight' in optimizer 1"
+        ):
+            checkpointer.load(tables="users")
+        restored = checkpointer.load(strict="ignore")
+    lost = {table.format(1), *(top.format(0) for top in tops)}
+    assert {*restored.missing} == {"settings of optimizer 0", "settings of optimizer 1", *lost}
+    assert {*restored.unexpected} == {table.format(0), *(top.format(1) for top in tops)}
+    with Job(frozen).checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.load(strict="ignore")
+    assert {*restored.unexpected} == {table.format(0), "state of optimizer 1"}
