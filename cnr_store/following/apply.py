@@ -55,6 +55,11 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     tables = find_tables(model)
     loaders = Loaders(model)
     match = match_model(catalog, record, model, tables, Selection(), loaders)
+    state = catalog.state(record)
+    versions = decode_tree(
+        catalog, record, state.get("module_versions") if isinstance(state, dict) else None, match.where
+    )
+    match.versions = versions if isinstance(versions, dict) else None
     given = dict(_read_extra_state(catalog, record, model, match.where))
     # An update lacks what is unchanged, and modules that change what they are given need what is stored.
     for name in filter(loaders.may_take, [*match.tensors, *match.handed]):

@@ -72,6 +72,8 @@ class Match:
         What is left as it is in the model.
     handed, absent
         Names of tensors that only the version has, and that a module may take; and that only the model has.
+    versions
+        As `StoredState.module_versions`.
     refusals
         Differences that keep the load from beginning, each with what to do.
     turned
@@ -92,6 +94,7 @@ class Match:
     excluded: Exclusion = NOTHING
     handed: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    versions: Mapping[str, int] | None = None
     refusals: list[str] = field(default_factory=list)
     turned: set[str] = field(default_factory=set)
 

@@ -15,7 +15,7 @@ from cnr_store.training.distributed.dtensors import is_dtensor, local_of
 from cnr_store.training.loading.match import Match
 from cnr_store.training.loading.state_tree import PARTLY, accepted
 from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
-from cnr_store.training.model.names import state_names
+from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.version_counter import VersionCounter
 
@@ -39,7 +39,11 @@ class ModuleLoad:
         self._loaders = loaders = match.loaders or Loaders(model)
         self._tables = {id(table.parameter): table for table in tables}
         self._state = model.state_dict(keep_vars=True)  # kept, so that no other tensor gets one's id
-        self._metadata: Mapping[str, Any] = getattr(self._state, "_metadata", {})
+        self._metadata: dict[str, Any] = {**getattr(self._state, "_metadata", {})}
+        if match.versions is not None:
+            wrappers = wrapper_paths(model)
+            for key in self._metadata:
+                self._metadata[key] = {"version": match.versions.get(clean_name(key, wrappers), 1)}
         given: dict[str, Any] = {}
         stands: dict[int, Any] = {}  # by id of what the model has, which may have several names: its entry
         self._in_place: dict[int, Any] = {}  # of these, what is the model's own memory
@@ -60,7 +64,9 @@ class ModuleLoad:
         self._copies = Counter[int]()  # by id of a table's parameter: how often it is copied to itself
         keys = {name: key for key, name in names.items()}
         self._loaded = {keys.get(name) or loaders.key(name): value for name, value in values.items()}
-        self._given = OrderedDict({**self._loaded, **given})
+        state: Any = OrderedDict({**self._loaded, **given})
+        state._metadata = self._metadata
+        self._given: dict[str, Any] = state
         self._told: tuple[list[str], list[str]] = [], []  # missing, unexpected
         self._errors: list[str] = []
 

@@ -326,6 +326,7 @@ class Restore:
             else:
                 assign_dense(tensor, array, torch_dtype)
         if values or loaders.act:
+            match.versions = self._state.module_versions
             load = ModuleLoad(trained.model, trained.tables, match, values)
             taken = {*names, *match.absent, *trained.excluded.tables}
             with unchanged(trained.model, trained.tables, trained.excluded, taken):

@@ -42,6 +42,8 @@ class StoredState:
         Of a version that another number of ranks saved, where the data of each stood.
     rng_ranks
         How many ranks saved random number generators, if another number loads them; else 0.
+    module_versions
+        Of modules' state, by the name of the module; 1 of others. None if it was not saved.
     """
 
     reader: Any
@@ -51,6 +53,7 @@ class StoredState:
     rng: Mapping[str, Any] | None
     readers: tuple[Any, ...] = ()
     rng_ranks: int = 0
+    module_versions: Mapping[str, int] | None = None
 
 
 class _Group(Struct):

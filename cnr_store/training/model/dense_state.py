@@ -151,6 +151,13 @@ def extra_state(state: NamedState) -> dict[str, object]:
     }
 
 
+def module_versions(model: nn.Module) -> dict[str, int]:
+    """The versions of its modules' state, by the name of the module; those that are not 1, as usual in torch."""
+    wrappers, modules = wrapper_paths(model), model.named_modules(remove_duplicate=False)
+    found = {clean_name(path, wrappers): getattr(module, "_version", 1) for path, module in modules}
+    return {name: version for name, version in found.items() if type(version) is int and version != 1}
+
+
 def state_root(module: nn.Module) -> nn.Module:
     """The module whose keys a state dict has: wrappers of Fabric and TorchRec leave theirs out."""
     while parts := wrapped_parts(module):

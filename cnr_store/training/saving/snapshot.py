@@ -17,7 +17,7 @@ from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.training.devices.staging import encode_staged
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model.dense_state import dense_items, extra_state, named_state
+from cnr_store.training.model.dense_state import dense_items, extra_state, module_versions, named_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import (
     SpreadLeaf,
@@ -280,6 +280,7 @@ def take_snapshot(
             with_leaves(tree, each, names) for tree, each in zip(trees, trained.optimizers, strict=True)
         ],
         "extra_state": extra,
+        "module_versions": module_versions(trained.model),
         "rng": None,
     }
     if rank is None:

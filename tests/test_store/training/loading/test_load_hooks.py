@@ -500,3 +500,35 @@ def test_an_update_gives_modules_what_a_load_does(tmp_path: Path, build: Callabl
 def test_an_update_is_refused_where_a_hook_changes_rows(tmp_path: Path, build: Callable[[], Any]) -> None:
     with pytest.raises(ModelMismatchError, match=r"changed rows of table 'part.*load the whole version"):
         updated(tmp_path, build)
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+        self.told: Any = None
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.told = args[2].get("version")
+        super()._load_from_state_dict(*args)
+
+
+class Second(First):
+    _version = 2
+
+
+@pytest.mark.parametrize("kind", [Model, Own])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+@pytest.mark.parametrize(("saved", "told"), [(First, 1), (Second, 2)])
+def test_modules_are_told_the_version_that_was_saved(
+    tmp_path: Path, kind: Any, wrap: Any, saved: type[First], told: int
+) -> None:
+    part = Second()
+    cnr_store.save(tmp_path, wrap(kind(part=saved())))
+    cnr_store.load(tmp_path, kind(part=part))
+    assert part.told == told
+    served = kind(part=part)
+    part.told = None
+    for update in cnr_store.follow(tmp_path):
+        update.apply(served)
+    assert part.told == told
