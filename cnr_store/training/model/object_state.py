@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from cnr_store.errors import OptionError, StateError, UnsupportedModelError
-from cnr_store.format.state import dumps, encode_state
+from cnr_store.format.state import MAX_DEPTH, dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
 from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name, kept_strides
@@ -135,16 +136,20 @@ def is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_make")
 
 
-def _settings(value: Any) -> Any:
+def _settings(value: Any, depth: int = 0) -> Any:
     """Settings of an optimizer, in which enums and named tuples are values of their class."""
-    kind = type(value)
+    kind, deeper = type(value), partial(_settings, depth=depth + 1)
+    if depth > MAX_DEPTH:
+        raise StateError(
+            f"param_groups: nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it"
+        )
     if isinstance(value, Enum):
-        return OfClass(class_name(kind), _settings(value.value))
+        return OfClass(class_name(kind), deeper(value.value))
     if is_named_tuple(kind):
-        return OfClass(class_name(kind), list(map(_settings, value)))
+        return OfClass(class_name(kind), list(map(deeper, value)))
     if kind is dict:
-        return {key: _settings(one) for key, one in value.items()}
-    return kind(map(_settings, value)) if kind in (list, tuple) else value
+        return {key: deeper(one) for key, one in value.items()}
+    return kind(map(deeper, value)) if kind in (list, tuple) else value
 
 
 def check_settings(optimizers: Sequence[Optimizer]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
+import cnr_store
 from cnr_store.errors import ModelMismatchError, StateError, UnsupportedModelError
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import as_list, load_optimizer, optimizer_tree, row_slots
@@ -386,3 +388,14 @@ def test_none_one_or_several_optimizers() -> None:
     assert as_list((optimizer, optimizer)) == [optimizer, optimizer]
     with pytest.raises(StateError, match="str"):
         as_list(["adam"])  # type: ignore[list-item]  # the mistake that is tested
+
+
+@pytest.mark.parametrize("others", [(), ([],)])
+def test_settings_that_contain_themselves_are_refused_when_made(tmp_path: Path, others: Any) -> None:
+    model = build(False)
+    optimizer = Adam(model.parameters())
+    me: list[Any] = [*others]
+    me += [me, me]
+    optimizer.param_groups[0]["me"] = me
+    with pytest.raises(StateError, match=r"param_groups: nested deeper than .* or contains itself"):
+        cnr_store.Checkpointer(tmp_path, model, optimizer)
