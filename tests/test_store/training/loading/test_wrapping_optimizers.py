@@ -144,9 +144,8 @@ class Job:
 
     def train(self, step: int, head: int | None = None) -> None:
         place = step % 2 if head is None else head
-        optimizer = self.optimizers[
-            place % len(self.optimizers) if isinstance(self.optimizers[0], Adagrad | Adam | SparseAdam) else 0
-        ]
+        in_turns = isinstance(self.optimizers[0], Adagrad | Adam | SparseAdam)
+        optimizer = self.optimizers[place % len(self.optimizers) if in_turns else 0]
         self.model.zero_grad()
         ids = torch.arange(step, step + 5) % ROWS
         self.model["ab"[place]](self.model["users"](ids)).square().sum().backward()
