@@ -585,8 +585,7 @@ def test_state_that_optimizers_in_another_order_lose_is_named(tmp_path: Path) ->
     job.optimizers[1].step()
     with job.checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1).result()
-    table, others = "state of 'users.weight' in optimizer {}", ("bias", "weight")
-    tops = [f"state of 'a.{name}' in optimizer {{}}" for name in others]
+    table, *tops = (f"state of {name!r} in optimizer {{}}" for name in ("users.weight", "a.bias", "a.weight"))
     with Job(turned).checkpointer(tmp_path) as checkpointer:
         with pytest.raises(
             ModelMismatchError, match=r"only in the model: state of 'users.weight' in optimizer 1"
