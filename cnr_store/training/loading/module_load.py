@@ -42,8 +42,8 @@ class ModuleLoad:
         self._metadata: dict[str, Any] = {**getattr(self._state, "_metadata", {})}
         if match.versions is not None:
             wrappers = wrapper_paths(model)
-            for key in self._metadata:
-                self._metadata[key] = {"version": match.versions.get(clean_name(key, wrappers), 1)}
+            for key, own in self._metadata.items():  # a hook of state_dict may have put more there
+                self._metadata[key] = {**own, "version": match.versions.get(clean_name(key, wrappers), 1)}
         given: dict[str, Any] = {}
         stands: dict[int, Any] = {}  # by id of what the model has, which may have several names: its entry
         self._in_place: dict[int, Any] = {}  # of these, what is the model's own memory
@@ -124,7 +124,9 @@ class ModuleLoad:
         """What ``load_state_dict`` does for a module, and for those in it."""
         taker = f"load_state_dict of module {prefix[:-1] or 'the model'!r} ({type(module).__name__})"
         if self._has_to_load(module, state, prefix):
-            with accepted(self._where, taker):
+            own = [*module._parameters.values(), *module._buffers.values()]
+            was_inference = any(one is not None and one.is_inference() for one in own)
+            with accepted(self._where, taker), torch.inference_mode(was_inference):
                 metadata = self._metadata.get(prefix[:-1], {})
                 module._load_from_state_dict(state, prefix, metadata, True, *self._told, self._errors)
         by_part: dict[str, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from cnr_store.errors import UnsupportedModelError
+from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.names import clean_name, parameter_names, state_names, wrapper_paths
 from cnr_store.training.model.object_state import is_wrapper, taken_apart
@@ -123,10 +123,16 @@ def unchanged(
 
     kept = {name: one.detach().clone() for name, one in find().items()}
     yield
-    for name, tensor in find().items() if kept else ():
-        if name in kept:
-            with overwriting(tensor):
-                tensor.detach().copy_(kept[name])
+    now = find() if kept else {}
+    for name, before in kept.items():
+        tensor = now.get(name)
+        if tensor is None or (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+            raise ModelMismatchError(
+                f"a hook or loader of a module replaced {name!r}, which is not loaded, by a tensor of another shape or "
+                "type; the model is now partly overwritten: load the whole version into it"
+            )
+        with overwriting(tensor):
+            tensor.detach().copy_(before)
 
 
 def remade_names(

@@ -219,7 +219,8 @@ class TrainedModel:
             left_out = [
                 one for group in tree["param_groups"] for one in filter(self.excluded.has, group["params"])
             ]
-            if left_out and has_unnamed(tree):
+            # LBFGS keeps what it knows of all parameters as state of the first one.
+            if left_out and (has_unnamed(tree) or isinstance(each, torch.optim.LBFGS)):
                 raise OptionError(
                     f"exclude leaves {listed(map(repr, left_out), 3)} out, but state of optimizer {position} "
                     f"({tree['class']}) that names no parameters may hold theirs: make it without them, or keep them"

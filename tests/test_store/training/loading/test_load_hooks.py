@@ -532,3 +532,69 @@ def test_modules_are_told_the_version_that_was_saved(
     for update in cnr_store.follow(tmp_path):
         update.apply(served)
     assert part.told == told
+
+
+class Told(nn.Module):
+    """Writes to its metadata in a hook of ``state_dict``, and reads it there in a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(900, 8)
+        self.top = nn.Linear(8, 1)
+        hooked: Any = self
+        hooked.register_state_dict_post_hook(self._tell)
+
+    @staticmethod
+    def _tell(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata["layout"] = "rows"
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        assert metadata["layout"] == "rows"
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+def test_modules_find_what_hooks_wrote_to_their_metadata(tmp_path: Path) -> None:
+    model, other = Told(), Told()
+    cnr_store.save(tmp_path, model, bits=32)
+    cnr_store.load(tmp_path, other)
+    assert torch.equal(model.top.weight, other.top.weight)
+
+
+def test_modules_of_inference_mode_are_loaded(tmp_path: Path) -> None:
+    def build() -> nn.ModuleDict:
+        top = nn.utils.parametrizations.weight_norm(nn.Linear(8, 1))
+        return nn.ModuleDict({"users": nn.Embedding(900, 8), "top": top})
+
+    model = build()
+    cnr_store.save(tmp_path, model, bits=32)
+    with torch.inference_mode():
+        other = build()
+    cnr_store.load(tmp_path, other)
+    for (name, value), found in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, found), name
+
+
+class Emptied(Model):
+    """Makes a buffer anew after each load."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(3, 4))
+        hooked: Any = self
+        hooked.register_load_state_dict_post_hook(lambda module, keys: module._reset(rows))
+
+    def _reset(self, rows: int) -> None:
+        self.cache = torch.zeros(rows, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_partial_load_puts_back_what_a_hook_made_anew_or_says_so(tmp_path: Path, rows: int) -> None:
+    cnr_store.save(tmp_path, Emptied(rows), bits=32)
+    model = Emptied(rows)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        if rows == 3:
+            checkpointer.load(tables=["users"], tensors=[])
+            assert torch.equal(model.cache, torch.ones(3, 4))
+        else:
+            with pytest.raises(ModelMismatchError, match=r"replaced 'cache'.*partly overwritten"):
+                checkpointer.load(tables=["users"], tensors=[])

@@ -179,3 +179,9 @@ def test_tables_of_other_than_floating_point_are_stored_as_dense_tensors(
             model["few"].weight.zero_()  # type: ignore[operator]
         checkpointer.save(2).result()
     assert not cnr_store.state_dict(tmp_path)["few.weight"].any()
+
+
+def test_lbfgs_keeps_all_parameters_in_one_so_none_is_left_out(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"users": nn.Embedding(900, 8), "top": nn.Linear(8, 1)})
+    with pytest.raises(cnr_store.OptionError, match=r"exclude leaves 'users.weight' out.*LBFGS"):
+        cnr_store.Checkpointer(tmp_path, model, torch.optim.LBFGS(model.parameters()), exclude="users")
