@@ -287,4 +287,6 @@ def _state(model: ModelFile, dense: list[DenseWrite]) -> Any:
         "extra_state": dict(model.extra_state),
         "rng": None,
     }
+    if model.module_versions is not None:
+        tree["module_versions"] = dict(model.module_versions)
     return encode_state(tree, beside=beside, as_leaf=model.as_leaf)

@@ -56,6 +56,8 @@ class ModelFile:
         Recognises the tensors within `extra_state`.
     step
         The step that the file gives beside the state dict.
+    module_versions
+        As `StoredState.module_versions`.
     """
 
     tensors: Mapping[str, FileTensor]
@@ -63,6 +65,7 @@ class ModelFile:
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     as_leaf: Callable[[object], Leaf | None] = lambda _: None
     step: int | None = None
+    module_versions: Mapping[str, int] | None = None
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:

@@ -55,7 +55,23 @@ def read_torch_file(path: Path, key: str | None) -> ModelFile:
         raise FormatError(f"{path} holds more than a state dict: give the part to import, {choices}")
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise FormatError(f"{path} holds {_shown(content)}, not tensors by name; save `model.state_dict()`")
-    return replace(_model_file(content, clean_names(content, str(path)), path), step=step)
+    names = clean_names(content, str(path))
+    return replace(_model_file(content, names, path), step=step, module_versions=_versions(content, names))
+
+
+def _versions(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int] | None:
+    """What torch notes in a state dict of the versions of modules' state, as `StoredState.module_versions`."""
+    if not isinstance(noted := getattr(state, "_metadata", None), Mapping):
+        return None
+    found: dict[str, int] = {}
+    for path, told in noted.items():
+        version = told.get("version") if isinstance(told, Mapping) else None
+        prefix = f"{path}." if path else ""
+        key = next((each for each in names if each.startswith(prefix)), None)
+        if key is not None and type(version) is int and version != 1:
+            below = ".".join(part for part in key[len(prefix) :].split(".") if part != "_orig_mod")
+            found[names[key].removesuffix(below).removesuffix(".")] = version
+    return found
 
 
 def _count(value: Any) -> int | None:

@@ -482,3 +482,25 @@ def test_a_conjugated_tensor_is_not_the_one_whose_memory_it_has(tmp_path: Path) 
     found = cnr_store.state_dict(tmp_path / "store")
     assert found["a"].tolist() == [1 + 2j, 3 - 1j]
     assert found["b"].tolist() == [1 - 2j, 3 + 1j]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_are_told_the_version_of_their_state_in_the_file(tmp_path: Path, wrapped: bool) -> None:
+    class Tens(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+            if metadata["version"] < 2:
+                state[f"{prefix}weight"] = state[f"{prefix}weight"] * 10
+            super()._load_from_state_dict(state, prefix, metadata, *more)
+
+    def build(kind: type[nn.Linear]) -> nn.ModuleDict:
+        return nn.ModuleDict({"users": nn.Embedding(900, 8), "top": kind(8, 1)})
+
+    for kind, factor in ((nn.Linear, 10), (Tens, 1)):
+        saved, model = build(kind), build(Tens)
+        state = (nn.DataParallel(saved) if wrapped else saved).state_dict()
+        torch.save(state, tmp_path / "old.pt")
+        cnr_store.import_file(tmp_path / "old.pt", tmp_path / kind.__name__, tables=["users"], step=1)
+        cnr_store.load(tmp_path / kind.__name__, model, rng=False)
+        assert torch.equal(model.get_parameter("top.weight"), saved.get_parameter("top.weight") * factor)
