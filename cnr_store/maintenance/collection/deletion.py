@@ -71,23 +71,23 @@ class Deletion:
         -------
         The versions with a tombstone, newest first.
         """
-        self.full, marked = None, []
+        self.full, marked = None, set[str]()
         newest_first = sorted(versions, reverse=True)
         data = dumps({"by": self._by, "time": time.time()})
+
+        def put(version: str) -> None:
+            self._put(self._tombstone(version), data)
+            marked.add(version)  # here, because a failure hides the results that nobody has taken yet
+
         try:
-            for version in self._transfer.map(
-                lambda version: self._put_tombstone(version, data), newest_first
-            ):
-                marked.append(version)  # noqa: PERF402 - what comes before a failure counts
+            for _ in self._transfer.map(put, newest_first):
+                pass
         except StorageFullError as error:
             self.full = error
-            del marked[(len(marked) + 1) // 2 :]
-            self.untombstone(newest_first[len(marked) :])
-        return marked
-
-    def _put_tombstone(self, version: str, data: bytes) -> str:
-        self._put(self._tombstone(version), data)
-        return version
+            room = next(place for place, version in enumerate(newest_first) if version not in marked)
+            self.untombstone(newest_first[(room + 1) // 2 :])
+            return newest_first[: (room + 1) // 2]
+        return newest_first
 
     def _put(self, key: str, data: bytes) -> None:
         self._backend.with_reserve(lambda: self._backend.put(key, data))
